@@ -1,0 +1,35 @@
+# Everything a fresh clone needs is Python 3.11+ and make; the rest is installed into .venv once.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test check format requirements clean
+
+demo: $(READY)  ## start, constrained and ConstraintMatch on the bundled digits
+	$(BIN)/constraintmatch demo --out demo
+
+test: $(READY)  ## the default suite
+	$(BIN)/python -m pytest -n 2
+
+check: $(READY)  ## what a commit must pass
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+requirements: $(READY)  ## pin anew what pyproject.toml allows
+	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --upgrade --no-annotate --no-header --no-emit-index-url -o requirements.txt
+
+$(READY): requirements.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
+	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet -r requirements.txt
+	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --no-deps -e .
+	touch $(READY)
+
+clean:
+	rm -rf .venv demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
