@@ -22,10 +22,10 @@ _MENDS = {
 }
 
 
-def write_atomically(path: Path | str, write: Callable[[Path], None]) -> None:
-    """Write a file through `write(temporary path)`, then rename it onto `path`: readers see the old file or the new one.
+def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
+    """Write a file through `write(temporary path)`, then rename it onto `path`: readers see the old file or the new.
 
-    The temporary file lies in the same folder, is flushed to the disk before the rename, and is removed when anything fails.
+    The temporary file lies in the same folder, is flushed to the disk before the rename, and is removed on failure.
     """
     path = Path(path)
     temporary = None
@@ -55,7 +55,7 @@ def write_atomically(path: Path | str, write: Callable[[Path], None]) -> None:
 def write_json(path: Path | str, value: Any) -> None:
     """Write a value as indented JSON, atomically; NaN is refused (JSON has none)."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8") and None)
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def read_json(path: Path | str) -> Any:
@@ -70,7 +70,7 @@ def read_json(path: Path | str) -> Any:
 
 @contextmanager
 def folder_lock(folder: Path | str) -> Iterator[None]:
-    """Hold a folder for this process; a second one gets an InputError that names the holder. Freed by the kernel at exit."""
+    """Hold a folder for this process; a second one gets an InputError that names the holder. The kernel frees it."""
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

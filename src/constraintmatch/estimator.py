@@ -1,0 +1,367 @@
+"""The clusterer with scikit-learn's contract: `ConstraintMatch(n_clusters=…).fit(images, constraints).labels_`."""
+
+import copy
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.sparse import issparse
+from sklearn.base import BaseEstimator, ClusterMixin, TransformerMixin
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils.validation import check_is_fitted
+
+from constraintmatch.batches import derive_seed
+from constraintmatch.constraints import Constraints
+from constraintmatch.errors import InputError
+from constraintmatch.evaluation import Predictions, accuracy, collapse_warnings, embed, predict
+from constraintmatch.images import ImageSet, load_images
+from constraintmatch.methods import METHODS, ViewChoice
+from constraintmatch.methods.preparation import check_images
+from constraintmatch.models import ClusterModel, build_model, load_model, save_model, with_clusters
+from constraintmatch.pretraining import SHORT, STAGES, pretrain
+from constraintmatch.progress import Quiet, console_reporter
+from constraintmatch.running import Around, method_arguments, method_settings, run_method
+from constraintmatch.training import TrainSettings, choose_device
+
+__all__ = ["ConstraintMatch", "as_constraints", "as_images"]
+
+Images = ImageSet | ArrayLike | Path | str
+Pairs = Constraints | Mapping[str, Any] | Sequence[Any] | Path | str | Any  # Any: a sparse matrix
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+ELSEWHERE = {"steps": "steps", "device": "device", "seed": "random_state"}  # settings with a parameter of their own
+OWN_VIEWS = ("own_weak", "own_strong", "own_contrastive")
+PASSES = 100  # over the images, when `steps` is None; the paper's 20,000 steps are 267 passes over CIFAR-10
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a fit will do, checked before the first step of its start."""
+
+    method: str
+    arguments: dict[str, Any]
+    settings: TrainSettings
+    stages: dict[str, dict[str, Any]]
+    around: Around
+
+
+# auto_wrap_output_keys=None: scikit-learn would wrap `transform` for data frames and rename its argument
+class ConstraintMatch(  # type: ignore[misc, call-arg]
+    ClusterMixin, TransformerMixin, BaseEstimator, auto_wrap_output_keys=None
+):
+    """Clusters of images from a few pairs that belong together or apart.
+
+    Parameters
+    ----------
+    n_clusters : 2 or more.
+    method : "constraintmatch", "constrained" or "pseudo_label"; "supervised" and "fully_constrained" learn from labels.
+    backbone : "tiny", "resnet18", "resnet34" or "timm:NAME"; None chooses by the side of the images.
+    start : what training starts from: "self-supervised" (SimCLR, SCAN and self-labelling on the images, kept short),
+        None (random weights), a model or run folder, or a `ClusterModel` (which is left as it is). A start with
+        another number of clusters gets a fresh head.
+    steps : training steps; None: enough for 100 passes over the images, 500 to 20,000.
+    device : "cuda", "mps" or "cpu"; None takes the first of these that is there.
+    random_state : a seed, a RandomState or Generator to draw one from, or None for a new one (`seed_` tells it).
+    flip : whether a mirrored image still belongs to its cluster (not so for digits and letters).
+    without : operations to leave out of the strong views, such as ("solarize", "rotate").
+    options : further arguments of the method (`pseudo_weight`, `max_entropy`, …), training settings (`lr`, `ema`, …),
+        own views (`own_weak`, `own_strong`, `own_contrastive`), and a dict of arguments for each stage of the
+        self-supervised start, such as {"simclr": {"epochs": 500}}.
+    verbose : whether to show progress.
+
+    After `fit`: `labels_` (the cluster of each image), `model_`, `log_` and `seed_`.
+    """
+
+    def __init__(
+        self,
+        n_clusters: int,
+        *,
+        method: str = "constraintmatch",
+        backbone: str | None = None,
+        start: str | Path | ClusterModel | None = "self-supervised",
+        steps: int | None = None,
+        device: str | None = None,
+        random_state: int | np.random.RandomState | np.random.Generator | None = None,
+        flip: bool = True,
+        without: Sequence[str] = (),
+        options: Mapping[str, Any] | None = None,
+        verbose: bool = False,
+    ) -> None:
+        self.n_clusters = n_clusters
+        self.method = method
+        self.backbone = backbone
+        self.start = start
+        self.steps = steps
+        self.device = device
+        self.random_state = random_state
+        self.flip = flip
+        self.without = without
+        self.options = options
+        self.verbose = verbose
+
+    def fit(self, images: Images, constraints: Pairs = None) -> Self:
+        """The estimator, trained on images (see `as_images`) and pairs (see `as_constraints`)."""
+        start = self._loaded_start()
+        images = as_images(images, start)
+        pairs = as_constraints(constraints, images)
+        _check_clusters(self.n_clusters, len(images))
+        _check_pairs(self.method, pairs, images)
+        seed = _seed(self.random_state)
+        plan = self._plan(images, seed)
+        model = start if start is not None else self._made_start(images, plan, seed)
+        model, log = run_method(
+            plan.method,
+            self._with_head(model, seed),
+            images,
+            pairs,
+            arguments=plan.arguments,
+            settings=plan.settings,
+            around=plan.around,
+        )
+        self.model_, self.log_, self.seed_ = _noted(model, plan, images), log, seed
+        predictions = predict(model, images)
+        self.labels_ = predictions.clusters
+        for sign in collapse_warnings(predictions):
+            warnings.warn(sign, ConvergenceWarning, stacklevel=2)
+        return self
+
+    def fit_predict(self, images: Images, constraints: Pairs = None) -> NDArray[np.int64]:
+        """The cluster of each image after `fit`."""
+        return self.fit(images, constraints).labels_
+
+    def predict(self, images: Images) -> NDArray[np.int64]:
+        """The cluster (n,) of each image; they need not be those of `fit`."""
+        return self._predictions(images).clusters
+
+    def predict_proba(self, images: Images) -> NDArray[np.float32]:
+        """The probability (n, n_clusters) of each cluster for each image."""
+        return self._predictions(images).probabilities
+
+    def transform(self, images: Images) -> NDArray[np.float32]:
+        """The features (n, width) of the images in the last layer before the clusters."""
+        check_is_fitted(self, "model_")
+        return embed(self.model_, self._seen(images))
+
+    def score(self, images: Images, y: ArrayLike | None = None) -> float:
+        """The share of images in the cluster that is matched with their class; classes from `y` or the set's labels."""
+        check_is_fitted(self, "model_")
+        seen = self._seen(images)
+        labels = seen.labels if y is None else np.asarray(y)
+        if labels is None:
+            raise InputError("score needs the labels of the images: give an ImageSet with labels, or score(images, y)")
+        if labels.dtype.kind not in "iu":
+            labels = np.unique(labels, return_inverse=True)[1]
+        return accuracy(labels, predict(self.model_, seen).clusters)
+
+    def save_pretrained(self, folder: Path | str, *, half: bool = False) -> None:
+        """Write the model folder (`config.json`, `model.safetensors`; fp16 when `half`), which every command takes."""
+        check_is_fitted(self, "model_")
+        save_model(self.model_, folder, half=half)
+
+    @classmethod
+    def from_pretrained(cls, source: Path | str, *, device: str | None = None, revision: str | None = None) -> Self:
+        """A fitted estimator from a model or run folder, or else from the Hugging Face hub by `owner/name`."""
+        folder = Path(source) if Path(source).exists() else _from_hub(str(source), revision)
+        model = load_model(folder, device=choose_device(device))
+        if model.config.n_clusters == 0:
+            raise InputError(f"{source}: this model has no clusters yet; use it as start= of a new estimator")
+        made = cls(model.config.n_clusters, backbone=model.config.backbone, start=None, device=device)
+        made.model_ = model
+        return made
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.two_d_array, tags.input_tags.three_d_array = False, True
+        return tags
+
+    def _predictions(self, images: Images) -> Predictions:
+        check_is_fitted(self, "model_")
+        return predict(self.model_, self._seen(images))
+
+    def _seen(self, images: Images) -> ImageSet:
+        seen = as_images(images, self.model_)
+        check_images(self.model_, seen)
+        return seen
+
+    def _loaded_start(self) -> ClusterModel | None:
+        """The model given to start from, never the caller's own; None when one has to be made."""
+        if self.start is None or self.start == "self-supervised":
+            return None
+        model = copy.deepcopy(self.start) if isinstance(self.start, ClusterModel) else load_model(self.start)
+        if self.backbone not in (None, model.config.backbone):
+            raise InputError(
+                f"backbone is {self.backbone!r} and the start has {model.config.backbone!r}; leave one out"
+            )
+        return model
+
+    def _made_start(self, images: ImageSet, plan: _Plan, seed: int) -> ClusterModel:
+        alone = self.start is None
+        fresh = build_model(
+            n_clusters=self.n_clusters if alone else 0,
+            side=images.side,
+            channels=images.channels,
+            backbone=self.backbone,
+            seed=derive_seed(seed, "weights"),
+        )
+        if alone:
+            return fresh
+        shared = {"seed": seed, "device": self.device}
+        return pretrain(fresh, images, self.n_clusters, arguments=plan.stages, settings=shared, around=plan.around)
+
+    def _with_head(self, model: ClusterModel, seed: int) -> ClusterModel:
+        if model.config.n_clusters == self.n_clusters and model.config.n_heads == 1:
+            return model
+        return with_clusters(model, self.n_clusters, seed=derive_seed(seed, "head"))
+
+    def _plan(self, images: ImageSet, seed: int) -> _Plan:
+        """Everything the fit needs from the parameters; what cannot be used is an InputError."""
+        known = _known_method(self.method)
+        asked = dict(self.options or {})
+        stages = {stage: {**SHORT[stage], **_stage_arguments(stage, asked.pop(stage, {}))} for stage in STAGES}
+        own = {name: asked.pop(name) for name in OWN_VIEWS if name in asked}
+        arguments = _sizes(known, len(images)) | {name: asked.pop(name) for name in known & asked.keys()}
+        _check_options(asked, self.method, known)
+        steps = _steps(len(images), arguments) if self.steps is None else self.steps
+        shared = {"steps": steps, "seed": seed, "device": self.device}
+        without = (self.without,) if isinstance(self.without, str) else tuple(self.without)
+        views = ViewChoice(flip=self.flip, without=without, **own)
+        views.strong()  # names that are no operations are found here, not after the start
+        reporter = console_reporter() if self.verbose else Quiet()
+        around = Around(reporter=reporter, views=views)
+        return _Plan(self.method, arguments, method_settings(self.method, {**asked, **shared}), stages, around)
+
+
+def as_images(images: Images, model: ClusterModel | None = None) -> ImageSet:
+    """An ImageSet from one, from an array (n, h, w[, c]), or from a folder or .npy/.npz file, at the model's size."""
+    if isinstance(images, ImageSet):
+        return images
+    if isinstance(images, Path | str):
+        side, channels = (None, None) if model is None else (model.config.side, model.config.channels)
+        return load_images(images, side=side, channels=channels)
+    return ImageSet.from_arrays(images)
+
+
+def as_constraints(constraints: Pairs, images: ImageSet) -> Constraints | None:
+    """Constraints over the images from what people have; None stays None.
+
+    Taken are `Constraints`, a pairs file, columns (left, right, link), {"must_link": [(i, j), …], "cannot_link": […]},
+    and a square matrix of 1, −1 and 0. `Constraints` are used as they are; in all others a contradiction is an error.
+    """
+    if constraints is None or isinstance(constraints, Constraints):
+        return constraints
+    n = len(images)
+    if isinstance(constraints, Path | str):
+        made = Constraints.read(constraints, names=images.names, n_images=n)
+    elif isinstance(constraints, Mapping):
+        if odd := sorted(map(str, constraints.keys() - {"must_link", "cannot_link"})):
+            raise InputError(f"constraints: unknown key {odd[0]!r}; known are must_link, cannot_link")
+        made = Constraints.from_lists(n_images=n, **constraints)
+    elif issparse(constraints) or (isinstance(constraints, np.ndarray) and constraints.ndim == 2):
+        made = Constraints.from_matrix(constraints)
+    elif isinstance(constraints, list | tuple) and len(constraints) == 3:
+        left, right, link = constraints
+        made = Constraints.from_arrays(left, right, link, n_images=n)
+    else:
+        raise InputError(
+            "constraints must be Constraints, a pairs file, columns (left, right, link), "
+            "a dict with must_link and cannot_link, or a square matrix of 1, -1 and 0"
+        )
+    return made.resolve("error", names=images.names)
+
+
+def _known_method(name: str) -> set[str]:
+    """The names of a method's arguments; a stage of the start is no method here."""
+    if name in STAGES or name not in METHODS:
+        known = ", ".join(method for method in METHODS if method not in STAGES)
+        raise InputError(f"unknown method {name!r}; known are {known}")
+    return set(method_arguments(name))
+
+
+def _stage_arguments(stage: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments asked for a stage of the start; one it does not have is an InputError."""
+    known = method_arguments(stage).keys() - {"n_clusters"}
+    if unknown := sorted(given.keys() - known):
+        raise InputError(f"options: {stage} has no argument {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    return given
+
+
+def _check_clusters(n_clusters: Any, n_images: int) -> None:
+    if isinstance(n_clusters, bool) or not isinstance(n_clusters, int | np.integer):
+        raise InputError(f"n_clusters is {n_clusters!r}; it must be a whole number, 2 or more")
+    if n_clusters < 2:
+        raise InputError(f"n_clusters is {n_clusters}; ask for 2 or more")
+    if n_images < n_clusters:
+        raise InputError(f"{n_clusters:,} clusters for {n_images:,} images: there must be at least one image each")
+
+
+def _check_pairs(method: str, pairs: Constraints | None, images: ImageSet) -> None:
+    if method not in ("supervised", "fully_constrained") and (pairs is None or len(pairs) == 0):
+        raise InputError(f"{method} needs constraints and there are none; sample or answer some pairs first")
+    if pairs is not None and pairs.n_images != len(images):
+        raise InputError(f"the constraints are over {pairs.n_images:,} images, the set has {len(images):,}")
+
+
+def _check_options(rest: Mapping[str, Any], method: str, arguments: set[str]) -> None:
+    """What is left of the options must be training settings without a parameter of their own."""
+    for name in rest:
+        if name in ELSEWHERE:
+            raise InputError(f"options: {name!r} has a parameter of its own, {ELSEWHERE[name]}")
+    settings = {entry.name for entry in fields(TrainSettings)} - ELSEWHERE.keys()
+    if unknown := sorted(map(str, rest.keys() - settings)):
+        known = ", ".join(sorted({*arguments, *settings, *OWN_VIEWS, *STAGES}))
+        raise InputError(f"options: {unknown[0]!r} means nothing to {method}; known are {known}")
+
+
+def _sizes(arguments: set[str], n_images: int) -> dict[str, int]:
+    """Batches for a set of this size: an eighth of the images, at most the paper's 600, and a third as many pairs."""
+    images = min(600, max(60, n_images // 8))
+    return {
+        name: size
+        for name, size in {"images_per_step": images, "pairs_per_step": images // 3}.items()
+        if name in arguments
+    }
+
+
+def _steps(n_images: int, arguments: Mapping[str, Any]) -> int:
+    per_pass = n_images / arguments.get("images_per_step", arguments.get("pairs_per_step", 200) * 3)
+    return int(min(20_000, max(500, PASSES * per_pass)))
+
+
+def _seed(state: Any) -> int:
+    """A seed from a seed, from a generator's next draw, or from the system."""
+    if state is None:
+        state = np.random.default_rng()
+    if isinstance(state, np.random.Generator):
+        return int(state.integers(2**31))
+    if isinstance(state, np.random.RandomState):
+        return int(state.randint(2**31 - 1))
+    if isinstance(state, bool) or not isinstance(state, int | np.integer) or state < 0:
+        raise InputError(f"random_state is {state!r}; give a whole number from 0, a RandomState, a Generator or None")
+    return int(state)
+
+
+def _noted(model: ClusterModel, plan: _Plan, images: ImageSet) -> ClusterModel:
+    """The model with this training in its configuration, as a run folder would have noted it."""
+    data = {"images": len(images), "fingerprint": images.fingerprint()}
+    settings = {name: getattr(plan.settings, name) for name in ("steps", "lr", "seed")}
+    stage = {"method": plan.method, "data": data, **settings, "arguments": plan.arguments}
+    model.config = replace(model.config, trained=(*model.config.trained, stage))
+    return model
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    if not HUB_ID.fullmatch(name):
+        raise InputError(f"{name}: no such model or run folder (and not a hub name such as owner/model)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        wanted = ["config.json", "model.safetensors"]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+    except Exception as error:  # not found, no network, no permission: each comes as another exception
+        said = " ".join(str(error).split())[:200]
+        raise InputError(f"{name}: no such folder, and the Hugging Face hub did not give it ({said})") from None

@@ -1,0 +1,166 @@
+"""Command-line flags from the signatures of the methods and the fields of `TrainSettings`.
+
+The signatures are read from the source text, not by importing it: torch takes seconds to import, and help should not. A
+test holds that what is read here is what `running.method_arguments` says.
+"""
+
+import ast
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["Argument", "add_flags", "flag", "method_flags", "methods", "settings_flags", "stage_flags"]
+
+STAGES = ("simclr", "scan", "self_label")  # what `pretrain` runs; `train` runs the other methods
+_NOT_FLAGS = {"n_clusters", "settings", "views", "job"}  # n_clusters is --clusters
+_TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
+_MEANINGS = {
+    "bf16": "Compute in bfloat16 where that is safe.",
+    "channels_last": "Keep channels last in memory.",
+    "checkpoint_every": "Steps between checkpoints.",
+    "clip_norm": "Largest gradient norm.",
+    "compile": "Compile the network with torch.compile.",
+    "cuda_graph": "Replay a step as one CUDA graph.",
+    "device": "cuda, mps or cpu.",
+    "ema": "Keep an average of the weights with this decay.",
+    "entropy_weight": "Weight of the term that spreads images over clusters.",
+    "epochs": "Passes over the images.",
+    "evaluate_every": "Steps between evaluations.",
+    "flip_fraction": "ρ: share of guesses whose two likeliest clusters are swapped (robustness study).",
+    "hard_threshold": "μ: links from here on are must-links, with --links hard.",
+    "images_per_step": "Unconstrained images in a step.",
+    "links": "Pseudo-constraints: soft or hard.",
+    "log_every": "Steps between lines of log.jsonl.",
+    "lr": "Learning rate.",
+    "max_entropy": "τ: images with a normalized entropy under it take part.",
+    "min_confidence": "τ: guesses with this confidence or more take part.",
+    "momentum": "Momentum of sgd.",
+    "n_heads": "Cluster heads; the best one is kept.",
+    "n_neighbours": "Neighbours of an image.",
+    "objective": "Loss of a pair: mcl or kcl.",
+    "optimizer": "sgd or adam.",
+    "pairs_per_step": "Constrained pairs in a step.",
+    "pool": "Unconstrained images: all or combined.",
+    "projection": "Width of the projection head.",
+    "pseudo_weight": "λ: weight of the unconstrained images' loss.",
+    "schedule": "Learning rate over time: cosine-7/16, cosine or constant.",
+    "seed": "Seed of everything random in the run.",
+    "selection": "Images that take part, by entropy or confidence.",
+    "steps": "Training steps.",
+    "temperature": "Temperature of the contrast.",
+    "tensorboard": "Write TensorBoard files too.",
+    "weight_decay": "Weight decay.",
+}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A keyword argument as its source has it: the type (int, float, str, bool) and the default (... for none)."""
+
+    name: str
+    kind: type
+    default: Any
+
+
+@cache
+def methods() -> dict[str, dict[str, Argument]]:
+    """The arguments of every method, by method and name."""
+    tree = ast.parse(_source("methods", "__init__.py"))
+    table = next(node for node in tree.body if isinstance(node, ast.AnnAssign))  # METHODS = {"name": function, …}
+    assert isinstance(table.value, ast.Dict)
+    return {key.value: _arguments(str(key.value)) for key in table.value.keys if isinstance(key, ast.Constant)}
+
+
+def _arguments(method: str) -> dict[str, Argument]:
+    tree = ast.parse(_source("methods", f"{method}.py"))
+    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == method)
+    pairs = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+    return {arg.arg: _argument(arg.arg, arg.annotation, value) for arg, value in pairs if arg.arg not in _NOT_FLAGS}
+
+
+@cache
+def _settings() -> dict[str, Argument]:
+    tree = ast.parse(_source("training.py"))
+    group = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainSettings")
+    fields = [node for node in group.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    return {node.target.id: _argument(node.target.id, node.annotation, node.value) for node in fields}  # type: ignore[union-attr]
+
+
+def _argument(name: str, annotation: ast.expr | None, default: ast.expr | None) -> Argument:
+    kind = ast.unparse(annotation).removesuffix(" | None") if annotation else "str"
+    return Argument(name, _TYPES[kind], ... if default is None else ast.literal_eval(default))
+
+
+def _source(*path: str) -> str:
+    return files("constraintmatch").joinpath(*path).read_text(encoding="utf-8")
+
+
+def method_flags() -> dict[str, Any]:
+    """One flag for each argument that a method of `train` has; the help names the methods and their defaults."""
+    owners: dict[str, dict[str, Argument]] = {}
+    for method, arguments in methods().items():
+        for name, argument in arguments.items() if method not in STAGES else ():
+            owners.setdefault(name, {})[method] = argument
+    return {
+        name: flag(name, next(iter(of.values())).kind, _owned(of), "Method", meaning=name)
+        for name, of in owners.items()
+    }
+
+
+def _owned(owners: Mapping[str, Argument]) -> str:
+    """`constraintmatch, pseudo_label: 1.0`, grouped by default."""
+    groups: dict[str, list[str]] = {}
+    for method, argument in owners.items():
+        groups.setdefault(str(argument.default), []).append(method)
+    return "; ".join(f"{', '.join(names)}: {default}" for default, names in groups.items())
+
+
+def settings_flags(names: Iterable[str] | None = None) -> dict[str, Any]:
+    """One flag for each training setting, or for these."""
+    chosen = {name: _settings()[name] for name in names or _settings()}
+    shown = {name: "" if value.default in (None, False) else str(value.default) for name, value in chosen.items()}
+    return {name: flag(name, value.kind, shown[name], "Training", meaning=name) for name, value in chosen.items()}
+
+
+def stage_flags() -> dict[str, Any]:
+    """`epochs_simclr` and so on: one flag for each argument of each stage of `pretrain`."""
+    return {
+        f"{name}_{stage}": flag(f"{name}_{stage}", argument.kind, str(argument.default), f"Stage {stage}", meaning=name)
+        for stage in STAGES
+        for name, argument in methods()[stage].items()
+    }
+
+
+def flag(name: str, kind: type, shown: str, panel: str, *, meaning: str) -> Any:
+    """The annotation of an optional flag; None, when it is not given, leaves the method its own value."""
+    spelled = "--" + name.replace("_", "-")
+    names = [f"{spelled}/--no-{spelled[2:]}"] if kind is bool else [spelled]
+    said = " ".join(filter(None, (_MEANINGS.get(meaning, ""), f"({shown})" if shown else "")))
+    return Annotated[kind | None, typer.Option(*names, help=said, rich_help_panel=panel, show_default=False)]
+
+
+def add_flags(**groups: Mapping[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A decorator that gives a command more flags; each group of those that were given arrives as one dictionary."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in groups]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        new = [inspect.Parameter(n, kind, default=None, annotation=a) for of in groups.values() for n, a in of.items()]
+
+        def wrapper(**values: Any) -> None:
+            given = {
+                group: {name: value for name in of if (value := values.pop(name)) is not None}
+                for group, of in groups.items()
+            }
+            command(**values, **given)
+
+        wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
+        wrapper.__signature__ = inspect.Signature([p.replace(kind=kind) for p in own] + new)  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate

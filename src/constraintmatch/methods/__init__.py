@@ -1,0 +1,26 @@
+"""The training methods, by name. A method is a function; its keyword arguments are its configuration."""
+
+from collections.abc import Callable
+
+from constraintmatch.methods.constrained import constrained
+from constraintmatch.methods.constraintmatch import constraintmatch
+from constraintmatch.methods.fully_constrained import fully_constrained
+from constraintmatch.methods.preparation import Job, Trained, ViewChoice
+from constraintmatch.methods.pseudo_label import pseudo_label
+from constraintmatch.methods.scan import scan
+from constraintmatch.methods.self_label import self_label
+from constraintmatch.methods.simclr import simclr
+from constraintmatch.methods.supervised import supervised
+
+__all__ = ["METHODS", "Job", "Trained", "ViewChoice"]
+
+METHODS: dict[str, Callable[..., Trained]] = {
+    "simclr": simclr,
+    "scan": scan,
+    "self_label": self_label,
+    "constrained": constrained,
+    "pseudo_label": pseudo_label,
+    "constraintmatch": constraintmatch,
+    "fully_constrained": fully_constrained,
+    "supervised": supervised,
+}

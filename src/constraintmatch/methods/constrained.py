@@ -1,0 +1,36 @@
+"""The constrained competitor: the pair loss on the given constraints and nothing else."""
+
+from constraintmatch.constraints import Constraints
+from constraintmatch.images import ImageSet
+from constraintmatch.methods.pairs import train_on_pairs
+from constraintmatch.methods.preparation import Job, Trained, ViewChoice
+from constraintmatch.models import ClusterModel
+from constraintmatch.training import TrainSettings
+
+__all__ = ["constrained"]
+
+
+def constrained(
+    model: ClusterModel,
+    images: ImageSet,
+    constraints: Constraints,
+    *,
+    objective: str = "mcl",
+    pairs_per_step: int = 200,
+    settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
+    views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
+    job: Job = Job(),  # noqa: B008 (frozen)
+) -> Trained:
+    """The model trained with L^cons alone; `objective` is mcl (the paper's) or kcl."""
+    return train_on_pairs(
+        model,
+        images,
+        constraints,
+        title="constrained",
+        unconstrained=None,
+        objective=objective,
+        pairs_per_step=pairs_per_step,
+        settings=settings,
+        views=views,
+        job=job,
+    )

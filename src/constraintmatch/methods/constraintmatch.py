@@ -1,0 +1,75 @@
+"""ConstraintMatch: the pair loss on given constraints, and on pseudo-constraints between informative images."""
+
+from torch import Tensor
+
+from constraintmatch.constraints import Constraints
+from constraintmatch.errors import InputError
+from constraintmatch.images import ImageSet
+from constraintmatch.methods.pairs import Selection, Unconstrained, train_on_pairs
+from constraintmatch.methods.preparation import Job, Trained, ViewChoice
+from constraintmatch.models import ClusterModel
+from constraintmatch.objectives import all_pairs_loss, hard_links, soft_links
+from constraintmatch.training import TrainSettings
+
+__all__ = ["constraintmatch"]
+
+
+def constraintmatch(
+    model: ClusterModel,
+    images: ImageSet,
+    constraints: Constraints,
+    *,
+    pseudo_weight: float = 1.0,
+    selection: str = "entropy",
+    max_entropy: float = 0.2,
+    min_confidence: float = 0.95,
+    links: str = "soft",
+    hard_threshold: float = 0.5,
+    pool: str = "all",
+    flip_fraction: float = 0.0,
+    objective: str = "mcl",
+    pairs_per_step: int = 200,
+    images_per_step: int = 600,
+    settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
+    views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
+    job: Job = Job(),  # noqa: B008 (frozen)
+) -> Trained:
+    """The model trained with L = L^cons + λ L^pseudo.
+
+    λ is `pseudo_weight`. `selection` is by entropy under τ = `max_entropy` (the paper's) or by confidence from
+    `min_confidence`. `links` are soft, 1 − JSD, or hard: 1 from μ = `hard_threshold` on. `pool` is all images (the
+    published code) or the combined batch of the paper's text. ρ = `flip_fraction` of the guesses have their two largest
+    probabilities swapped.
+    """
+    if links not in ("soft", "hard"):
+        raise InputError(f"unknown links {links!r}; known are soft, hard")
+
+    def pseudo_links(guess: Tensor) -> Tensor:
+        soft = soft_links(guess)
+        return soft if links == "soft" else hard_links(soft, hard_threshold)
+
+    def loss(guess: Tensor, logits: Tensor, keep: Tensor) -> Tensor:
+        return all_pairs_loss(logits.float().softmax(-1), pseudo_links(guess), keep)
+
+    term = Unconstrained(
+        "pseudo-constraints",
+        loss,
+        Selection(selection, max_entropy, min_confidence),
+        pseudo_links,
+        pseudo_weight,
+        flip_fraction,
+        pool,
+        images_per_step,
+    )
+    return train_on_pairs(
+        model,
+        images,
+        constraints,
+        title="constraintmatch",
+        unconstrained=term,
+        objective=objective,
+        pairs_per_step=pairs_per_step,
+        settings=settings,
+        views=views,
+        job=job,
+    )

@@ -1,0 +1,202 @@
+"""Training on pairs, with or without a term for unconstrained images: what the paper's three methods share.
+
+The paper's ablation is the `unconstrained` argument: none (constrained), pseudo-labels, pseudo-constraints.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from constraintmatch.batches import PairBatch, PairSource, Shuffled, Views, derive_seed, unconstrained_rows
+from constraintmatch.constraints import Constraints
+from constraintmatch.errors import InputError
+from constraintmatch.evaluation import pseudo_quality
+from constraintmatch.images import ImageSet
+from constraintmatch.methods.preparation import Bench, Job, Trained, ViewChoice, evaluate_now, prepare
+from constraintmatch.models import ClusterModel
+from constraintmatch.objectives import confident, flip_modes, informative, kcl, pair_loss
+from constraintmatch.training import TrainSettings, fit, frozen_statistics
+
+__all__ = ["PAIR_OBJECTIVES", "Selection", "SemiBatch", "Unconstrained", "train_on_pairs"]
+
+Network = Callable[..., Tensor]
+PAIR_OBJECTIVES: dict[str, Callable[..., Tensor]] = {"mcl": pair_loss, "kcl": kcl}
+
+
+@dataclass(frozen=True)
+class SemiBatch:
+    """Constrained pairs, and views of unconstrained images with the rows whose modes are flipped (n,)."""
+
+    pairs: PairBatch
+    free: Views | None
+    flip: Tensor | None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """I^sel: which guesses take part: entropy under τ = `max_entropy`, or confidence from `min_confidence`."""
+
+    by: str = "entropy"
+    max_entropy: float = 0.2
+    min_confidence: float = 0.95
+
+    def __post_init__(self) -> None:
+        if self.by not in ("entropy", "confidence"):
+            raise InputError(f"unknown selection {self.by!r}; known are entropy, confidence")
+
+    def __call__(self, guess: Tensor) -> Tensor:
+        return informative(guess, self.max_entropy) if self.by == "entropy" else confident(guess, self.min_confidence)
+
+
+@dataclass(frozen=True)
+class Unconstrained:
+    """The term of the unconstrained images: its loss from (guess, strong logits, keep), its selection and its links."""
+
+    name: str
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor]
+    select: Selection
+    links: Callable[[Tensor], Tensor]  # of guesses (n, k) to (n, n); for the report on quality
+    weight: float = 1.0  # λ
+    flip_fraction: float = 0.0  # ρ of the robustness study
+    pool: str = "all"  # every image, or "combined": the batch's constrained images and images without constraints
+    images_per_step: int = 600
+
+
+def train_on_pairs(
+    model: ClusterModel,
+    images: ImageSet,
+    constraints: Constraints,
+    *,
+    title: str,
+    unconstrained: Unconstrained | None,
+    objective: str,
+    pairs_per_step: int,
+    settings: TrainSettings,
+    views: ViewChoice,
+    job: Job,
+) -> Trained:
+    """The model trained on the pairs, and on the unconstrained images where there is a term for them."""
+    _check(constraints, images, objective, unconstrained, title)
+    bench = prepare(model, images, settings)
+    batches = _Batches(bench, images, constraints, unconstrained, pairs_per_step, views)
+    pair_objective = PAIR_OBJECTIVES[objective]
+
+    def loss(network: Network, batch: SemiBatch) -> dict[str, Tensor]:
+        terms = {"constrained": constrained_term(network, batch.pairs, pair_objective)}
+        if unconstrained is not None and batch.free is not None:
+            terms["pseudo"] = unconstrained.weight * unconstrained_term(network, batch, unconstrained)
+        return terms
+
+    log = fit(
+        model,
+        batches,
+        loss,
+        settings,
+        title=title,
+        run=job.run,
+        measure=_measure(model, images, unconstrained) if unconstrained else None,
+        evaluate=lambda: evaluate_now(model, images, job),
+        prefetch=bench.prefetch,
+        reporter=job.reporter,
+    )
+    return Trained(model, log)
+
+
+def constrained_term(network: Network, pairs: PairBatch, objective: Callable[..., Tensor]) -> Tensor:
+    """L^cons on the weak views of the pairs; both sides go through the network in one pass."""
+    left, right = network(torch.cat((pairs.left, pairs.right))).float().softmax(-1).chunk(2)
+    return objective(left, right, pairs.link, pairs.weight)
+
+
+def unconstrained_term(network: Network, batch: SemiBatch, term: Unconstrained) -> Tensor:
+    """L^pseudo: guesses on weak views (no graph) decide what the strong views should answer."""
+    assert batch.free is not None
+    with torch.no_grad():
+        guess = _guess(network, batch, term)
+        keep = term.select(guess)
+    return term.loss(guess, network(batch.free.strong), keep)
+
+
+def _guess(network: Network, batch: SemiBatch, term: Unconstrained) -> Tensor:
+    assert batch.free is not None
+    guess = network(batch.free.weak).float().softmax(-1)
+    return flip_modes(guess, batch.flip) if term.flip_fraction > 0 and batch.flip is not None else guess
+
+
+class _Batches:
+    """The batch of step t: pairs, and views of unconstrained images where the method has a term for them."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        images: ImageSet,
+        constraints: Constraints,
+        unconstrained: Unconstrained | None,
+        pairs_per_step: int,
+        views: ViewChoice,
+    ) -> None:
+        self.bench, self.unconstrained = bench, unconstrained
+        self.pairs = PairSource(bench.store, constraints, pairs_per_step, views.pair(), bench.maker, bench.seed)
+        self.weak, self.strong = views.weak(), views.strong()
+        if unconstrained is not None:
+            combined = unconstrained.pool == "combined"
+            rows = unconstrained_rows(constraints, len(images)) if combined else np.arange(len(images))
+            self.free = Shuffled(
+                rows, unconstrained.images_per_step, derive_seed(bench.seed, "unconstrained"), bench.device
+            )
+
+    def __call__(self, step: int) -> SemiBatch:
+        pairs = self.pairs(step)
+        if self.unconstrained is None:
+            return SemiBatch(pairs, None, None)
+        rows = self.free(step)
+        if self.unconstrained.pool == "combined":
+            rows = torch.cat((self.pairs.rows(step), rows))
+        images = self.bench.store.take(rows)
+        maker = self.bench.maker
+        free = Views(maker(self.weak, images, step, "weak"), maker(self.strong, images, step, "strong"), rows)
+        return SemiBatch(pairs, free, self._flip(step, len(rows)))
+
+    def _flip(self, step: int, n: int) -> Tensor | None:
+        assert self.unconstrained is not None
+        if self.unconstrained.flip_fraction == 0:
+            return None
+        generator = torch.Generator().manual_seed(derive_seed(self.bench.seed, "flip", step))
+        order = torch.randperm(n, generator=generator)  # exactly the fraction ρ of each batch
+        return (order < round(self.unconstrained.flip_fraction * n)).to(self.bench.device)
+
+
+def _measure(model: ClusterModel, images: ImageSet, term: Unconstrained) -> Callable[[SemiBatch], Mapping[str, Any]]:
+    """How good the guesses of a batch are: the selected share, and their quality where labels are known."""
+
+    def measure(batch: SemiBatch) -> Mapping[str, Any]:
+        assert batch.free is not None
+        with torch.no_grad(), frozen_statistics(model):
+            guess = _guess(model, batch, term)
+        keep = term.select(guess)
+        values: dict[str, Any] = {"selected": float(keep.float().mean())}
+        if images.labels is not None:
+            labels = images.labels[batch.free.rows.cpu().numpy()]
+            values |= pseudo_quality(guess, keep, term.links(guess), labels)
+        return {name: value for name, value in values.items() if value is not None}
+
+    return measure
+
+
+def _check(
+    constraints: Constraints, images: ImageSet, objective: str, unconstrained: Unconstrained | None, title: str
+) -> None:
+    if len(constraints) == 0:
+        raise InputError(f"{title} needs constraints and there are none; sample or answer some pairs first")
+    if constraints.n_images != len(images):
+        raise InputError(f"the constraints are over {constraints.n_images:,} images, the set has {len(images):,}")
+    if objective not in PAIR_OBJECTIVES:
+        raise InputError(f"unknown pair objective {objective!r}; known are {', '.join(PAIR_OBJECTIVES)}")
+    if unconstrained is not None and unconstrained.pool not in ("all", "combined"):
+        raise InputError(f"unknown pool {unconstrained.pool!r}; known are all, combined")
+    if unconstrained is not None and not 0 <= unconstrained.flip_fraction <= 1:
+        raise InputError(f"flip_fraction is {unconstrained.flip_fraction}; it must lie in [0, 1]")

@@ -1,0 +1,52 @@
+"""Naive pseudo-labelling: the pair loss on the constraints, and FixMatch's cross-entropy on confident guesses."""
+
+from constraintmatch.constraints import Constraints
+from constraintmatch.images import ImageSet
+from constraintmatch.methods.pairs import Selection, Unconstrained, train_on_pairs
+from constraintmatch.methods.preparation import Job, Trained, ViewChoice
+from constraintmatch.models import ClusterModel
+from constraintmatch.objectives import pseudo_label_loss, soft_links
+from constraintmatch.training import TrainSettings
+
+__all__ = ["pseudo_label"]
+
+
+def pseudo_label(
+    model: ClusterModel,
+    images: ImageSet,
+    constraints: Constraints,
+    *,
+    pseudo_weight: float = 1.0,
+    min_confidence: float = 0.95,
+    pool: str = "all",
+    flip_fraction: float = 0.0,
+    objective: str = "mcl",
+    pairs_per_step: int = 200,
+    images_per_step: int = 600,
+    settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
+    views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
+    job: Job = Job(),  # noqa: B008 (frozen)
+) -> Trained:
+    """The model trained with L = L^cons + λ L^CE; λ is `pseudo_weight`, τ is `min_confidence`, ρ is `flip_fraction`."""
+    term = Unconstrained(
+        "pseudo-labels",
+        lambda guess, logits, keep: pseudo_label_loss(logits, guess, keep),
+        Selection("confidence", min_confidence=min_confidence),
+        soft_links,
+        pseudo_weight,
+        flip_fraction,
+        pool,
+        images_per_step,
+    )
+    return train_on_pairs(
+        model,
+        images,
+        constraints,
+        title="pseudo_label",
+        unconstrained=term,
+        objective=objective,
+        pairs_per_step=pairs_per_step,
+        settings=settings,
+        views=views,
+        job=job,
+    )

@@ -1,0 +1,60 @@
+"""Self-labelling: confident clusters of plain images teach their strong views."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from constraintmatch.batches import Shuffled, Views, derive_seed
+from constraintmatch.images import ImageSet
+from constraintmatch.methods.preparation import Job, Trained, ViewChoice, evaluate_now, prepare
+from constraintmatch.models import ClusterModel
+from constraintmatch.objectives import balanced_confident_cross_entropy
+from constraintmatch.training import TrainSettings, fit
+
+__all__ = ["SELF_LABEL_SETTINGS", "self_label"]
+
+SELF_LABEL_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=1e-4, schedule="constant")
+
+
+def self_label(
+    model: ClusterModel,
+    images: ImageSet,
+    *,
+    epochs: int = 200,
+    images_per_step: int = 1000,
+    min_confidence: float = 0.99,
+    settings: TrainSettings = SELF_LABEL_SETTINGS,
+    views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
+    job: Job = Job(),  # noqa: B008 (frozen)
+) -> Trained:
+    """The model trained on its own predictions above `min_confidence`, clusters weighted by inverse frequency."""
+    bench = prepare(model, images, settings)
+    rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
+    settings = replace(settings, steps=epochs * rows.steps_per_epoch)
+    view = views.scan_strong()
+
+    def next_batch(step: int) -> Views:
+        chosen = rows(step)
+        pixels = bench.store.take(chosen)
+        return Views(pixels, bench.maker(view, pixels, step, "strong"), chosen)
+
+    def loss(network: Callable[..., Tensor], batch: Views) -> dict[str, Tensor]:
+        with torch.no_grad():
+            guess = network(batch.weak).float().softmax(-1)
+        answer = network(batch.strong)
+        return {"self_label": balanced_confident_cross_entropy(answer, guess, min_confidence=min_confidence)}
+
+    log = fit(
+        model,
+        next_batch,
+        loss,
+        settings,
+        title="self_label",
+        run=job.run,
+        evaluate=lambda: evaluate_now(model, images, job),
+        prefetch=bench.prefetch,
+        reporter=job.reporter,
+    )
+    return Trained(model, log)

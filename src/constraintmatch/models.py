@@ -1,0 +1,273 @@
+"""Networks that place images in clusters, and the folder they are kept in."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from constraintmatch.errors import InputError
+from constraintmatch.files import read_json, write_atomically, write_json
+
+__all__ = [
+    "BACKBONES",
+    "ClusterModel",
+    "ModelConfig",
+    "build_model",
+    "default_backbone",
+    "load_model",
+    "model_folder",
+    "save_model",
+    "with_clusters",
+    "with_projection",
+]
+
+FORMAT = 1
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+BACKBONES = ("tiny", "resnet18", "resnet34", "timm:NAME")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What `config.json` holds: enough to build the network again and to feed it."""
+
+    backbone: str
+    side: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    n_clusters: int = 0  # 0: no cluster head yet (a model fresh from its pretext task)
+    n_heads: int = 1  # several only while SCAN chooses among them
+    projection: int = 0  # width of the projection head of a pretext task; 0: none
+    trained: tuple[Mapping[str, Any], ...] = ()  # one entry a stage: method, data, steps
+
+
+class ClusterModel(nn.Module):
+    """Cluster logits (n, k) for uint8 images (n, c, h, w); normalisation is part of the network."""
+
+    def __init__(self, config: ModelConfig, *, pretrained: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.backbone, width = _backbone(config, pretrained)
+        self.width = width
+        self.head = nn.Linear(width, config.n_clusters * config.n_heads) if config.n_clusters else None
+        self.projection = _projection(width, config.projection) if config.projection else None
+        shape = (1, config.channels, 1, 1)
+        scale = 1 / (255 * torch.tensor(config.std, dtype=torch.float32))
+        shift = -torch.tensor(config.mean, dtype=torch.float32) / torch.tensor(config.std, dtype=torch.float32)
+        self.register_buffer("scale", scale.view(shape), persistent=False)
+        self.register_buffer("shift", shift.view(shape), persistent=False)
+
+    def features(self, images: Tensor) -> Tensor:
+        """Backbone features (n, width) of uint8 images (n, c, h, w)."""
+        scale, shift = cast(Tensor, self.scale), cast(Tensor, self.shift)
+        return cast(Tensor, self.backbone(images.float() * scale + shift))
+
+    def classify(self, features: Tensor) -> Tensor:
+        """Cluster logits of features: (n, k), or (n, heads, k) while there are several heads."""
+        if self.head is None:
+            raise InputError(
+                "this model has no cluster head yet: train it with scan, constrained or constraintmatch first"
+            )
+        logits = cast(Tensor, self.head(features))
+        heads, k = self.config.n_heads, self.config.n_clusters
+        return logits if heads == 1 else logits.view(-1, heads, k)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.classify(self.features(images))
+
+    def project(self, images: Tensor) -> Tensor:
+        """Projections (n, d) for the pretext task; features where the model has no projection head."""
+        features = self.features(images)
+        return features if self.projection is None else cast(Tensor, self.projection(features))
+
+
+def default_backbone(side: int) -> str:
+    """The backbone for images of this side: the tiny one up to 16 pixels, ResNet-18 above."""
+    return "tiny" if side <= 16 else "resnet18"
+
+
+def build_model(
+    *,
+    n_clusters: int,
+    side: int,
+    channels: int = 3,
+    backbone: str | None = None,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+    pretrained: bool = False,
+    seed: int = 0,
+) -> ClusterModel:
+    """A fresh model; its initial weights depend on the seed alone. `pretrained` fetches a timm backbone's weights."""
+    if n_clusters == 1:
+        raise InputError("n_clusters is 1: one cluster holds everything; ask for 2 or more")
+    if n_clusters < 0:
+        raise InputError(f"n_clusters is {n_clusters}; ask for 2 or more")
+    name = backbone or default_backbone(side)
+    if pretrained and not name.startswith("timm:"):
+        raise InputError(f"{name} has no pretrained weights here; name a timm backbone, for example timm:resnet18")
+    default_mean, default_std = _normalisation(channels)
+    config = ModelConfig(name, side, channels, mean or default_mean, std or default_std, n_clusters)
+    return _seeded(config, seed, pretrained)
+
+
+def with_clusters(model: ClusterModel, n_clusters: int, *, n_heads: int = 1, seed: int = 0) -> ClusterModel:
+    """The same backbone under a fresh cluster head, without a projection; the given model is left as it is."""
+    config = replace(model.config, n_clusters=n_clusters, n_heads=n_heads, projection=0)
+    return _on_backbone(model, config, seed)
+
+
+def with_projection(model: ClusterModel, width: int = 128, *, seed: int = 0) -> ClusterModel:
+    """The same backbone under a fresh projection head, without clusters."""
+    return _on_backbone(model, replace(model.config, n_clusters=0, n_heads=1, projection=width), seed)
+
+
+def save_model(model: ClusterModel, folder: Path | str, *, half: bool = False) -> None:
+    """Write the model folder: `model.safetensors` (fp16 when `half`) and `config.json`, each atomically."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    weights = {
+        name: (value.half() if half and value.is_floating_point() else value).detach().cpu().contiguous()
+        for name, value in model.state_dict().items()
+    }
+    write_atomically(folder / "model.safetensors", lambda path: save_file(weights, path, {"format": "pt"}))
+    write_json(folder / "config.json", {"format": FORMAT, **asdict(model.config)})
+
+
+def model_folder(path: Path | str) -> Path:
+    """The model folder that `path` names: itself, or `model/` inside a run folder."""
+    path = Path(path)
+    for folder in (path, path / "model"):
+        if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
+            return folder
+    if not path.exists():
+        raise InputError(f"{path}: no such model or run folder")
+    raise InputError(f"{path}: neither a model folder (config.json, model.safetensors) nor a run that left one")
+
+
+def load_model(path: Path | str, *, device: torch.device | str = "cpu") -> ClusterModel:
+    """The model of a model folder or run folder; keys that are missing or too many are an error that lists them."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = model_folder(path)
+    config = _read_config(folder / "config.json")
+    try:
+        weights = load_file(folder / "model.safetensors")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise InputError(f"{folder / 'model.safetensors'}: not a readable safetensors file ({error})") from None
+    model = ClusterModel(config)
+    _load_strictly(model, weights, str(folder / "model.safetensors"))
+    return model.to(device)
+
+
+def _load_strictly(model: ClusterModel, weights: Mapping[str, Tensor], place: str) -> None:
+    expected = model.state_dict()
+    missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+    wrong = [
+        f"{key} {tuple(weights[key].shape)} instead of {tuple(expected[key].shape)}"
+        for key in sorted(expected.keys() & weights.keys())
+        if weights[key].shape != expected[key].shape
+    ]
+    if missing or unexpected or wrong:
+        parts = {"missing": missing, "unexpected": unexpected, "wrong shape": wrong}
+        said = "; ".join(f"{name}: {_some(keys)}" for name, keys in parts.items() if keys)
+        raise InputError(f"{place}: does not fit its configuration ({said})")
+    model.load_state_dict(weights)
+
+
+def _some(keys: list[str], limit: int = 8) -> str:
+    return ", ".join(keys[:limit]) + (f" and {len(keys) - limit} more" if len(keys) > limit else "")
+
+
+def _read_config(path: Path) -> ModelConfig:
+    values = read_json(path)
+    if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+        raise InputError(f"{path}: not a model configuration of format {FORMAT}")
+    known = ModelConfig.__dataclass_fields__.keys()
+    if values.keys() != known:
+        odd = sorted(values.keys() ^ known)
+        raise InputError(f"{path}: missing or unknown entries: {', '.join(odd)}")
+    try:
+        plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+        config = ModelConfig(**plain)
+    except TypeError as error:
+        raise InputError(f"{path}: {error}") from None
+    if len(config.mean) != config.channels or len(config.std) != config.channels:
+        raise InputError(f"{path}: mean and std need one number for each of {config.channels} channels")
+    return config
+
+
+def _on_backbone(model: ClusterModel, config: ModelConfig, seed: int) -> ClusterModel:
+    fresh = _seeded(config, seed)
+    fresh.backbone.load_state_dict(model.backbone.state_dict())
+    return fresh.to(next(model.parameters()).device)
+
+
+def _seeded(config: ModelConfig, seed: int, pretrained: bool = False) -> ClusterModel:
+    with torch.random.fork_rng(devices=[]):  # layers draw from the global generator; nobody else's draw may change
+        torch.manual_seed(seed)
+        return ClusterModel(config, pretrained=pretrained)
+
+
+def _normalisation(channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    if channels == 1:
+        return (0.5,), (0.25,)
+    return IMAGENET_MEAN, IMAGENET_STD
+
+
+def _projection(width: int, out: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, out))
+
+
+def _backbone(config: ModelConfig, pretrained: bool) -> tuple[nn.Module, int]:
+    """The backbone and the width of its features."""
+    name = config.backbone
+    if name == "tiny":
+        return _tiny(config.channels)
+    if name in ("resnet18", "resnet34"):
+        return _resnet(name, config.side, config.channels)
+    if name.startswith("timm:"):
+        return _timm(name.removeprefix("timm:"), config, pretrained)
+    raise InputError(f"unknown backbone {name!r}; known are {', '.join(BACKBONES)}")
+
+
+def _tiny(channels: int) -> tuple[nn.Module, int]:
+    def block(inputs: int, outputs: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+
+    layers = [*block(channels, 32), *block(32, 32), nn.MaxPool2d(2), *block(32, 64), nn.AdaptiveAvgPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten()), 256
+
+
+def _resnet(name: str, side: int, channels: int) -> tuple[nn.Module, int]:
+    """Torchvision's ResNet with a stem for the side: 3×3 without pooling under 64 pixels, with a 2×2 pool under 128."""
+    from torchvision.models import resnet
+
+    network = getattr(resnet, name)(weights=None)
+    if side < 128:
+        network.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+        nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")
+        # padding 1 brings 96 pixels to 7×7 before the last pooling, as in SCAN's STL-10 network
+        network.maxpool = nn.Identity() if side < 64 else nn.MaxPool2d(2, 2, padding=1)
+    elif channels != 3:
+        network.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+    network.fc = nn.Identity()
+    return cast(nn.Module, network), 512
+
+
+def _timm(name: str, config: ModelConfig, pretrained: bool) -> tuple[nn.Module, int]:
+    import timm
+
+    if name not in timm.list_models() and name not in timm.list_models(pretrained=True):
+        near = ", ".join(timm.list_models(f"*{name[:8]}*")[:4]) or "see timm.list_models()"
+        raise InputError(f"timm knows no model {name!r} (similar: {near})")
+    options: dict[str, Any] = {"pretrained": pretrained, "num_classes": 0, "in_chans": config.channels}
+    try:
+        network = timm.create_model(name, img_size=config.side, **options)
+    except TypeError:  # networks that take any size have no img_size
+        network = timm.create_model(name, **options)
+    return network, int(cast(int, network.num_features))

@@ -1,0 +1,271 @@
+"""The paper's equations, and the losses of the stages before it, as pure functions of probabilities or logits.
+
+Conventions: n rows (images or pairs), k clusters, rows of `p` sum to one, every link lies in [0, 1] with 1 = must-link.
+Half precisions are lifted to fp32 and autocast is kept out; float64 stays float64. A selection is a mask `keep` that
+weighs rows, never an index: shapes are static and nothing waits for the device, so all of it compiles and can be
+captured in a CUDA graph. A mean over nothing is 0 and still has a graph.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "ScanTerms",
+    "all_pairs_loss",
+    "balanced_confident_cross_entropy",
+    "confident",
+    "cosine_loss",
+    "flip_modes",
+    "hard_links",
+    "informative",
+    "kcl",
+    "normalized_entropy",
+    "nt_xent",
+    "pair_loss",
+    "pair_scores",
+    "pseudo_label_loss",
+    "scan_loss",
+    "soft_links",
+]
+
+# Elements of one (rows, m, k) block in soft_links: what stays in a CPU's cache; what keeps a GPU's launches few; and,
+# where a compiler fuses the block into its sum and forms none of it, what keeps the kernels (and their compiling) few.
+_BLOCK_CPU, _BLOCK_GPU, _BLOCK_COMPILED = 2**19, 2**21, 2**27
+
+
+class ScanTerms(NamedTuple):
+    """The parts of SCAN's loss: `total` = `consistency` − entropy_weight · `entropy`."""
+
+    consistency: Tensor
+    entropy: Tensor
+    total: Tensor
+
+
+def pair_scores(left: Tensor, right: Tensor) -> Tensor:
+    """The alignment scores ĉ_ij = ⟨ŷ_i, ŷ_j⟩ of n pairs; (n, k) and (n, k) to (n,)."""
+    return (_lifted(left) * _lifted(right)).sum(-1)
+
+
+def pair_loss(left: Tensor, right: Tensor, link: Tensor, weight: Tensor | None = None, *, mean: bool = True) -> Tensor:
+    """The MCL of n pairs: −c_ij log ĉ_ij − (1 − c_ij) log(1 − ĉ_ij), ĉ_ij = ⟨ŷ_i, ŷ_j⟩, c_ij = `link`, hard or soft.
+
+    The weighted mean over pairs, as the published code has it; `mean=False` gives the paper's sum. Both logarithms are
+    clamped at the smallest normal number (log ≥ −87.4 in fp32): rows of exact zeros and ones give finite losses and
+    gradients. 1 − ĉ_ij is summed from small parts, not subtracted from one: a sure but wrong pair keeps its gradient.
+    """
+    left, right = _lifted(left), _lifted(right)
+    losses = _binary_cross_entropy(pair_scores(left, right), pair_scores(left, _complements(right)), link)
+    return _weighted(losses, weight, mean=mean)
+
+
+def kcl(left: Tensor, right: Tensor, link: Tensor, weight: Tensor | None = None, *, margin: float = 2.0) -> Tensor:
+    """The KCL of n pairs (Hsu & Kira 2016): c · d + (1 − c) · max(0, margin − d), for KL(p‖q) and KL(q‖p) added.
+
+    The weighted mean over pairs. Soft links blend the two cases linearly. Both arguments of each KL carry gradients;
+    zeros are clamped as in `pair_loss`.
+    """
+    left, right = _lifted(left), _lifted(right)
+    link = link.to(left.dtype)
+    ratios = _log(left) - _log(right)
+    there, back = (left * ratios).sum(-1), -(right * ratios).sum(-1)
+    must, cannot = there + back, F.relu(margin - there) + F.relu(margin - back)
+    return _weighted(link * must + (1 - link) * cannot, weight)
+
+
+def normalized_entropy(p: Tensor) -> Tensor:
+    """Eq. 1: H_n(ŷ) = −Σ_l ŷ_l log ŷ_l / log k, in [0, 1]; (…, k) to (…).
+
+    0 for a row that is sure (and for k = 1), 1 for an even one.
+    """
+    p = _lifted(p)
+    largest = math.log(max(p.shape[-1], 2))  # k = 1: the entropy is 0 whatever divides it
+    return (_entropy(p) / largest).clamp(0, 1)
+
+
+def informative(p: Tensor, max_entropy: float) -> Tensor:
+    """Eq. 2, I^sel: the mask of rows with H_n(ŷ) < τ, τ = `max_entropy`. (n, k) to bool (n,)."""
+    return normalized_entropy(p) < max_entropy
+
+
+def confident(p: Tensor, min_confidence: float) -> Tensor:
+    """I^conf: the mask of rows with max_l ŷ_l ≥ τ, τ = `min_confidence`; ≥ as in FixMatch. (n, k) to bool (n,)."""
+    return _lifted(p).amax(-1) >= min_confidence
+
+
+def soft_links(p: Tensor, q: Tensor | None = None) -> Tensor:
+    """I^map, Eq. 3: the pseudo-constraints c̃_ij = 1 − JSD(p_i, q_j), base 2; (n, k) and (m, k) to (n, m).
+
+    q = p if not given. Exactly 1 for equal rows, exactly symmetric, in [0, 1], never NaN. A cluster's share of JSD² is
+    (a + b) · f(|a − b| / (a + b)) with f(d) = ((1 + d) log₂(1 + d) + (1 − d) log₂(1 − d)) / 4 ≥ 0, not a difference of
+    entropies: near-equal rows come out to rounding (1e-6 in fp32), where a difference is off by its root (3e-4). Rows
+    are taken in blocks: memory is O(n m) plus a constant, no (n, n, k) tensor is formed (gradients, if wanted, keep
+    what they need). Where the slope is infinite (equal rows, exact zeros) the gradient is finite.
+    """
+    p = _lifted(p)
+    q = p if q is None else _lifted(q)
+    square = torch.cat([_squared_distances(block, q) for block in torch.split(p, _block_rows(q))])
+    if q is p:
+        square = (square + square.mT) / 2  # changes nothing, unless compiled blocks sum in different orders
+    apart = square > 0
+    distance = torch.where(apart, square, 1).sqrt()  # √ has no slope at 0: equal rows take the constant branch
+    return 1 - torch.where(apart, distance, 0).clamp(max=1)
+
+
+def hard_links(links: Tensor, threshold: float) -> Tensor:
+    """Hard pseudo-constraints: 1 where c̃_ij ≥ μ, else 0, μ = `threshold`; same shape and type."""
+    return (links >= threshold).to(links.dtype)
+
+
+def all_pairs_loss(p: Tensor, links: Tensor, keep: Tensor, *, self_pairs: bool = True) -> Tensor:
+    """L^pseudo: the MCL of all ordered pairs of selected rows against `links`, mean over those pairs.
+
+    p is (n, k), links (n, n), keep (n,). Self-pairs (i, i) count, as in the published code, unless `self_pairs` is
+    false. 0 with a graph if nothing is selected. λ (`pseudo_weight`) is applied outside.
+    """
+    p = _lifted(p)
+    keep = keep.to(p.dtype)
+    pair_weight = keep[:, None] * keep[None, :]
+    if not self_pairs:
+        pair_weight = pair_weight * (1 - torch.eye(len(p), dtype=p.dtype, device=p.device))
+    losses = _binary_cross_entropy(_inner_products(p, p), _inner_products(p, _complements(p)), links)
+    return _weighted(losses, pair_weight)
+
+
+def flip_modes(p: Tensor, flip: Tensor) -> Tensor:
+    """The paper's m(ŷ): the two largest probabilities swapped in the rows where `flip` (n,) is true.
+
+    `flip` is true for a fraction ρ of the rows. Of equal probabilities the first cluster counts as the larger. Values
+    are moved, not changed; k = 1 has nothing to swap.
+    """
+    if p.shape[-1] < 2:
+        return p
+    cluster = torch.arange(p.shape[-1], device=p.device)
+    first = cluster == p.argmax(-1, keepdim=True)
+    second = cluster == p.masked_fill(first, -1).argmax(-1, keepdim=True)
+    largest, next_largest = (torch.where(mask, p, 0).sum(-1, keepdim=True) for mask in (first, second))
+    flipped = torch.where(first, next_largest, torch.where(second, largest, p))
+    return torch.where(flip.bool()[:, None], flipped, p)
+
+
+def pseudo_label_loss(logits: Tensor, guess: Tensor, keep: Tensor, *, over_selected: bool = False) -> Tensor:
+    """Naive pseudo-labelling, L^CE: cross-entropy of the strong views' logits against argmax of `guess` on kept rows.
+
+    Both are (n, k). Divided by all n rows, as FixMatch does, so that few sure rows pull little; `over_selected` divides
+    by the kept ones.
+    """
+    losses = _cross_entropies(logits, guess.argmax(-1))
+    if over_selected:
+        return _weighted(losses, keep)
+    return (losses * keep.to(losses.dtype)).sum() / max(1, len(losses))
+
+
+def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
+    """SimCLR's loss: each of the 2n views finds its partner among the 2n − 1 others by cosine / temperature.
+
+    z1 and z2 are (n, d) and are normalised here. The product is fp32 as torch.set_float32_matmul_precision has it.
+    """
+    n = len(z1)
+    z = F.normalize(torch.cat([_lifted(z1), _lifted(z2)]), dim=-1)
+    itself = torch.eye(2 * n, dtype=torch.bool, device=z.device)
+    with torch.autocast(z.device.type, enabled=False):
+        similarity = (z @ z.mT / temperature).masked_fill(itself, -math.inf)
+    partner = torch.arange(2 * n, device=z.device).roll(n)
+    return _weighted(_cross_entropies(similarity, partner))
+
+
+def scan_loss(p_anchor: Tensor, p_neighbour: Tensor, *, entropy_weight: float = 5.0) -> ScanTerms:
+    """SCAN's loss: −mean log⟨p, q⟩ of anchors and neighbours (n, k) − `entropy_weight` · H(mean p), in nats."""
+    consistency = _weighted(-_log(pair_scores(p_anchor, p_neighbour)))
+    entropy = _entropy(_lifted(p_anchor).sum(0) / max(1, len(p_anchor)))
+    return ScanTerms(consistency, entropy, consistency - entropy_weight * entropy)
+
+
+def balanced_confident_cross_entropy(logits: Tensor, guess: Tensor, *, min_confidence: float = 0.99) -> Tensor:
+    """Self-labelling: cross-entropy of strong logits against argmax of `guess` on confident rows, clusters balanced.
+
+    Both are (n, k). A row weighs 1 / (confident rows with its target); the weighted mean is then the mean over the
+    clusters present of their mean losses. 0 with a graph if no row is confident.
+    """
+    target = guess.argmax(-1)
+    losses = _cross_entropies(logits, target)
+    keep = confident(guess, min_confidence).to(losses.dtype)
+    clusters = torch.arange(guess.shape[-1], device=guess.device)
+    counts = ((target[:, None] == clusters) * keep[:, None]).sum(0)
+    return _weighted(losses, keep / counts.clamp(min=1)[target])
+
+
+def cosine_loss(prediction: Tensor, target: Tensor) -> Tensor:
+    """BYOL's loss: the mean of 2 − 2 cos(prediction, target), in [0, 4]; (n, d) each.
+
+    Detaching the target is the caller's part.
+    """
+    cosine = (F.normalize(_lifted(prediction), dim=-1) * F.normalize(_lifted(target), dim=-1)).sum(-1)
+    return _weighted(2 - 2 * cosine)
+
+
+def _lifted(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _log(x: Tensor) -> Tensor:
+    return x.clamp(torch.finfo(x.dtype).tiny, None).log()
+
+
+def _entropy(p: Tensor) -> Tensor:
+    return -(p * _log(p)).sum(-1)
+
+
+def _binary_cross_entropy(same: Tensor, different: Tensor, link: Tensor) -> Tensor:
+    """−c log ĉ − (1 − c) log(1 − ĉ) from ĉ = `same` and 1 − ĉ = `different`; rounding above one is cut off."""
+    link = link.to(same.dtype)
+    return -(link * _log(same.clamp(max=1)) + (1 - link) * _log(different.clamp(max=1)))
+
+
+def _complements(p: Tensor) -> Tensor:
+    """1 − p, with the largest entry's complement summed from the others: 1 − 0.99999999 keeps its digits.
+
+    Then ⟨p, 1 − q⟩ = 1 − ⟨p, q⟩ is right to relative precision, and its gradient through a softmax stays of order one.
+    """
+    largest = torch.arange(p.shape[-1], device=p.device) == p.argmax(-1, keepdim=True)
+    others = torch.where(largest, 0, p).sum(-1, keepdim=True)
+    return torch.where(largest, others, 1 - p)
+
+
+def _inner_products(left: Tensor, right: Tensor) -> Tensor:
+    """left @ rightᵀ whatever the autocast; in float64 where the device has it, which no TF32 setting reaches."""
+    exact = left.dtype if left.device.type == "mps" else torch.float64
+    with torch.autocast(left.device.type, enabled=False):
+        return (left.to(exact) @ right.to(exact).mT).to(left.dtype)
+
+
+def _block_rows(q: Tensor) -> int:
+    eager = _BLOCK_CPU if q.device.type == "cpu" else _BLOCK_GPU
+    elements = _BLOCK_COMPILED if torch.compiler.is_compiling() else eager
+    return max(1, elements // max(1, q.numel()))
+
+
+def _squared_distances(p: Tensor, q: Tensor) -> Tensor:
+    """JSD² to base 2 of each row of p with each row of q: (r, k) and (m, k) to (r, m); see `soft_links`."""
+    finfo = torch.finfo(p.dtype)
+    a, b = p[:, None, :], q[None, :, :]
+    total = a + b
+    d = (a - b).abs() / total.clamp(min=finfo.tiny)
+    # The clamp moves no value (nothing lies between it and 1, where the factor 1 − d is 0), only the slope at d = 1.
+    shares = (1 + d) * torch.log1p(d) + (1 - d) * torch.log1p(-d.clamp(max=1 - finfo.eps / 2))
+    return (total * shares).sum(-1) / (4 * math.log(2))
+
+
+def _cross_entropies(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(_lifted(logits), target, reduction="none")
+
+
+def _weighted(losses: Tensor, weight: Tensor | None = None, *, mean: bool = True) -> Tensor:
+    """Σ weight · loss, by default over Σ weight; 0 with a graph when there is nothing to weigh."""
+    weight = torch.ones_like(losses) if weight is None else weight.to(losses.dtype)
+    total = (losses * weight).sum()
+    weights = weight.sum()
+    return total / torch.where(weights > 0, weights, 1) if mean else total

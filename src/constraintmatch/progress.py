@@ -1,0 +1,131 @@
+"""What a person sees while something runs: a bar in a terminal, plain lines elsewhere, nothing in a library."""
+
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+__all__ = ["Bar", "Lines", "Quiet", "Reporter", "console_reporter"]
+
+
+class Reporter(Protocol):
+    """Takes the state of a long job: `start` once a job, `update` often, `say` for lines that stay."""
+
+    def start(self, title: str, total: int, done: int = 0) -> None: ...
+
+    def update(self, done: int, values: Mapping[str, float] | None = None) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Quiet:
+    """Says nothing."""
+
+    def start(self, title: str, total: int, done: int = 0) -> None:
+        pass
+
+    def update(self, done: int, values: Mapping[str, float] | None = None) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+class Lines:
+    """Plain lines for logs and pipes: one when values come, at most every `every` seconds."""
+
+    def __init__(self, console: Console, *, every: float = 10.0) -> None:
+        self.console, self.every = console, every
+        self.title, self.total, self.first = "", 0, 0
+        self.began = self.shown = time.monotonic()
+
+    def start(self, title: str, total: int, done: int = 0) -> None:
+        self.title, self.total, self.first = title, total, done
+        self.began = self.shown = time.monotonic()
+
+    def update(self, done: int, values: Mapping[str, float] | None = None) -> None:
+        now = time.monotonic()
+        if done < self.total and now - self.shown < self.every:
+            return
+        self.shown = now
+        rate = (done - self.first) / max(now - self.began, 1e-9)
+        left = (self.total - done) / rate if rate > 0 else 0.0
+        rest = f"  {_values(values)}" if values else ""
+        self.say(f"{self.title}: {done:,}/{self.total:,}  {rate:.1f}/s  {left:.0f} s left{rest}")
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        pass
+
+
+class Bar:
+    """A rich progress bar with the newest values, the speed and the time left."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.progress: Progress | None = None
+        self.task = TaskID(0)
+        self.began, self.first = 0.0, 0
+
+    def start(self, title: str, total: int, done: int = 0) -> None:
+        self.stop()
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None, complete_style="cyan", finished_style="cyan"),
+            TextColumn("{task.completed:,}/{task.total:,}"),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[values]}", style="dim"),
+            console=self.console,
+            transient=True,
+            refresh_per_second=4,
+        )
+        self.task = self.progress.add_task(title, total=total, completed=done, rate="", values="")
+        self.began, self.first = time.monotonic(), done
+        self.progress.start()
+
+    def update(self, done: int, values: Mapping[str, float] | None = None) -> None:
+        if self.progress is None:
+            return
+        rate = (done - self.first) / max(time.monotonic() - self.began, 1e-9)
+        self.progress.update(self.task, completed=done, rate=f"{rate:.1f}/s")
+        if values:
+            self.progress.update(self.task, values=_values(values))
+
+    def say(self, text: str) -> None:
+        console = self.progress.console if self.progress else self.console
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def console_reporter(console: Console | None = None) -> Bar | Lines:
+    """A bar when standard error is a terminal, plain lines otherwise."""
+    console = console or Console(file=sys.stderr)
+    return Bar(console) if console.is_terminal else Lines(console)
+
+
+def _values(values: Mapping[str, float]) -> str:
+    return " ".join(f"{name} {value:.3g}" for name, value in values.items())

@@ -1,0 +1,149 @@
+"""A method run by name: arguments checked, everything recorded in a run folder, finished runs not done again."""
+
+import hashlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from constraintmatch.constraints import Constraints
+from constraintmatch.errors import InputError
+from constraintmatch.images import ImageSet
+from constraintmatch.methods import METHODS, Job, Trained, ViewChoice
+from constraintmatch.models import ClusterModel, load_model, save_model
+from constraintmatch.progress import Quiet, Reporter
+from constraintmatch.runs import open_run, read_log
+from constraintmatch.training import TrainSettings
+
+__all__ = ["Around", "method_arguments", "method_settings", "run_method"]
+
+NOT_ARGUMENTS = {"model", "images", "constraints", "settings", "views", "job"}
+
+
+@dataclass(frozen=True)
+class Around:
+    """What surrounds a run: where it is kept, who is told, which views are safe, what it is evaluated on."""
+
+    out: Path | None = None
+    resume: bool = False
+    reporter: Reporter = field(default_factory=Quiet)
+    views: ViewChoice = field(default_factory=ViewChoice)
+    held_out: ImageSet | None = None
+    held_out_constraints: Constraints | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)  # where the images came from, for run.json
+
+    def within(self, folder: str) -> "Around":
+        """The same, one folder deeper."""
+        return replace(self, out=self.out / folder if self.out else None)
+
+
+def method_arguments(name: str) -> dict[str, inspect.Parameter]:
+    """The keyword arguments that configure a method, by name."""
+    if name not in METHODS:
+        raise InputError(f"unknown method {name!r}; known are {', '.join(METHODS)}")
+    parameters = inspect.signature(METHODS[name]).parameters
+    return {key: value for key, value in parameters.items() if key not in NOT_ARGUMENTS}
+
+
+def method_settings(name: str, overrides: Mapping[str, Any] | None = None) -> TrainSettings:
+    """The method's own training settings with some of them changed; an unknown name is an error."""
+    default = cast(TrainSettings, inspect.signature(METHODS[name]).parameters["settings"].default)
+    known = {entry.name for entry in fields(TrainSettings)}
+    if unknown := sorted((overrides or {}).keys() - known):
+        raise InputError(f"unknown training setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    return replace(default, **(overrides or {}))
+
+
+def run_method(
+    name: str,
+    model: ClusterModel,
+    images: ImageSet,
+    constraints: Constraints | None = None,
+    *,
+    arguments: Mapping[str, Any] | None = None,
+    settings: TrainSettings | None = None,
+    around: Around | None = None,
+) -> Trained:
+    """The trained model; with `around.out` it is kept there, resumed from there, and loaded from there if finished."""
+    around = around or Around()
+    chosen = _resolved(name, arguments or {})
+    settings = settings or method_settings(name)
+    given = {"constraints": constraints} if "constraints" in inspect.signature(METHODS[name]).parameters else {}
+    if given and constraints is None:
+        raise InputError(f"{name} needs constraints and there are none; sample or answer some pairs first")
+    job = Job(None, around.reporter, around.held_out, around.held_out_constraints)
+    if around.out is None:
+        return METHODS[name](model, images, **given, **chosen, settings=settings, views=around.views, job=job)
+    request = _request(name, model, images, constraints if given else None, chosen, settings, around)
+    with open_run(around.out, request, resume=around.resume) as run:
+        if run.finished:
+            return Trained(load_model(run.model), read_log(run.path))
+        if constraints is not None and given:
+            constraints.write(run.path / "pairs.csv", names=images.names)
+        job = replace(job, run=run)
+        trained, _ = METHODS[name](model, images, **given, **chosen, settings=settings, views=around.views, job=job)
+        trained.config = replace(trained.config, trained=(*trained.config.trained, _stage(request)))
+        save_model(trained, run.model)
+        run.checkpoint.unlink(missing_ok=True)
+        return Trained(trained, read_log(run.path))
+
+
+def _resolved(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    known = method_arguments(name)
+    if unknown := sorted(arguments.keys() - known.keys()):
+        raise InputError(f"{name} has no argument {unknown[0]!r}; it has {', '.join(known)}")
+    chosen = {key: arguments.get(key, parameter.default) for key, parameter in known.items()}
+    if missing := [key for key, value in chosen.items() if value is inspect.Parameter.empty]:
+        raise InputError(f"{name} needs the argument {missing[0]!r}")
+    return chosen
+
+
+def _request(
+    name: str,
+    model: ClusterModel,
+    images: ImageSet,
+    constraints: Constraints | None,
+    arguments: Mapping[str, Any],
+    settings: TrainSettings,
+    around: Around,
+) -> dict[str, Any]:
+    """What decides the result, as plain values: two equal requests give the same model."""
+    return {
+        "method": name,
+        "arguments": dict(arguments),
+        "settings": settings.request(),
+        "views": around.views.request(),
+        "data": {**around.data, "images": len(images), "fingerprint": images.fingerprint()},
+        "constraints": _constraints_summary(constraints),
+        "model": {"weights": _weights_hash(model), **_architecture(model)},
+    }
+
+
+def _architecture(model: ClusterModel) -> dict[str, Any]:
+    return {key: value for key, value in asdict(model.config).items() if key != "trained"}
+
+
+def _constraints_summary(constraints: Constraints | None) -> dict[str, Any] | None:
+    if constraints is None:
+        return None
+    digest = hashlib.blake2b(digest_size=8)
+    for part in (constraints.left, constraints.right, constraints.link, constraints.weight):
+        digest.update(part.tobytes())
+    return {"pairs": len(constraints), "must_links": constraints.n_must_links, "fingerprint": digest.hexdigest()}
+
+
+def _weights_hash(model: ClusterModel) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.ndim else b"")
+    return digest.hexdigest()
+
+
+def _stage(request: Mapping[str, Any]) -> dict[str, Any]:
+    data = {key: request["data"][key] for key in ("name", "images", "fingerprint") if key in request["data"]}
+    settings = {key: request["settings"][key] for key in ("steps", "lr", "seed")}
+    return {"method": request["method"], "data": data, **settings, "arguments": request["arguments"]}

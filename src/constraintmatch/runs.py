@@ -1,0 +1,202 @@
+"""The run folder: what was asked (`run.json`), what happened (`log.jsonl`), where to go on (`checkpoint.safetensors`).
+
+runs/x/
+  run.json                everything needed to repeat the run, and how it ended
+  log.jsonl               one line every log_every steps and for every evaluation
+  checkpoint.safetensors  weights, optimiser, step; removed when the run is finished
+  model/                  the model folder it left
+  pairs.csv clusters.csv evaluation.json report.html   written by the commands, where they apply
+"""
+
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from constraintmatch.errors import InputError
+from constraintmatch.files import folder_lock, read_json, write_atomically, write_json
+
+__all__ = ["RunFolder", "environment", "open_run", "read_log"]
+
+FORMAT = 1
+
+
+@dataclass
+class RunFolder:
+    """An open run folder, held by this process."""
+
+    path: Path
+    record: dict[str, Any]
+    resumed: bool = False
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint.safetensors"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def finished(self) -> bool:
+        return self.record.get("status") == "finished"
+
+    def log(self, entry: Mapping[str, Any]) -> None:
+        """Append one line to `log.jsonl`."""
+        with (self.path / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(entry), ensure_ascii=False) + "\n")
+
+    def cut_log(self, step: int) -> None:
+        """Forget log lines after `step`: a resumed run writes them again."""
+        kept = [entry for entry in read_log(self.path) if entry.get("step", 0) <= step]
+        text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in kept)
+        write_atomically(self.path / "log.jsonl", lambda path: path.write_text(text, encoding="utf-8"))
+
+    def note(self, **changes: Any) -> None:
+        """Change entries of `run.json`."""
+        self.record.update(changes)
+        write_json(self.path / "run.json", self.record)
+
+
+@contextmanager
+def open_run(path: Path | str, record: Mapping[str, Any], *, resume: bool = False) -> Iterator[RunFolder]:
+    """The run folder, locked for this process; `run.json` says how the block ended.
+
+    Without `resume` a folder that holds a run is refused, so nothing is overwritten. With it the stored request must
+    equal the new one.
+    """
+    path = Path(path)
+    with folder_lock(path):
+        stored = _stored(path)
+        if stored is not None and not resume:
+            raise InputError(f"{path}: holds a run already; continue it with --resume or choose another --out")
+        if stored is not None:
+            _same_request(stored["request"], _plain(record), path)
+        run = RunFolder(path, stored or _fresh(record), resumed=stored is not None)
+        if run.finished:
+            yield run
+            return
+        run.note(status="running", environment=environment())
+        earlier = float(run.record.get("seconds", 0.0))
+        try:
+            yield run
+        except BaseException as error:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            _note_quietly(run, status=status, seconds=_since(run, earlier), error=str(error)[:500])
+            raise
+        run.record.pop("error", None)
+        run.note(status="finished", seconds=_since(run, earlier), ended=_now())
+
+
+def read_log(path: Path | str) -> list[dict[str, Any]]:
+    """The entries of a run's log; a half-written last line (a killed process) is left out."""
+    file = Path(path) / "log.jsonl"
+    entries: list[dict[str, Any]] = []
+    if not file.is_file():
+        return entries
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(entry, dict):
+            entries.append(entry)
+    return entries
+
+
+def environment() -> dict[str, Any]:
+    """Versions, hardware and commit of this process: what a result must carry beside its numbers."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {
+        "constraintmatch": _version("constraintmatch"),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu_threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+    }
+
+
+def _stored(path: Path) -> dict[str, Any] | None:
+    if not (path / "run.json").exists():
+        return None
+    record = read_json(path / "run.json")
+    if not isinstance(record, dict) or record.get("format") != FORMAT or "request" not in record:
+        raise InputError(f"{path / 'run.json'}: not a run of format {FORMAT}; choose another --out")
+    return record
+
+
+def _same_request(stored: Mapping[str, Any], asked: Mapping[str, Any], path: Path) -> None:
+    before, now = dict(_flat(stored)), dict(_flat(asked))
+    odd = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    if odd:
+        said = "; ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in odd[:4])
+        raise InputError(f"{path}: cannot resume with another request ({said}); choose another --out")
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def _fresh(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {"format": FORMAT, "request": _plain(record), "started": _now()}
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON would give it back, so that stored and asked can be compared."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def _note_quietly(run: RunFolder, **changes: Any) -> None:
+    """Note how a run ended badly without hiding why (the disk may be the reason)."""
+    try:
+        run.note(**changes)
+    except (InputError, OSError):
+        return
+
+
+def _since(run: RunFolder, earlier: float) -> float:
+    return round(earlier + time.monotonic() - run.began, 3)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _commit() -> str | None:
+    """The commit of the checkout this package runs from, with a plus when files are changed; None outside one.
+
+    A copy without history (a machine that only got the files) says it through CONSTRAINTMATCH_COMMIT.
+    """
+    if told := os.environ.get("CONSTRAINTMATCH_COMMIT"):
+        return told
+    here = Path(__file__).resolve().parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,323 @@
+"""The one loop: `fit` trains any module on any loss, with exact resume, checkpoints, a log and progress."""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from constraintmatch.errors import InputError
+from constraintmatch.files import write_atomically
+from constraintmatch.progress import Quiet, Reporter
+from constraintmatch.runs import RunFolder
+from constraintmatch.stepping import Stepper
+
+__all__ = ["SCHEDULES", "Interrupted", "NonFinite", "TrainSettings", "choose_device", "fit", "frozen_statistics"]
+
+B = TypeVar("B")
+Loss = Callable[[Callable[..., Tensor], B], dict[str, Tensor]]
+
+# The share of the learning rate at progress t / T in [0, 1].
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine-7/16": lambda t: math.cos(7 * math.pi * t / 16),  # ends at cos(7π/16) ≈ 0.195, not at zero
+    "cosine": lambda t: 1e-3 + (1 - 1e-3) * (1 + math.cos(math.pi * t)) / 2,  # down to a thousandth
+    "constant": lambda t: 1.0,  # noqa: ARG005 (all schedules take the progress)
+}
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How to train; None lets the device decide."""
+
+    steps: int = 20_000
+    lr: float = 0.01
+    optimizer: str = "sgd"  # or adam
+    momentum: float = 0.9
+    weight_decay: float = 1e-5
+    schedule: str = "cosine-7/16"  # or cosine, constant
+    clip_norm: float | None = None  # largest gradient norm; None: no clipping
+    ema: float | None = None  # decay of an average of the weights, kept instead of the last ones; None: none
+    seed: int = 0
+    device: str | None = None  # cuda, mps or cpu; None: the first of these that is there
+    bf16: bool | None = None  # autocast to bfloat16; None: on CUDA
+    channels_last: bool | None = None  # None: on CUDA
+    compile: bool | None = None  # torch.compile; None: on CUDA
+    cuda_graph: bool | None = None  # replay the step as one CUDA graph; None: on CUDA when compiled
+    log_every: int = 100
+    evaluate_every: int | None = None  # None: at the end only
+    checkpoint_every: int = 1_000
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "log_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if not self.lr > 0 or not math.isfinite(self.lr):
+            raise InputError(f"lr is {self.lr}; it must be a positive number")
+        if self.optimizer not in ("sgd", "adam"):
+            raise InputError(f"unknown optimizer {self.optimizer!r}; known are sgd, adam")
+        if self.schedule not in SCHEDULES:
+            raise InputError(f"unknown schedule {self.schedule!r}; known are {', '.join(SCHEDULES)}")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise InputError(f"ema is {self.ema}; it must lie between 0 and 1")
+
+    def request(self) -> dict[str, Any]:
+        """What decides the result: the settings a resumed run must share."""
+        how = ("device", "log_every", "checkpoint_every", "tensorboard", "compile", "cuda_graph", "channels_last")
+        return {key: value for key, value in asdict(self).items() if key not in how}
+
+    def resolved(self, device: torch.device) -> "TrainSettings":
+        """The same settings with every None that the device decides filled in."""
+        cuda = device.type == "cuda"
+        values = asdict(self)
+        for name in ("bf16", "channels_last", "compile"):
+            values[name] = cuda if values[name] is None else values[name]
+        graph = values["compile"] if self.cuda_graph is None else self.cuda_graph
+        return TrainSettings(**{**values, "device": str(device), "cuda_graph": cuda and graph})
+
+
+class Interrupted(KeyboardInterrupt):
+    """Somebody asked to stop; the checkpoint is written."""
+
+
+class NonFinite(InputError):
+    """A loss term is NaN or infinite."""
+
+
+def choose_device(name: str | None = None) -> torch.device:
+    """The named device, or the first of cuda, mps, cpu that is there."""
+    mps = torch.backends.mps.is_available()
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"unknown device {name!r}; known are cuda, mps, cpu") from None
+    there = {"cuda": torch.cuda.is_available(), "mps": mps, "cpu": True}
+    if not there.get(device.type, False):
+        raise InputError(f"device {name!r} is not on this machine; leave --device out to take what is there")
+    return device
+
+
+def fit(
+    module: nn.Module,
+    next_batch: Callable[[int], B],
+    loss: Loss[B],
+    settings: TrainSettings,
+    *,
+    title: str = "training",
+    run: RunFolder | None = None,
+    measure: Callable[[B], Mapping[str, float]] | None = None,
+    evaluate: Callable[[], Mapping[str, Any]] | None = None,
+    prefetch: bool = False,
+    reporter: Reporter | None = None,
+) -> list[dict[str, Any]]:
+    """Train `module` in place and give back the log.
+
+    `next_batch(step)` is a pure function of the step; `loss(network, batch)` gives named terms that are summed, where
+    `network` is the module, compiled where that pays. `measure(batch)` adds values to each log line, `evaluate()` to
+    the lines of `evaluate_every` and of the end. With a run folder the loop resumes from its checkpoint, if there is
+    one.
+    """
+    device = choose_device(settings.device)
+    settings = settings.resolved(device)
+    layout = torch.channels_last if settings.channels_last else torch.preserve_format
+    module.to(device=device, memory_format=layout).train()  # type: ignore[call-overload]
+    loop = _Loop(module, loss, settings, device, run, reporter or Quiet())
+    return loop.run(title, _prefetched(next_batch) if prefetch else next_batch, measure, evaluate)
+
+
+class _Loop(Generic[B]):
+    """The state of one `fit`: the stepper, the log so far, when to log, evaluate and save."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss[B],
+        settings: TrainSettings,
+        device: torch.device,
+        run: RunFolder | None,
+        reporter: Reporter,
+    ) -> None:
+        self.module, self.settings, self.run_folder, self.reporter = module, settings, run, reporter
+        self.stepper: Stepper[B] = Stepper(module, loss, settings, device)
+        self.log: list[dict[str, Any]] = []
+        self.saved = 0
+        self.writer = _tensorboard(run) if settings.tensorboard else None
+
+    def run(
+        self,
+        title: str,
+        next_batch: Callable[[int], B],
+        measure: Callable[[B], Mapping[str, float]] | None,
+        evaluate: Callable[[], Mapping[str, Any]] | None,
+    ) -> list[dict[str, Any]]:
+        settings, first = self.settings, self._resume()
+        self.reporter.start(title, settings.steps, first)
+        self.began = time.monotonic()
+        try:
+            with _stop_signals() as stop:
+                for step in range(first, settings.steps):
+                    batch = next_batch(step)
+                    self.stepper(batch, settings.lr * SCHEDULES[settings.schedule](step / settings.steps))
+                    self._after(step + 1, batch, measure, evaluate, stop)
+        finally:
+            self.reporter.stop()
+            if self.writer is not None:
+                self.writer.close()
+        self.stepper.keep_average()
+        return self.log
+
+    def _after(
+        self,
+        done: int,
+        batch: B,
+        measure: Callable[[B], Mapping[str, float]] | None,
+        evaluate: Callable[[], Mapping[str, Any]] | None,
+        stop: threading.Event,
+    ) -> None:
+        settings, last = self.settings, done == self.settings.steps
+        due = last or done % settings.log_every == 0
+        if due:
+            self._log(done, {**self._means(done), **(measure(batch) if measure else {})})
+        elif done % 10 == 0:
+            self.reporter.update(done)
+        every = settings.evaluate_every
+        if evaluate and (last or (every and done % every == 0)):
+            with self.stepper.averaged():
+                self._log(done, evaluate(), kind="evaluation")
+        if last or stop.is_set() or done % settings.checkpoint_every == 0:
+            if not due:
+                self.stepper.check_finite(self._stop_for)
+            self._save(done)
+        if stop.is_set() and not last:
+            raise Interrupted(f"stopped after step {done:,} of {settings.steps:,}")
+
+    def _means(self, done: int) -> dict[str, float]:
+        self.stepper.check_finite(self._stop_for)
+        terms = self.stepper.read_means()
+        values = {"loss": sum(terms.values())} | {f"loss_{name}": value for name, value in terms.items()}
+        share = SCHEDULES[self.settings.schedule]((done - 1) / self.settings.steps)
+        return {**values, "lr": self.settings.lr * share}
+
+    def _stop_for(self, step: int, term: str) -> None:
+        kept = f"the checkpoint of step {self.saved:,} is kept" if self.saved else "no checkpoint was written yet"
+        raise NonFinite(
+            f"step {step:,}: the loss term {term!r} is not finite; {kept}; try a smaller --lr or --clip-norm 1"
+        )
+
+    def _log(self, done: int, values: Mapping[str, Any], kind: str = "training") -> None:
+        entry = {"step": done, "kind": kind, **values, "seconds": round(time.monotonic() - self.began, 3)}
+        self.log.append(entry)
+        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        if self.run_folder is not None:
+            self.run_folder.log(entry)
+        if self.writer is not None:
+            for key, value in numbers.items():
+                self.writer.add_scalar(f"{kind}/{key}", value, done)
+        for warning in values.get("warnings", ()):
+            self.reporter.say(f"step {done:,}: {warning}")
+        shown = numbers if kind == "evaluation" else {k: v for k, v in numbers.items() if k != "lr"}
+        self.reporter.update(done, shown)
+
+    def _save(self, done: int) -> None:
+        if self.run_folder is None:
+            return
+        from safetensors.torch import save_file
+
+        tensors = self.stepper.state()
+        if not all(bool(torch.isfinite(value).all()) for value in tensors.values() if value.is_floating_point()):
+            self._stop_for(done, "weights")
+        saved = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+        metadata = {"step": str(done), "terms": "\n".join(self.stepper.terms)}
+        write_atomically(self.run_folder.checkpoint, lambda path: save_file(saved, path, metadata))
+        self.saved = done
+
+    def _resume(self) -> int:
+        """The step to go on from; 0 without a checkpoint."""
+        run = self.run_folder
+        if run is None or not run.checkpoint.is_file():
+            if run is not None:
+                run.cut_log(0)
+            return 0
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(run.checkpoint, framework="pt") as file:
+                metadata = file.metadata()
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            step = int(metadata["step"])
+            self.stepper.load(tensors, metadata["terms"].split("\n"))
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            said = str(error).splitlines()[0]
+            raise InputError(
+                f"{run.checkpoint}: not a checkpoint of this run ({said}); remove it to start anew"
+            ) from None
+        run.cut_log(step)
+        self.saved = step
+        return step
+
+
+@contextmanager
+def frozen_statistics(module: nn.Module) -> Iterator[None]:
+    """Inside, passes in training mode leave no trace in the buffers (BatchNorm's running statistics)."""
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    try:
+        yield
+    finally:
+        for name, buffer in module.named_buffers():
+            buffer.copy_(before[name])
+
+
+def _prefetched(next_batch: Callable[[int], B]) -> Callable[[int], B]:
+    """The same batches, each made by a thread while the step before it runs."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="batches")
+    waiting: dict[int, Future[B]] = {}
+
+    def take(step: int) -> B:
+        future = waiting.pop(step, None) or executor.submit(next_batch, step)
+        batch = future.result()
+        waiting[step + 1] = executor.submit(next_batch, step + 1)
+        return batch
+
+    return take
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set; a second signal ends the process at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, frame: Any) -> None:  # noqa: ARG001 (the handler's signature)
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tensorboard(run: RunFolder | None) -> Any:
+    if run is None:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise InputError(
+            "--tensorboard needs the package tensorboard: pip install constraintmatch[tensorboard]"
+        ) from None
+    return SummaryWriter(str(run.path / "tensorboard"))

@@ -1,0 +1,27 @@
+"""What all tests share: one torch thread per worker (two workers on two cores), and small image sets."""
+
+import numpy as np
+import pytest
+import torch
+
+from constraintmatch.images import ImageSet
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoded images go to a folder of the test, never to the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="session")
+def stripes() -> ImageSet:
+    """60 images of 8×8 in three classes that differ in the direction of their stripes, with noise."""
+    rng = np.random.Generator(np.random.Philox(0))
+    grid = np.indices((8, 8))
+    patterns = [grid[0] % 2, grid[1] % 2, (grid[0] + grid[1]) % 2]
+    labels = np.arange(60) % 3
+    clean = np.stack([patterns[label] for label in labels]) * 160 + 40
+    noisy = clean + rng.integers(-20, 21, clean.shape)
+    return ImageSet.from_arrays(noisy.astype(np.uint8), labels=labels)

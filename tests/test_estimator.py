@@ -1,0 +1,459 @@
+"""The estimator keeps scikit-learn's contract, takes what people have, and says clearly what it cannot take."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.sparse import coo_array
+from sklearn.base import clone, is_clusterer
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+
+import constraintmatch
+from constraintmatch import ClusterModel, ConstraintMatch, Constraints, ImageSet, InputError, load_model
+from constraintmatch.estimator import as_constraints, as_images
+from constraintmatch.models import build_model, save_model
+from constraintmatch.views import from_function
+
+QUICK: dict[str, Any] = {"n_clusters": 3, "start": None, "steps": 3, "device": "cpu", "random_state": 0, "flip": False}
+
+# after three steps a model may still put everything into one cluster: that is what the warning is for
+pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+
+
+@pytest.fixture(scope="module")
+def pairs(stripes: ImageSet) -> Constraints:
+    return Constraints.sample(stripes.labels, 40, seed=0)
+
+
+@pytest.fixture(scope="module")
+def fitted(stripes: ImageSet, pairs: Constraints) -> ConstraintMatch:
+    return ConstraintMatch(**QUICK).fit(stripes, pairs)
+
+
+@pytest.fixture(scope="module")
+def good(stripes: ImageSet, pairs: Constraints) -> ConstraintMatch:
+    """One real training: the short self-supervised start and enough steps to find the stripes."""
+    options = {"simclr": {"epochs": 20}, "scan": {"epochs": 20}, "lr": 0.03}
+    return ConstraintMatch(**QUICK | {"start": "self-supervised", "steps": 60, "options": options}).fit(stripes, pairs)
+
+
+# What it learns
+
+
+def test_it_finds_the_classes_of_easy_images(good: ConstraintMatch, stripes: ImageSet) -> None:
+    assert good.score(stripes) > 0.9
+
+
+def test_images_it_has_not_seen_are_placed_too(good: ConstraintMatch, stripes: ImageSet) -> None:
+    rng = np.random.default_rng(7)
+    moved = stripes.images.astype(np.int64) + rng.integers(-20, 21, stripes.images.shape)
+    fresh = np.clip(moved, 0, 255).astype(np.uint8)[:30]
+    assert good.score(fresh, stripes.labels[:30]) > 0.9
+
+
+def test_labels_are_the_predictions_on_the_training_images(fitted: ConstraintMatch, stripes: ImageSet) -> None:
+    np.testing.assert_array_equal(fitted.labels_, fitted.predict(stripes))
+    assert fitted.labels_.dtype == np.int64
+
+
+def test_fit_predict_and_fit_transform_are_fit_and_then_the_other(
+    fitted: ConstraintMatch, stripes: ImageSet, pairs: Constraints
+) -> None:
+    np.testing.assert_array_equal(ConstraintMatch(**QUICK).fit_predict(stripes, pairs), fitted.labels_)
+    features = ConstraintMatch(**QUICK).fit_transform(stripes, pairs)
+    np.testing.assert_array_equal(features, fitted.transform(stripes))
+
+
+def test_probabilities_are_rows_that_sum_to_one_and_name_the_cluster(
+    fitted: ConstraintMatch, stripes: ImageSet
+) -> None:
+    probabilities = fitted.predict_proba(stripes)
+    assert probabilities.shape == (60, 3)
+    np.testing.assert_allclose(probabilities.sum(1), 1, atol=1e-5)
+    np.testing.assert_array_equal(probabilities.argmax(1), fitted.predict(stripes))
+
+
+def test_transform_gives_the_features_under_the_head(fitted: ConstraintMatch, stripes: ImageSet) -> None:
+    features = fitted.transform(stripes)
+    assert features.shape == (60, fitted.model_.width)
+    head = fitted.model_.head
+    assert head is not None
+    logits = features @ head.weight.detach().numpy().T + head.bias.detach().numpy()
+    np.testing.assert_array_equal(logits.argmax(1), fitted.predict(stripes))
+
+
+def test_score_takes_labels_as_numbers_words_or_from_the_set(good: ConstraintMatch, stripes: ImageSet) -> None:
+    words = np.array(["rows", "columns", "checks"])[stripes.labels]
+    assert good.score(stripes) == good.score(stripes.images, stripes.labels) == good.score(stripes.images, words)
+
+
+def test_every_method_for_clusters_can_be_named(stripes: ImageSet, pairs: Constraints) -> None:
+    for method in ("constrained", "pseudo_label", "supervised", "fully_constrained"):
+        given = None if method in ("supervised", "fully_constrained") else pairs
+        made = ConstraintMatch(**QUICK | {"method": method}).fit(stripes, given)
+        assert made.labels_.shape == (60,)
+        assert made.model_.config.trained[-1]["method"] == method
+
+
+def test_one_cluster_for_everything_is_a_warning(stripes: ImageSet, pairs: Constraints) -> None:
+    start = build_model(n_clusters=3, side=8, channels=1)
+    assert start.head is not None
+    with torch.no_grad():
+        start.head.bias.copy_(torch.tensor([50.0, 0.0, 0.0]))
+    with pytest.warns(ConvergenceWarning, match="Cluster 0 holds 60 of 60 images"):
+        ConstraintMatch(**QUICK | {"start": start, "steps": 1}).fit(stripes, pairs)
+
+
+# The contract
+
+
+def test_a_clone_has_the_same_parameters_and_is_not_fitted(fitted: ConstraintMatch) -> None:
+    twin = clone(fitted)
+    assert twin.get_params() == fitted.get_params()
+    assert not hasattr(twin, "model_")
+
+
+def test_parameters_are_kept_as_they_were_given() -> None:
+    options, without = {"lr": 0.1}, ["rotate"]
+    made = ConstraintMatch(5, options=options, without=without, random_state=3)
+    assert made.options is options
+    assert made.without is without
+    assert made.get_params()["random_state"] == 3
+    assert made.set_params(n_clusters=7, options=None).n_clusters == 7
+    assert made.options is None
+    with pytest.raises(ValueError, match="Invalid parameter"):
+        made.set_params(colour="red")
+
+
+def test_fitting_leaves_the_parameters_alone(stripes: ImageSet, pairs: Constraints) -> None:
+    options = {"lr": 0.02, "max_entropy": 0.3, "simclr": {"epochs": 2}}
+    made = ConstraintMatch(**QUICK | {"options": options, "without": ["rotate"]})
+    before = made.get_params()
+    made.fit(stripes, pairs)
+    assert made.get_params() == before
+    assert options == {"lr": 0.02, "max_entropy": 0.3, "simclr": {"epochs": 2}}
+
+
+def test_what_fit_learns_ends_with_an_underscore(fitted: ConstraintMatch) -> None:
+    learned = vars(fitted).keys() - fitted.get_params().keys()
+    assert learned == {"labels_", "log_", "model_", "seed_"}
+
+
+def test_the_repr_names_what_differs_from_the_defaults() -> None:
+    assert repr(ConstraintMatch(n_clusters=4, flip=False)) == "ConstraintMatch(flip=False, n_clusters=4)"
+
+
+def test_it_is_a_clusterer_that_fits_into_a_pipeline(stripes: ImageSet, pairs: Constraints) -> None:
+    line = make_pipeline(FunctionTransformer(lambda images: 255 - images), ConstraintMatch(**QUICK))
+    assert is_clusterer(line)
+    assert line.fit(stripes.images, pairs).predict(stripes.images).shape == (60,)
+
+
+@pytest.mark.parametrize("name", ["predict", "predict_proba", "transform", "score", "save_pretrained"])
+def test_nothing_can_be_asked_before_fit(name: str, stripes: ImageSet, tmp_path: Path) -> None:
+    with pytest.raises(NotFittedError):
+        getattr(ConstraintMatch(3), name)(tmp_path / "model" if name == "save_pretrained" else stripes)
+
+
+def test_equal_seeds_give_equal_models(fitted: ConstraintMatch, stripes: ImageSet, pairs: Constraints) -> None:
+    again = ConstraintMatch(**QUICK).fit(stripes, pairs)
+    np.testing.assert_array_equal(again.predict_proba(stripes), fitted.predict_proba(stripes))
+    other = ConstraintMatch(**QUICK | {"random_state": 1}).fit(stripes, pairs)
+    assert not np.array_equal(other.predict_proba(stripes), fitted.predict_proba(stripes))
+
+
+def test_the_whole_start_depends_on_the_seed_alone(stripes: ImageSet, pairs: Constraints) -> None:
+    stages = {"simclr": {"epochs": 1}, "scan": {"epochs": 1}, "self_label": {"epochs": 1}}
+    changes = {"start": "self-supervised", "options": stages, "steps": 1}
+    first, second = (ConstraintMatch(**QUICK | changes).fit(stripes, pairs).transform(stripes) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_a_random_state_is_drawn_from_and_the_seed_is_told(stripes: ImageSet, pairs: Constraints) -> None:
+    seeds = {}
+    for name, state in {"RandomState": np.random.RandomState(5), "Generator": np.random.default_rng(5)}.items():
+        made = [ConstraintMatch(**QUICK | {"random_state": state, "steps": 1}).fit(stripes, pairs) for _ in range(2)]
+        seeds[name] = [one.seed_ for one in made]
+        assert seeds[name][0] != seeds[name][1]
+    assert seeds["RandomState"][0] == np.random.RandomState(5).randint(2**31 - 1)
+
+
+def test_without_a_random_state_the_seed_told_repeats_the_fit(stripes: ImageSet, pairs: Constraints) -> None:
+    made = ConstraintMatch(**QUICK | {"random_state": None, "steps": 1}).fit(stripes, pairs)
+    again = ConstraintMatch(**QUICK | {"random_state": made.seed_, "steps": 1}).fit(stripes, pairs)
+    np.testing.assert_array_equal(made.predict_proba(stripes), again.predict_proba(stripes))
+
+
+# Starts
+
+
+def test_a_model_given_as_start_is_used_and_left_as_it_was(stripes: ImageSet, pairs: Constraints) -> None:
+    start = build_model(n_clusters=3, side=8, channels=1, seed=4)
+    before = {name: value.clone() for name, value in start.state_dict().items()}
+    made = ConstraintMatch(**QUICK | {"start": start, "steps": 1, "options": {"lr": 1e-9}}).fit(stripes, pairs)
+    assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())
+    for name, value in made.model_.named_parameters():
+        torch.testing.assert_close(value, before[name])
+
+
+def test_a_start_with_other_clusters_keeps_its_backbone_under_a_fresh_head(
+    stripes: ImageSet, pairs: Constraints, tmp_path: Path
+) -> None:
+    start = build_model(n_clusters=5, side=8, channels=1, seed=4)
+    save_model(start, tmp_path / "five")
+    changes = {"start": tmp_path / "five", "steps": 1, "options": {"lr": 1e-9}}
+    made = ConstraintMatch(**QUICK | changes).fit(stripes, pairs)
+    assert made.predict_proba(stripes).shape == (60, 3)
+    torch.testing.assert_close(made.model_.backbone[0].weight, start.backbone[0].weight)
+
+
+def test_a_start_that_does_not_fit_is_refused(stripes: ImageSet, pairs: Constraints, tmp_path: Path) -> None:
+    cases = {
+        "no such model or run folder": {"start": str(tmp_path / "nothing")},
+        "takes 16×16 images": {"start": build_model(n_clusters=3, side=16, channels=1)},
+        "leave one out": {"start": build_model(n_clusters=3, side=8, channels=1), "backbone": "resnet18"},
+    }
+    for message, changes in cases.items():
+        with pytest.raises(InputError, match=message):
+            ConstraintMatch(**QUICK | changes).fit(stripes, pairs)
+
+
+# Images and constraints as people have them
+
+
+def test_a_folder_is_read_at_the_size_of_the_model(fitted: ConstraintMatch, stripes: ImageSet, tmp_path: Path) -> None:
+    for row in range(4):
+        Image.fromarray(stripes.images[row, ..., 0]).resize((16, 16), Image.Resampling.NEAREST).save(
+            tmp_path / f"{row}.png"
+        )
+    assert fitted.predict(tmp_path).shape == (4,)
+    assert fitted.predict(str(tmp_path)).shape == (4,)
+
+
+def test_arrays_with_and_without_a_channel_axis_are_the_same_images(fitted: ConstraintMatch, stripes: ImageSet) -> None:
+    flat = stripes.images[..., 0]
+    np.testing.assert_array_equal(fitted.predict_proba(flat), fitted.predict_proba(stripes))
+    np.testing.assert_array_equal(fitted.predict_proba(flat / 255.0), fitted.predict_proba(stripes))
+    assert as_images(stripes) is stripes
+
+
+def test_all_forms_of_the_same_pairs_are_the_same_constraints(stripes: ImageSet, tmp_path: Path) -> None:
+    left, right, link = [0, 1, 2], [3, 4, 4], [1, 1, 0]
+    matrix = coo_array(([1, 1, -1], (left, right)), shape=(60, 60))
+    wanted = Constraints.from_arrays(left, right, link, n_images=60)
+    wanted.write(tmp_path / "pairs.csv", names=stripes.names)
+    forms: list[Any] = [
+        wanted,
+        (left, right, link),
+        [np.array(left), np.array(right), np.array(link)],
+        {"must_link": [(0, 3), (1, 4)], "cannot_link": [(2, 4)]},
+        matrix,
+        matrix.toarray(),
+        tmp_path / "pairs.csv",
+        str(tmp_path / "pairs.csv"),
+    ]
+    for form in forms:
+        made = as_constraints(form, stripes)
+        assert made is not None
+        for name in ("left", "right", "link", "weight"):
+            np.testing.assert_array_equal(getattr(made, name), getattr(wanted, name))
+        assert made.n_images == 60
+
+
+def test_contradictions_are_refused_unless_they_come_as_constraints(stripes: ImageSet) -> None:
+    lists = {"must_link": [(0, 1), (1, 2)], "cannot_link": [(0, 2)]}
+    with pytest.raises(InputError, match="must-link through"):
+        as_constraints(lists, stripes)
+    given = Constraints.from_lists(n_images=60, **lists)
+    assert as_constraints(given, stripes) is given
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"must": [(0, 1)]}, "unknown key 'must'"),
+        ((0, 1), "constraints must be"),
+        (np.zeros((4, 3)), "must be square"),
+        (([0], [99], [1]), "image 99 does not exist"),
+        ("missing.csv", "missing.csv"),
+    ],
+)
+def test_what_are_no_constraints_is_said(form: Any, message: str, stripes: ImageSet) -> None:
+    with pytest.raises(InputError, match=message):
+        as_constraints(form, stripes)
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_clusters": 1}, "n_clusters is 1; ask for 2 or more"),
+        ({"n_clusters": 2.5}, "whole number"),
+        ({"n_clusters": 61}, "61 clusters for 60 images"),
+        ({"method": "magic"}, "unknown method 'magic'; known are constrained"),
+        ({"method": "simclr"}, "unknown method 'simclr'"),
+        ({"backbone": "resnet99"}, "unknown backbone 'resnet99'"),
+        ({"without": ["spin"]}, "spin"),
+        ({"without": "spin"}, "spin"),
+        ({"device": "abacus"}, "abacus"),
+        ({"random_state": -1}, "random_state is -1"),
+        ({"random_state": "x"}, "random_state is 'x'"),
+        ({"steps": 0}, "steps is 0"),
+        (
+            {"options": {"learning_rate": 1}},
+            "'learning_rate' means nothing to constraintmatch; known are .*max_entropy",
+        ),
+        ({"options": {"seed": 1}}, "'seed' has a parameter of its own, random_state"),
+        ({"options": {"simclr": {"n_clusters": 3}}}, "simclr has no argument 'n_clusters'"),
+        ({"options": {"lr": -1.0}}, "lr is -1.0"),
+    ],
+)
+def test_a_parameter_that_cannot_be_is_an_input_error(
+    changes: dict[str, Any], message: str, stripes: ImageSet, pairs: Constraints
+) -> None:
+    with pytest.raises(InputError, match=message):
+        ConstraintMatch(**QUICK | changes).fit(stripes, pairs)
+
+
+def test_no_constraints_or_those_of_other_images_are_refused(stripes: ImageSet) -> None:
+    for given in (None, Constraints.from_lists(n_images=60), {}):
+        with pytest.raises(InputError, match="needs constraints and there are none"):
+            ConstraintMatch(**QUICK).fit(stripes, given)
+    with pytest.raises(InputError, match="over 50 images, the set has 60"):
+        ConstraintMatch(**QUICK).fit(stripes, Constraints.from_lists(n_images=50, must_link=[(0, 1)]))
+
+
+def test_mistakes_are_found_before_the_long_start(
+    stripes: ImageSet, pairs: Constraints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("the start was made")
+
+    monkeypatch.setattr("constraintmatch.estimator.pretrain", never)
+    slow = QUICK | {"start": "self-supervised"}
+    for changes in ({"options": {"nonsense": 1}}, {"without": ["spin"]}, {"steps": 0}, {"method": "magic"}):
+        with pytest.raises(InputError):
+            ConstraintMatch(**slow | changes).fit(stripes, pairs)
+    with pytest.raises(InputError):
+        ConstraintMatch(**slow).fit(stripes, None)
+    with pytest.raises(AssertionError, match="the start was made"):
+        ConstraintMatch(**slow).fit(stripes, pairs)
+
+
+def test_images_of_another_size_are_refused_when_asked_for_clusters(fitted: ConstraintMatch) -> None:
+    with pytest.raises(InputError, match="takes 8×8 images with 1 channel"):
+        fitted.predict(np.zeros((2, 16, 16), np.uint8))
+
+
+def test_score_without_labels_says_what_is_missing(fitted: ConstraintMatch, stripes: ImageSet) -> None:
+    with pytest.raises(InputError, match="score needs the labels"):
+        fitted.score(stripes.images)
+    with pytest.raises(InputError, match="give one label for each image"):
+        fitted.score(stripes.images, [0, 1])
+
+
+# Options
+
+
+def test_options_reach_the_method_the_settings_and_the_views(stripes: ImageSet, pairs: Constraints) -> None:
+    seen = []
+
+    def black(images: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+        seen.append(len(images))
+        return torch.zeros_like(images)
+
+    options = {"images_per_step": 17, "lr": 0.5, "log_every": 1, "own_strong": from_function("black", black)}
+    made = ConstraintMatch(**QUICK | {"options": options}).fit(stripes, pairs)
+    assert set(seen) == {17}
+    training = [entry for entry in made.log_ if entry["kind"] == "training"]
+    assert [entry["step"] for entry in training] == [1, 2, 3]
+    assert training[0]["lr"] == 0.5
+    assert made.model_.config.trained[-1]["arguments"]["images_per_step"] == 17
+
+
+def test_verbose_shows_progress_and_quiet_shows_none(
+    stripes: ImageSet, pairs: Constraints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ConstraintMatch(**QUICK).fit(stripes, pairs)
+    assert capsys.readouterr() == ("", "")
+    ConstraintMatch(**QUICK | {"verbose": True}).fit(stripes, pairs)
+    assert "constraintmatch" in capsys.readouterr().err
+
+
+# Keeping
+
+
+def test_a_saved_model_predicts_the_same_and_holds_no_pickle(
+    fitted: ConstraintMatch, stripes: ImageSet, tmp_path: Path
+) -> None:
+    fitted.save_pretrained(tmp_path / "model")
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+    again = ConstraintMatch.from_pretrained(tmp_path / "model", device="cpu")
+    np.testing.assert_array_equal(again.predict_proba(stripes), fitted.predict_proba(stripes))
+    assert again.n_clusters == 3
+    assert load_model(tmp_path / "model").config.trained[-1]["seed"] == 0
+
+
+def test_a_loaded_model_can_be_trained_on(
+    fitted: ConstraintMatch, stripes: ImageSet, pairs: Constraints, tmp_path: Path
+) -> None:
+    fitted.save_pretrained(tmp_path)
+    made = ConstraintMatch(**QUICK | {"start": str(tmp_path)}).fit(stripes, pairs)
+    assert [stage["method"] for stage in made.model_.config.trained] == ["constraintmatch"] * 2
+
+
+def test_a_name_that_is_no_folder_is_asked_of_the_hub(
+    fitted: ConstraintMatch, stripes: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted.save_pretrained(tmp_path / "snapshot")
+    asked = []
+
+    def download(name: str, **how: Any) -> str:
+        asked.append((name, how["revision"], how["allow_patterns"]))
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    again = ConstraintMatch.from_pretrained("somebody/stripes", device="cpu", revision="v1")
+    np.testing.assert_array_equal(again.predict(stripes), fitted.labels_)
+    assert asked == [("somebody/stripes", "v1", ["config.json", "model.safetensors"])]
+
+
+def test_a_model_that_is_nowhere_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: Any, **__: Any) -> str:
+        raise OSError("404: no\nsuch repository")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(InputError, match=r"nobody/nothing: no such folder, and .* \(404: no such repository\)"):
+        ConstraintMatch.from_pretrained("nobody/nothing")
+    with pytest.raises(InputError, match="no such model or run folder"):
+        ConstraintMatch.from_pretrained(tmp_path / "nothing")
+    save_model(build_model(n_clusters=0, side=8, channels=1), tmp_path / "headless")
+    with pytest.raises(InputError, match="no clusters yet"):
+        ConstraintMatch.from_pretrained(tmp_path / "headless", device="cpu")
+
+
+# The package
+
+
+def test_the_package_offers_exactly_its_public_names() -> None:
+    names = {name for name in dir(constraintmatch) if not name.startswith("_") and name in constraintmatch.__all__}
+    assert names | {"__version__"} == set(constraintmatch.__all__)
+    assert constraintmatch.ClusterModel is ClusterModel
+    assert constraintmatch.__version__[0].isdigit()
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = constraintmatch.nonsense
+
+
+def test_every_public_name_comes_from_a_fresh_import() -> None:
+    code = "from constraintmatch import *; import constraintmatch as c; print(all(n in globals() for n in c.__all__))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"

@@ -1,0 +1,148 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from constraintmatch.errors import InputError
+from constraintmatch.models import (
+    build_model,
+    default_backbone,
+    load_model,
+    model_folder,
+    save_model,
+    with_clusters,
+    with_projection,
+)
+
+
+def pixels(n: int, channels: int, side: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (n, channels, side, side), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "side", "channels", "features_before_pooling"),
+    [("resnet18", 32, 3, 4), ("resnet18", 96, 3, 7), ("resnet34", 32, 1, 4), ("resnet18", 224, 3, 7)],
+)
+def test_resnets_have_the_stem_for_their_side(
+    backbone: str, side: int, channels: int, features_before_pooling: int
+) -> None:
+    model = build_model(n_clusters=5, side=side, channels=channels, backbone=backbone).eval()
+    seen: list[torch.Size] = []
+    model.backbone.layer4.register_forward_hook(lambda _module, _inputs, output: seen.append(output.shape))
+    assert model(pixels(2, channels, side)).shape == (2, 5)
+    assert seen[0][-2:] == (features_before_pooling, features_before_pooling)
+
+
+def test_tiny_and_timm_backbones_give_logits() -> None:
+    assert build_model(n_clusters=3, side=8, channels=1)(pixels(2, 1, 8)).shape == (2, 3)
+    assert build_model(n_clusters=3, side=32, backbone="timm:resnet10t").eval()(pixels(2, 3, 32)).shape == (2, 3)
+    assert build_model(n_clusters=3, side=32, backbone="timm:test_vit").eval()(pixels(2, 3, 32)).shape == (2, 3)
+
+
+def test_the_default_backbone_follows_the_side() -> None:
+    assert [default_backbone(side) for side in (8, 16, 17, 224)] == ["tiny", "tiny", "resnet18", "resnet18"]
+
+
+def test_normalisation_is_part_of_the_network() -> None:
+    mean, std = (0.2, 0.4, 0.6), (0.1, 0.2, 0.3)
+    model = build_model(n_clusters=2, side=8, mean=mean, std=std, backbone="tiny").eval()
+    images = pixels(3, 3, 8)
+    expected = (images.double() / 255 - torch.tensor(mean).view(1, 3, 1, 1)) / torch.tensor(std).view(1, 3, 1, 1)
+    torch.testing.assert_close(model.features(images), model.backbone(expected.float()), atol=1e-5, rtol=1e-5)
+
+
+def test_initial_weights_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    first = build_model(n_clusters=4, side=8, channels=1, seed=7)
+    before = torch.random.get_rng_state()
+    second = build_model(n_clusters=4, side=8, channels=1, seed=7)
+    assert torch.equal(before, torch.random.get_rng_state())
+    other = build_model(n_clusters=4, side=8, channels=1, seed=8)
+    assert torch.equal(first.head.weight, second.head.weight)
+    assert not torch.equal(first.head.weight, other.head.weight)
+
+
+def test_new_heads_keep_the_backbone_and_leave_the_given_model_alone() -> None:
+    model = build_model(n_clusters=4, side=8, channels=1)
+    projected = with_projection(model, 16)
+    assert projected.project(pixels(2, 1, 8)).shape == (2, 16)
+    clustered = with_clusters(projected, 6, n_heads=3).eval()
+    assert clustered(pixels(2, 1, 8)).shape == (2, 3, 6)
+    assert clustered.projection is None
+    for ours, theirs in zip(model.backbone.parameters(), clustered.backbone.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert model.head.out_features == 4
+
+
+def test_a_model_without_clusters_says_so() -> None:
+    with pytest.raises(InputError, match="no cluster head"):
+        with_projection(build_model(n_clusters=4, side=8, channels=1))(pixels(2, 1, 8))
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_model_folder_gives_the_model_back(tmp_path: Path, half: bool) -> None:
+    model = build_model(n_clusters=4, side=8, channels=1, seed=3).eval()
+    save_model(model, tmp_path / "m", half=half)
+    again = load_model(tmp_path / "m").eval()
+    assert again.config == model.config
+    images = pixels(5, 1, 8)
+    tolerance = 2e-2 if half else 0
+    np.testing.assert_allclose(again(images).detach(), model(images).detach(), atol=tolerance)
+    stored = load_file(tmp_path / "m" / "model.safetensors")["head.weight"].dtype
+    assert stored == (torch.float16 if half else torch.float32)
+    assert {path.name for path in (tmp_path / "m").iterdir()} == {"model.safetensors", "config.json"}
+
+
+def test_a_run_folder_stands_for_its_model(tmp_path: Path) -> None:
+    save_model(build_model(n_clusters=4, side=8, channels=1), tmp_path / "run" / "model")
+    assert model_folder(tmp_path / "run") == tmp_path / "run" / "model"
+
+
+def test_weights_that_do_not_fit_are_listed(tmp_path: Path) -> None:
+    save_model(build_model(n_clusters=4, side=8, channels=1), tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    weights["extra.weight"] = weights.pop("backbone.0.weight")
+    weights["head.bias"] = torch.zeros(9)
+    save_file(weights, file)
+    with pytest.raises(InputError) as caught:
+        load_model(tmp_path)
+    said = str(caught.value)
+    assert "missing: backbone.0.weight" in said
+    assert "unexpected: extra.weight" in said
+    assert "head.bias (9,) instead of (4,)" in said
+    assert "\n" not in said
+
+
+def test_broken_model_folders_get_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such model"):
+        load_model(tmp_path / "nothing")
+    with pytest.raises(InputError, match="neither a model folder"):
+        load_model(tmp_path)
+    save_model(build_model(n_clusters=4, side=8, channels=1), tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x80\x04 a pickle, say")
+    with pytest.raises(InputError, match="not a readable safetensors"):
+        load_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "colour": "red"}))
+    with pytest.raises(InputError, match="colour"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "format": 99}))
+    with pytest.raises(InputError, match="format 1"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match="not valid JSON"):
+        load_model(tmp_path)
+
+
+def test_impossible_models_are_refused() -> None:
+    with pytest.raises(InputError, match="one cluster"):
+        build_model(n_clusters=1, side=8)
+    with pytest.raises(InputError, match="unknown backbone 'vgg'"):
+        build_model(n_clusters=2, side=8, backbone="vgg")
+    with pytest.raises(InputError, match="timm knows no model 'resnet1'"):
+        build_model(n_clusters=2, side=32, backbone="timm:resnet1")

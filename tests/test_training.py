@@ -1,0 +1,306 @@
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from constraintmatch.errors import InputError
+from constraintmatch.runs import open_run, read_log
+from constraintmatch.training import SCHEDULES, Interrupted, NonFinite, TrainSettings, choose_device, fit
+
+CPU = TrainSettings(steps=12, lr=0.1, device="cpu", log_every=4, checkpoint_every=5)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    x: Tensor
+
+
+def numbers(step: int) -> Numbers:
+    return Numbers(torch.rand((6, 3), generator=torch.Generator().manual_seed(step)))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+
+
+def squares(forward: Callable[..., Tensor], batch: Numbers) -> dict[str, Tensor]:
+    answer = forward(batch.x).squeeze(1)
+    return {"fit": ((answer - batch.x.sum(1)) ** 2).mean(), "size": 0.01 * (answer**2).mean()}
+
+
+def reference(settings: TrainSettings) -> nn.Module:
+    """The same training written out plainly."""
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0, momentum=0.9, weight_decay=settings.weight_decay)
+    for step in range(settings.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr * math.cos(7 * math.pi * step / (16 * settings.steps))
+        optimizer.zero_grad()
+        sum(squares(module, numbers(step)).values()).backward()
+        optimizer.step()
+    return module
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
+def test_fit_is_plain_sgd_with_the_papers_schedule() -> None:
+    module = network()
+    fit(module, numbers, squares, CPU)
+    assert_equal(weights(module), weights(reference(CPU)))
+
+
+def test_schedules_start_at_one_and_end_where_they_say() -> None:
+    assert [schedule(0.0) for schedule in SCHEDULES.values()] == [1.0, 1.0, 1.0]
+    assert SCHEDULES["cosine-7/16"](1.0) == pytest.approx(math.cos(7 * math.pi / 16))
+    assert SCHEDULES["cosine"](1.0) == pytest.approx(1e-3)
+    assert SCHEDULES["cosine"](0.5) == pytest.approx(0.5005)
+
+
+def test_the_log_has_means_of_the_terms_between_lines() -> None:
+    module, seen = network(), []
+
+    def spy(forward: Callable[..., Tensor], batch: Numbers) -> dict[str, Tensor]:
+        terms = squares(forward, batch)
+        seen.append({name: float(value.detach()) for name, value in terms.items()})
+        return terms
+
+    log = fit(module, numbers, spy, CPU, measure=lambda batch: {"rows": len(batch.x)}, evaluate=lambda: {"acc": 0.5})
+    training = [entry for entry in log if entry["kind"] == "training"]
+    assert [entry["step"] for entry in training] == [4, 8, 12]
+    for index, entry in enumerate(training):
+        chunk = seen[4 * index : 4 * index + 4]
+        assert entry["loss_fit"] == pytest.approx(sum(terms["fit"] for terms in chunk) / 4, rel=1e-6)
+        assert entry["loss"] == pytest.approx(entry["loss_fit"] + entry["loss_size"])
+        assert entry["rows"] == 6
+    assert [(entry["step"], entry["acc"]) for entry in log if entry["kind"] == "evaluation"] == [(12, 0.5)]
+
+
+def test_an_average_of_the_weights_is_kept_instead_of_the_last() -> None:
+    module, history = network(), []
+    average = {name: value.double() for name, value in weights(module).items()}
+
+    def spy(forward: Callable[..., Tensor], batch: Numbers) -> dict[str, Tensor]:
+        history.append(weights(module))
+        return squares(forward, batch)
+
+    last: dict[str, Tensor] = {}
+    plain = network()
+    fit(plain, numbers, squares, CPU)
+    fit(module, numbers, spy, replace(CPU, ema=0.9), evaluate=lambda: last.update(weights(module)) or {})
+    for state in [*history[1:], weights(plain)]:
+        for name, value in state.items():
+            average[name] = average[name] * 0.9 + value * 0.1 if value.is_floating_point() else value
+    for name, value in weights(module).items():
+        torch.testing.assert_close(value.double(), average[name].double(), atol=1e-6, rtol=1e-5)
+    assert_equal(last, weights(module))  # evaluation sees the average too
+
+
+def test_gradients_are_clipped_only_when_asked() -> None:
+    def steep(forward: Callable[..., Tensor], batch: Numbers) -> dict[str, Tensor]:
+        return {"steep": 1e4 * forward(batch.x).mean()}
+
+    settings = replace(CPU, steps=1, lr=1.0, weight_decay=0.0)
+    moved = []
+    for clip in (None, 0.5):
+        module = network()
+        before = weights(module)
+        fit(module, numbers, steep, replace(settings, clip_norm=clip))
+        parts = [value - before[name] for name, value in module.named_parameters()]
+        moved.append(float(torch.cat([part.detach().flatten() for part in parts]).norm()))
+    assert moved[0] > 100
+    assert moved[1] == pytest.approx(0.5, rel=1e-3)
+
+
+def test_adam_trains_too() -> None:
+    log = fit(network(), numbers, squares, replace(CPU, optimizer="adam", steps=200, lr=0.02, log_every=50))
+    losses = [entry["loss"] for entry in log]
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    settings = replace(CPU, ema=0.9, optimizer="adam")
+    whole = network()
+    with open_run(tmp_path / "whole", {}) as run:
+        fit(whole, numbers, squares, settings, run=run)
+
+    def failing(step: int) -> Numbers:
+        if step == 8:
+            raise OSError("the machine went away")
+        return numbers(step)
+
+    with pytest.raises(OSError, match="went away"), open_run(tmp_path / "parts", {}) as run:
+        fit(network(), failing, squares, settings, run=run)
+    assert json.loads((tmp_path / "parts" / "run.json").read_text())["status"] == "failed"
+    module = network()
+    with open_run(tmp_path / "parts", {}, resume=True) as run:
+        fit(module, numbers, squares, settings, run=run)
+    assert_equal(weights(module), weights(whole))
+    plain = [{k: v for k, v in entry.items() if k != "seconds"} for entry in read_log(tmp_path / "whole")]
+    assert plain == [{k: v for k, v in entry.items() if k != "seconds"} for entry in read_log(tmp_path / "parts")]
+    assert_equal(
+        load_file(tmp_path / "parts/checkpoint.safetensors"), load_file(tmp_path / "whole/checkpoint.safetensors")
+    )
+
+
+KILLED = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from test_training import *
+torch.set_num_threads(1)
+def slow(step):
+    if step == 0:
+        print("ready", flush=True)
+    time.sleep(0.01)
+    return numbers(step)
+module = network()
+with open_run({out!r}, {{}}, resume=True) as run:
+    fit(module, slow, squares, replace(CPU, steps=60, checkpoint_every=7), run=run)
+torch.save(module.state_dict(), {out!r} + ".pt")
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, kind: signal.Signals) -> None:
+    out = str(tmp_path / "killed")
+    script = KILLED.format(tests=str(Path(__file__).parent), out=out)
+    command = [sys.executable, "-c", script]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(random.uniform(0.05, 0.5))
+    process.send_signal(kind)
+    assert process.wait(30) != 0
+    process.stdout.close()
+    if kind == signal.SIGTERM:  # it was told, so it saved where it stood
+        status = json.loads((tmp_path / "killed" / "run.json").read_text())
+        assert status["status"] == "interrupted"
+        assert (tmp_path / "killed" / "checkpoint.safetensors").is_file()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    whole = network()
+    fit(whole, numbers, squares, replace(CPU, steps=60))
+    assert_equal(torch.load(out + ".pt", weights_only=True), weights(whole))
+
+
+def test_a_signal_saves_and_stops(tmp_path: Path) -> None:
+    def batches(step: int) -> Numbers:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return numbers(step)
+
+    with pytest.raises(Interrupted, match="step 3 of 12"), open_run(tmp_path / "run", {}) as run:
+        fit(network(), batches, squares, CPU, run=run)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "interrupted"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    module, whole = network(), network()
+    with open_run(tmp_path / "run", {}, resume=True) as run:
+        fit(module, numbers, squares, CPU, run=run)
+    fit(whole, numbers, squares, CPU)
+    assert_equal(weights(module), weights(whole))
+
+
+def test_a_non_finite_loss_names_step_and_term_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    def poisoned(forward: Callable[..., Tensor], batch: Numbers) -> dict[str, Tensor]:
+        terms = squares(forward, batch)
+        bad = torch.equal(batch.x, numbers(6).x)
+        return {**terms, "size": terms["size"] * (math.nan if bad else 1.0)}
+
+    with pytest.raises(NonFinite, match=r"step 7: the loss term 'size'.*step 5 is kept"), open_run(tmp_path, {}) as run:
+        fit(network(), numbers, poisoned, CPU, run=run)
+    kept = load_file(tmp_path / "checkpoint.safetensors")
+    assert int(kept["count"]) == 5
+    assert all(bool(torch.isfinite(value).all()) for value in kept.values() if value.is_floating_point())
+
+
+def test_weights_that_explode_are_never_saved(tmp_path: Path) -> None:
+    def exploding(forward: Callable[..., Tensor], batch: Numbers) -> dict[str, Tensor]:
+        scale = 1e38 if torch.equal(batch.x, numbers(4).x) else 1.0
+        return {"fit": scale * forward(batch.x).mean()}
+
+    settings = replace(CPU, lr=1e5, checkpoint_every=5, log_every=100)
+    with pytest.raises(NonFinite, match="step 5"), open_run(tmp_path, {}) as run:
+        fit(network(), numbers, exploding, settings, run=run)
+    assert not (tmp_path / "checkpoint.safetensors").exists()
+
+
+def test_foreign_checkpoints_are_refused_and_left_alone(tmp_path: Path) -> None:
+    for content in (b"garbage", None):
+        folder = tmp_path / str(content is None)
+        with open_run(folder, {}) as run:
+            if content is None:
+                fit(nn.Linear(3, 1), numbers, lambda f, b: {"x": f(b.x).mean()}, CPU, run=run)
+                run.record["status"] = "running"
+        record = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps({**record, "status": "interrupted"}))
+        file = folder / "checkpoint.safetensors"
+        if content is not None:
+            file.write_bytes(content)
+        before = file.read_bytes()
+        with pytest.raises(InputError, match="not a checkpoint of this run"), open_run(folder, {}, resume=True) as run:
+            fit(network(), numbers, squares, CPU, run=run)
+        assert file.read_bytes() == before
+
+
+def test_prefetched_batches_are_the_same() -> None:
+    plain, ahead, threads = network(), network(), set()
+
+    def spy(step: int) -> Numbers:
+        threads.add(threading.current_thread().name)
+        return numbers(step)
+
+    fit(plain, numbers, squares, CPU)
+    fit(ahead, spy, squares, CPU, prefetch=True)
+    assert_equal(weights(plain), weights(ahead))
+    assert all(name.startswith("batches") for name in threads)
+
+
+def test_tensorboard_files_are_written_when_asked(tmp_path: Path) -> None:
+    with open_run(tmp_path, {}) as run:
+        fit(network(), numbers, squares, replace(CPU, tensorboard=True), run=run)
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"steps": 0}, "steps is 0"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"optimizer": "lion"}, "unknown optimizer 'lion'"),
+        ({"schedule": "step"}, "unknown schedule"),
+        ({"ema": 1.0}, "ema is 1.0"),
+    ],
+)
+def test_impossible_settings_are_refused(change: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        replace(CPU, **change)
+
+
+def test_devices_are_checked() -> None:
+    assert choose_device("cpu") == torch.device("cpu")
+    with pytest.raises(InputError, match="unknown device 'gpu'"):
+        choose_device("gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="not on this machine"):
+            choose_device("cuda")
