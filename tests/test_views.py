@@ -63,8 +63,8 @@ def affine(*entries: float) -> Callable[[Image.Image], Image.Image]:
 
 
 # name: (values to try, Pillow's operation, share of pixels that may differ, by at most how much)
-# Measured on x86-64: all fourteen exact. The room left is for Pillow builds whose compiler fuses a blend's multiply and add,
-# and for sines that another maths library rounds differently before they become fixed point.
+# Measured on x86-64: all fourteen exact. The room left is for Pillow builds whose compiler fuses a blend's multiply and
+# add, and for sines that another maths library rounds differently before they become fixed point.
 PIL_OPERATIONS: dict[str, tuple[list[float], Callable[[Image.Image, float], Image.Image], float, int]] = {
     "identity": ([0.0], lambda image, _: image, 0, 0),
     "auto_contrast": ([0.0], lambda image, _: ImageOps.autocontrast(image), 0, 0),

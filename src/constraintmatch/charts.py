@@ -67,7 +67,7 @@ def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
 def line_chart(title: str, series: Sequence[Series], *, shares: bool = False) -> str:
     """A figure with one line per series over steps, its legend with the last values, and its numbers, folded.
 
-    `shares` are fractions: drawn from 0 to 100%. Where no series has two points there is nothing to draw: the values stand alone.
+    `shares` are fractions, drawn from 0 to 100%. Each series has a point; where none has two, only the values stand.
     """
     say = percent if shares else short_number
     heading = f"<h3>{escape(title)}</h3>"
@@ -85,14 +85,16 @@ def _drawing(title: str, series: Sequence[Series], shares: bool, say: Callable[[
     steps = [step for line in series for step, _ in line.points]
     values = [value for line in series for _, value in line.points]
     y_ticks = nice_ticks(min(0.0, *values), max(1.0, *values) if shares else max(0.0, *values))
-    x_ticks = [tick for tick in nice_ticks(0, max(steps)) if tick <= max(steps)]
-    scale = _Scale((0, max(steps)), (y_ticks[0], y_ticks[-1]))
+    last = max(1.0, *steps)
+    x_ticks = [tick for tick in nice_ticks(0, last) if tick <= last]
+    scale = _Scale((0, last), (y_ticks[0], y_ticks[-1]))
     ends = ", ".join(
         f"{line.name} {say(line.points[0][1])} to {say(line.points[-1][1])}" for line in series if line.points
     )
-    label = f"{title} over steps 0 to {max(steps):,.0f}: {ends}"
+    label = f"{title} over steps 0 to {last:,.0f}: {ends}"
     lines = "".join(_line(number, line, scale, say) for number, line in enumerate(series, 1))
-    tick_text: Callable[[float], str] = (lambda value: f"{value:.0%}") if shares else (lambda value: f"{value:,.6g}")
+    digits = max(0, -math.floor(math.log10(y_ticks[1] - y_ticks[0]) + 1e-9))
+    tick_text: Callable[[float], str] = lambda value: f"{value:.0%}" if shares else f"{value:,.{digits}f}"  # noqa: E731
     return _svg(label, _grid(scale, x_ticks, y_ticks, tick_text) + lines)
 
 
@@ -178,8 +180,9 @@ def histogram(
         f'<li><span class="swatch s{number}"></span> {escape(name)} <b>{int(mask.sum()):,}</b></li>'
         for number, (name, mask) in enumerate(parts, 1)
     )
-    label = f"{title}: {len(array):,} values, mean {percent(float(array.mean()))}"
-    return f'<figure class="chart"><h3>{escape(title)}</h3>{_svg(label, grid + names + bars)}<ul class="legend">{legend}</ul></figure>'
+    label = f"{title}: {len(array):,} images, mean {percent(float(array.mean()))}"
+    drawing = _svg(label, grid + names + bars)
+    return f'<figure class="chart"><h3>{escape(title)}</h3>{drawing}<ul class="legend">{legend}</ul></figure>'
 
 
 def _stack(index: int, n_bins: int, heights: Sequence[tuple[str, int]], scale: _Scale) -> str:

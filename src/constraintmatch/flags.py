@@ -13,8 +13,9 @@ from importlib.resources import files
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-__all__ = ["Argument", "add_flags", "flag", "method_flags", "methods", "settings_flags", "stage_flags"]
+__all__ = ["Argument", "GroupedHelp", "add_flags", "flag", "method_flags", "methods", "settings_flags", "stage_flags"]
 
 STAGES = ("simclr", "scan", "self_label")  # what `pretrain` runs; `train` runs the other methods
 _NOT_FLAGS = {"n_clusters", "settings", "views", "job"}  # n_clusters is --clusters
@@ -33,7 +34,7 @@ _MEANINGS = {
     "evaluate_every": "Steps between evaluations.",
     "flip_fraction": "ρ: share of guesses whose two likeliest clusters are swapped (robustness study).",
     "hard_threshold": "μ: links from here on are must-links, with --links hard.",
-    "images_per_step": "Unconstrained images in a step.",
+    "images_per_step": "Images in a step.",
     "links": "Pseudo-constraints: soft or hard.",
     "log_every": "Steps between lines of log.jsonl.",
     "lr": "Learning rate.",
@@ -51,11 +52,26 @@ _MEANINGS = {
     "schedule": "Learning rate over time: cosine-7/16, cosine or constant.",
     "seed": "Seed of everything random in the run.",
     "selection": "Images that take part, by entropy or confidence.",
-    "steps": "Training steps.",
+    "steps": "Training steps; 1,000 without a GPU.",
     "temperature": "Temperature of the contrast.",
     "tensorboard": "Write TensorBoard files too.",
     "weight_decay": "Weight decay.",
 }
+
+
+class GroupedHelp(TyperCommand):
+    """A command whose plain help has a heading for each panel; rich's boxes cut names short in a narrow terminal."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            if record is not None:
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records, col_max=26)
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,8 @@ def methods() -> dict[str, dict[str, Argument]]:
     tree = ast.parse(_source("methods", "__init__.py"))
     table = next(node for node in tree.body if isinstance(node, ast.AnnAssign))  # METHODS = {"name": function, …}
     assert isinstance(table.value, ast.Dict)
-    return {key.value: _arguments(str(key.value)) for key in table.value.keys if isinstance(key, ast.Constant)}
+    names = [str(key.value) for key in table.value.keys if isinstance(key, ast.Constant)]
+    return {name: _arguments(name) for name in names}
 
 
 def _arguments(method: str) -> dict[str, Argument]:
@@ -116,21 +133,28 @@ def _owned(owners: Mapping[str, Argument]) -> str:
     """`constraintmatch, pseudo_label: 1.0`, grouped by default."""
     groups: dict[str, list[str]] = {}
     for method, argument in owners.items():
-        groups.setdefault(str(argument.default), []).append(method)
+        groups.setdefault(_shown(argument.default), []).append(method)
     return "; ".join(f"{', '.join(names)}: {default}" for default, names in groups.items())
+
+
+def _shown(default: Any) -> str:
+    if default is None or default is False:
+        return ""
+    return f"{default:,}" if isinstance(default, int) else str(default)
 
 
 def settings_flags(names: Iterable[str] | None = None) -> dict[str, Any]:
     """One flag for each training setting, or for these."""
     chosen = {name: _settings()[name] for name in names or _settings()}
-    shown = {name: "" if value.default in (None, False) else str(value.default) for name, value in chosen.items()}
-    return {name: flag(name, value.kind, shown[name], "Training", meaning=name) for name, value in chosen.items()}
+    return {
+        name: flag(name, value.kind, _shown(value.default), "Training", meaning=name) for name, value in chosen.items()
+    }
 
 
 def stage_flags() -> dict[str, Any]:
     """`epochs_simclr` and so on: one flag for each argument of each stage of `pretrain`."""
     return {
-        f"{name}_{stage}": flag(f"{name}_{stage}", argument.kind, str(argument.default), f"Stage {stage}", meaning=name)
+        f"{name}_{stage}": flag(f"{name}_{stage}", argument.kind, _shown(argument.default), f"Stage {stage}", meaning=name)
         for stage in STAGES
         for name, argument in methods()[stage].items()
     }

@@ -173,7 +173,7 @@ def resized_crop(images: Tensor, top: Tensor, left: Tensor, height: Tensor, widt
 
 
 class Levels(NamedTuple):
-    """How often each value occurs per image and channel (n, c, 256), and the lowest and highest that do (n, c, 1); int32."""
+    """How often each value occurs per image and channel (n, c, 256), the lowest and the highest (n, c, 1); int32."""
 
     counts: Tensor
     low: Tensor

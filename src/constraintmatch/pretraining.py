@@ -1,7 +1,9 @@
 """The self-supervised start: a pretext task, SCAN and self-labelling, one after the other, each a run of its own."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from constraintmatch.images import ImageSet
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.models import ClusterModel
 from constraintmatch.running import Around, method_settings, run_method
+from constraintmatch.runs import write_result
 
 __all__ = ["SHORT", "STAGES", "pretrain", "stage_summary"]
 
@@ -33,25 +36,31 @@ def pretrain(
     arguments: Mapping[str, Mapping[str, Any]] | None = None,
     settings: Mapping[str, Any] | None = None,
     around: Around | None = None,
+    results: Path | None = None,
+    name: str = "start",
 ) -> ClusterModel:
-    """The model after the stages; `arguments` by stage, `settings` for all. Finished stages are loaded."""
+    """The model after the stages; `arguments` by stage, `settings` for all. Finished stages are loaded.
+
+    With a folder for `results`, each stage leaves `name-stage.json` there: settings, scores, seconds, environment.
+    """
     around = around or Around()
     if unknown := [stage for stage in stages if stage not in STAGES]:
         raise InputError(f"unknown stage {unknown[0]!r}; known are {', '.join(STAGES)}")
     _check_variety(images)
     for stage in stages:
         chosen = {**(arguments or {}).get(stage, {}), **({"n_clusters": n_clusters} if stage == "scan" else {})}
-        place = around.within(f"{STAGES.index(stage) + 1}-{stage}")
-        model, _ = run_method(
-            stage,
-            model,
-            images,
-            arguments=chosen,
-            settings=method_settings(stage, settings),
-            around=replace(place, resume=True),  # a stage that is there already was asked for by the same command
-        )
+        ours = method_settings(stage, settings)
+        place = replace(around.within(f"{STAGES.index(stage) + 1}-{stage}"), resume=True)  # of the same command
+        began = time.monotonic()
+        model, log = run_method(stage, model, images, arguments=chosen, settings=ours, around=place)
         told = stage_summary(model, images, around.held_out)
         around.reporter.say(f"{stage}: " + ", ".join(f"{key} {value:.3g}" for key, value in told.items()))
+        if results is not None:
+            request = {"data": dict(around.data), "arguments": chosen, "settings": ours.request()}
+            times = {"seconds": round(time.monotonic() - began, 1), "training_seconds": log[-1]["seconds"]}
+            curve = [entry for entry in log if entry["kind"] == "evaluation"]
+            values = {"stage": stage, **request, "steps": log[-1]["step"], "scores": told, **times, "curve": curve}
+            write_result(results / f"{name}-{stage}.json", values)
     return model
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from constraintmatch.errors import InputError
 from constraintmatch.files import folder_lock, read_json, write_atomically, write_json
 
-__all__ = ["RunFolder", "environment", "open_run", "read_log"]
+__all__ = ["RunFolder", "environment", "open_run", "read_log", "write_result"]
 
 FORMAT = 1
 
@@ -111,6 +111,11 @@ def read_log(path: Path | str) -> list[dict[str, Any]]:
         if isinstance(entry, dict):
             entries.append(entry)
     return entries
+
+
+def write_result(path: Path | str, values: Mapping[str, Any]) -> None:
+    """Write a result as JSON beside the environment it came from: the only source of published numbers."""
+    write_json(path, {**_plain(values), "environment": environment(), "written": _now()})
 
 
 def environment() -> dict[str, Any]:

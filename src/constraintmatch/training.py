@@ -131,7 +131,8 @@ def fit(
     layout = torch.channels_last if settings.channels_last else torch.preserve_format
     module.to(device=device, memory_format=layout).train()  # type: ignore[call-overload]
     loop = _Loop(module, loss, settings, device, run, reporter or Quiet())
-    return loop.run(title, _prefetched(next_batch) if prefetch else next_batch, measure, evaluate)
+    with torch.backends.cudnn.flags(enabled=True, benchmark=device.type == "cuda", allow_tf32=True):
+        return loop.run(title, _prefetched(next_batch) if prefetch else next_batch, measure, evaluate)
 
 
 class _Loop(Generic[B]):

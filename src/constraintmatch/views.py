@@ -1,8 +1,9 @@
 """Views: functions from a batch of uint8 images to a batch of changed images, every image with its own draw.
 
-A view first draws all its randomness as one tensor of uniforms, then hands it to a pure function. So the same uniforms
-give the same views eager, compiled or captured in a CUDA graph, and an image's view never depends on its neighbours in
-the batch. Nothing is normalised here: uint8 in, uint8 of the same shape out.
+A view first draws all its randomness as one tensor of uniforms, then hands it to a pure function. So an image's view
+never depends on its neighbours in the batch, and the same uniforms give the same view eager, compiled or captured in a
+CUDA graph (compiled for a GPU, one pixel in some thousands may be rounded the other way). Nothing is normalised here:
+uint8 in, uint8 of the same shape out.
 """
 
 import math
@@ -32,8 +33,8 @@ __all__ = [
     "weak",
 ]
 
-GREY = 127  # the cutout's colour: about zero once the model has normalised the image
-CROP_ATTEMPTS = 10  # boxes drawn before a random resized crop gives up and takes the whole image
+_GREY = 127  # the cutout's colour: about zero once the model has normalised the image
+_CROP_ATTEMPTS = 10  # boxes drawn before a random resized crop gives up and takes the whole image
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def plain() -> View:
 def weak(*, flip: bool = True, translate: float = 0.125) -> View:
     """Mirrored with probability 1/2 and moved by up to `translate` of the side, in whole pixels.
 
-    The gap is filled by reflection, as FixMatch does; the published ConstraintMatch code leaves this open.
+    The gap is filled by reflection, as FixMatch does; the paper does not say how.
     """
     return chain("weak", _move("weak", flip=flip, share=translate, reflect=True))
 
@@ -319,7 +320,7 @@ def _cutout(share: float, *, random_size: bool) -> View:
         most = round(share * side)
         row, column = _whole(uniforms[:, :2], side).unbind(1)
         size = 1 + _whole(uniforms[:, 2], max(most, 1)) if random_size else torch.full_like(row, most)
-        return pixel_ops.cover(images, row, column, size.to(torch.int64), value=GREY)
+        return pixel_ops.cover(images, row, column, size.to(torch.int64), value=_GREY)
 
     return View("cutout", 3 if random_size else 2, apply)
 
@@ -396,7 +397,7 @@ def contrastive(
         raise InputError(f"contrastive: jitter is four numbers from 0 upwards, the last up to 0.5, not {jitter}")
     _check_share("contrastive", "jitter_probability", jitter_probability)
     _check_share("contrastive", "grey_probability", grey_probability)
-    box_draws = 2 * CROP_ATTEMPTS + 2
+    box_draws = 2 * _CROP_ATTEMPTS + 2
 
     def apply(images: Tensor, uniforms: Tensor) -> Tensor:
         boxes, mirror, colours, grey = (
@@ -416,9 +417,9 @@ def _boxes(
     uniforms: Tensor, side: int, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Top, left, height and width (n,) of a box per image: the first of the drawn shapes that fits, else everything."""
-    area = side**2 * (scale[0] + (scale[1] - scale[0]) * uniforms[:, :CROP_ATTEMPTS])
+    area = side**2 * (scale[0] + (scale[1] - scale[0]) * uniforms[:, :_CROP_ATTEMPTS])
     span = math.log(ratio[1] / ratio[0])
-    stretch = ratio[0] * (span * uniforms[:, CROP_ATTEMPTS:-2]).exp()
+    stretch = ratio[0] * (span * uniforms[:, _CROP_ATTEMPTS:-2]).exp()
     widths, heights = (area * stretch).sqrt().round().clamp(min=1), (area / stretch).sqrt().round().clamp(min=1)
     fits = (widths <= side) & (heights <= side)
     first = fits.to(torch.int32).argmax(1, keepdim=True)

@@ -1,0 +1,100 @@
+"""Pretrain on CIFAR and keep what each stage reached: `python benchmarks/pretrain.py cifar10 --data-dir data --out runs/scan-cifar10`.
+
+`--smoke N` trains N steps of every stage on random images of the same shapes instead: it fills the compiler's cache and prints ms per step.
+"""
+
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from constraintmatch.batches import derive_seed
+from constraintmatch.constraints import Constraints
+from constraintmatch.datasets import DATASETS, load_dataset
+from constraintmatch.images import ImageSet
+from constraintmatch.models import build_model, save_model
+from constraintmatch.pretraining import STAGES, pretrain
+from constraintmatch.progress import Lines
+from constraintmatch.running import Around, method_settings, run_method
+
+
+def smoke(stages: list[str], n_clusters: int, steps: int) -> None:
+    """A few steps of each stage on random images, and the time of one when all is warm."""
+    rng = np.random.Generator(np.random.Philox(0))
+    images = ImageSet.from_arrays(
+        rng.integers(0, 256, (4000, 32, 32, 3), dtype=np.uint8), labels=np.arange(4000) % n_clusters
+    )
+    for stage in stages:
+        model = build_model(n_clusters=n_clusters, side=32, backbone="resnet18")
+        arguments: dict[str, float] = {}
+        batch = {"simclr": 512, "scan": 128, "self_label": 1000}.get(stage)
+        if batch:
+            arguments["epochs"] = -(-steps // (len(images) // batch))
+        if stage == "scan":
+            arguments["n_clusters"] = n_clusters
+        settings = replace(method_settings(stage), log_every=max(steps // 4, 1), steps=steps)
+        constraints = Constraints.sample(images.labels, 1000, seed=0)
+        began = time.monotonic()
+        log = run_method(stage, model, images, constraints, arguments=arguments, settings=settings).log
+        lines = [entry for entry in log if entry["kind"] == "training"]
+        late = lines[-3:] if len(lines) > 3 else lines
+        ms = 1e3 * (late[-1]["seconds"] - late[0]["seconds"]) / max(late[-1]["step"] - late[0]["step"], 1)
+        print(
+            f"{stage}: {ms:.2f} ms/step, first {lines[0]['seconds']:.1f} s, all {time.monotonic() - began:.1f} s",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=("cifar10", "cifar100-20"))
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("runs/scan"))
+    parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--epochs", default="", help="by stage, for example simclr=500,scan=50")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--smoke", type=int)
+    arguments = parser.parse_args()
+    stages = arguments.stages.split(",")
+    row = DATASETS[arguments.name]
+    if arguments.smoke:
+        smoke(stages, row.n_clusters, arguments.smoke)
+        return
+    images = load_dataset(arguments.name, "train+val", arguments.data_dir)
+    test = load_dataset(arguments.name, "test", arguments.data_dir)
+    epochs = {
+        stage: {"epochs": int(n)} for stage, n in (part.split("=") for part in arguments.epochs.split(",") if part)
+    }
+    model = build_model(
+        n_clusters=row.n_clusters,
+        side=row.side,
+        backbone=row.backbone,
+        mean=row.mean,
+        std=row.std,
+        seed=derive_seed(arguments.seed, "model"),
+    )
+    around = Around(
+        out=arguments.out,
+        reporter=Lines(Console(width=200), every=20),
+        held_out=test,
+        data={"name": arguments.name, "split": "train+val"},
+    )
+    done = pretrain(
+        model,
+        images,
+        row.n_clusters,
+        stages=stages,
+        arguments=epochs,
+        settings={"seed": arguments.seed, "evaluate_every": 2000, "checkpoint_every": 5000, "log_every": 500},
+        around=around,
+        results=arguments.out / "results",
+        name=f"start-{arguments.name}",
+    )
+    save_model(done, arguments.out / "model", half=True)
+
+
+if __name__ == "__main__":
+    main()

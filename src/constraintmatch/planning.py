@@ -1,0 +1,406 @@
+"""A training before its first step: what was asked, completed from records, data set and device, and checked."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from constraintmatch.constraints import Constraints
+from constraintmatch.datasets import DATASETS, DataSet
+from constraintmatch.errors import InputError
+from constraintmatch.files import folder_lock, read_json
+from constraintmatch.images import ImageSet
+from constraintmatch.methods import METHODS, ViewChoice
+from constraintmatch.models import ClusterModel, build_model, default_backbone, load_model
+from constraintmatch.pretraining import SHORT, STAGES
+from constraintmatch.progress import Reporter
+from constraintmatch.running import Around, method_arguments, method_settings, run_method
+from constraintmatch.sources import ClassFolders, Data, OnConflict, Pairs, open_data, open_pairs
+from constraintmatch.training import TrainSettings, choose_device
+from constraintmatch.views import check_operation_names
+
+__all__ = ["Plan", "PretrainPlan", "Train", "plan_pretraining", "plan_training", "short_start"]
+
+# Without a GPU a step of the published size takes half a minute; these bring a folder's training to minutes.
+CPU_SIDE = 32
+CPU_STEPS = 1_000
+CPU_BATCH = {"pairs_per_step": 50, "images_per_step": 150}
+START_STEPS = 300  # of each stage of the short start: at least so many, without a GPU not more
+
+
+@dataclass(frozen=True)
+class Train:
+    """What `train` is asked; None leaves the choice to the recorded run, the data set, the device or the method."""
+
+    data: str | None = None
+    pairs: Path | None = None
+    clusters: int | None = None
+    out: Path | None = None
+    method: str | None = None
+    model: Path | None = None
+    backbone: str | None = None
+    pretrained: bool = False
+    side: int | None = None
+    channels: int | None = None
+    data_dir: Path | None = None
+    test: str | None = None
+    class_folders: ClassFolders = "auto"
+    columns: str | None = None
+    on_conflict: OnConflict = "error"
+    close: bool = False
+    holdout_pairs: float = 0.0
+    flip: bool | None = None
+    without: tuple[str, ...] = ()
+    strict: bool = False
+    resume: bool = False
+    from_run: Path | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training with everything checked: what is left is to do it."""
+
+    method: str
+    data: Data
+    pairs: Pairs | None
+    model: ClusterModel
+    stages: tuple[str, ...]  # of the start that has to be made first
+    clusters: int
+    arguments: dict[str, Any]
+    settings: TrainSettings
+    views: ViewChoice
+    out: Path
+    resume: bool
+    record: dict[str, Any]
+    cpu: bool
+
+
+@dataclass(frozen=True)
+class PretrainPlan:
+    """The start of a training alone: a fresh model and what it is trained on."""
+
+    data: Data
+    clusters: int
+    model: ClusterModel
+    views: ViewChoice
+
+
+def plan_pretraining(request: Train, reporter: Reporter) -> PretrainPlan:
+    """The images opened, the model built, the views chosen; nothing written."""
+    _check_clusters(request)
+    cpu = choose_device(request.settings.get("device")).type == "cpu"
+    views = _views(request, DATASETS.get(str(request.data)))
+    data = _open_training_data(request, None, cpu, reporter)
+    clusters = _clusters(request, data, None)
+    model = _fresh_model(request, data, clusters, cpu, int(request.settings.get("seed", 0)))
+    return PretrainPlan(data, clusters, model, views)
+
+
+def plan_training(request: Train, reporter: Reporter) -> Plan:
+    """Everything opened, chosen and checked; nothing written."""
+    request = _recorded(request)
+    method = request.method or "constraintmatch"
+    if request.data is None:
+        raise InputError("say which images: a folder, a .npy or .npz file, or a data set's name")
+    _check_method(method, request)
+    _check_clusters(request)
+    cpu = choose_device(request.settings.get("device")).type == "cpu"
+    row = DATASETS.get(request.data)
+    views = _views(request, row)
+    arguments, settings = _configuration(method, request, row, cpu)
+    out = _out_folder(request)
+    given = _given_model(request)
+    data = _open_training_data(request, given, cpu, reporter)
+    clusters = _clusters(request, data, given)
+    pairs = _training_pairs(request, data.images, settings.seed, reporter) if request.pairs else None
+    plan = Plan(
+        method=method,
+        data=data,
+        pairs=pairs,
+        model=given or _fresh_model(request, data, clusters, cpu, settings.seed),
+        stages=_stages(request, given),
+        clusters=clusters,
+        arguments=arguments,
+        settings=settings,
+        views=views,
+        out=out,
+        resume=request.resume,
+        record=data.record | _start_record(request),
+        cpu=cpu,
+    )
+    _rehearse(plan)
+    _say_plan(plan, request, reporter)
+    return plan
+
+
+def _check_method(method: str, request: Train) -> None:
+    """The method exists, is one of `train`'s, has the flags that were given, and gets pairs if it needs them."""
+    known = method_arguments(method)
+    if method in STAGES:
+        raise InputError(f"{method} is a stage of the self-supervised start; use constraintmatch pretrain")
+    if odd := sorted(request.arguments.keys() - known.keys()):
+        has = ", ".join(_flag(name) for name in known)
+        raise InputError(f"{method} has no {_flag(odd[0])}; it has {has}")
+    needs_pairs = "constraints" in inspect.signature(METHODS[method]).parameters
+    if needs_pairs and request.pairs is None:
+        mend = "give --pairs FILE, with the columns left,right,link (constraintmatch sample draws some from labels)"
+        raise InputError(f"{method} needs constraints and there are none; {mend}")
+    if not needs_pairs and request.pairs is not None:
+        raise InputError(f"{method} learns from the labels of all images; leave --pairs out")
+    if request.pairs is not None and not request.pairs.exists():
+        raise InputError(f"{request.pairs}: no such file")  # before thousands of images are read
+
+
+def _check_clusters(request: Train) -> None:
+    if request.clusters is not None and request.clusters < 2:
+        raise InputError(f"--clusters {request.clusters}: one cluster holds everything; ask for 2 or more")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _out_folder(request: Train) -> Path:
+    """The run folder, checked: free, or with --resume one that holds a run; held by nobody else."""
+    out = request.out or _default_out(Path("runs"), str(request.data), request.resume)
+    held = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith(".")) if out.is_dir() else []
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out}: is a file; choose another --out")
+    if out.is_dir():
+        with folder_lock(out):  # another process may be at work there
+            pass
+    if request.resume and not {"run.json", "start"} & set(held):
+        raise InputError(f"{out}: there is no run to resume; leave --resume out to begin one")
+    if held and not request.resume:
+        raise InputError(f"{out}: not empty ({held[0]} is there); continue it with --resume or choose another --out")
+    return out
+
+
+def _default_out(parent: Path, source: str, resume: bool) -> Path:
+    """runs/NAME, or the first free of runs/NAME-2, runs/NAME-3, …; with `resume` the last that is taken."""
+    name = Path(os.path.abspath(source)).name or "run"  # noqa: PTH100
+    number = 1
+    while (parent / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    if resume and number > 1:
+        number -= 1
+    return parent / (name if number == 1 else f"{name}-{number}")
+
+
+def _given_model(request: Train) -> ClusterModel | None:
+    if request.model is None:
+        return None
+    if request.backbone is not None or request.pretrained:
+        raise InputError("--model brings its own backbone; leave --backbone and --pretrained out")
+    return load_model(request.model)
+
+
+def _open_training_data(request: Train, given: ClusterModel | None, cpu: bool, reporter: Reporter) -> Data:
+    """The images at the model's size, or at the size asked for, or at one the device can bear; and held-out images."""
+    assert request.data is not None
+    side, channels = request.side, request.channels
+    if given is not None:
+        if side not in (None, given.config.side) or channels not in (None, given.config.channels):
+            raise InputError(f"the model takes images of {given.config.side} px; leave --side and --channels out")
+        side, channels = given.config.side, given.config.channels
+
+    def opened(source: str, side: int | None, channels: int | None, split: str | None = None) -> Data:
+        return open_data(
+            source,
+            side=side,
+            channels=channels,
+            split=split,
+            data_dir=request.data_dir,
+            class_folders=request.class_folders,
+            strict=request.strict,
+            reporter=reporter,
+        )
+
+    data = opened(request.data, side, channels)
+    if cpu and data.row is None and data.images.side > CPU_SIDE and side is None and request.backbone is None:
+        data = opened(request.data, CPU_SIDE, channels)
+    if request.test is None:
+        return data
+    split = "test" if request.test in DATASETS else None
+    return replace(data, held_out=opened(request.test, data.images.side, data.images.channels, split).images)
+
+
+def _clusters(request: Train, data: Data, given: ClusterModel | None) -> int:
+    """The number of clusters, from --clusters, the model or the data set's row; checked against the images."""
+    of_model = given.config.n_clusters if given is not None else 0
+    clusters = request.clusters or of_model or (data.row.n_clusters if data.row else None)
+    if clusters is None:
+        raise InputError("say how many clusters to find: --clusters 12, for example")
+    if of_model and clusters != of_model:
+        mend = "leave --clusters out, or pretrain a model for it"
+        raise InputError(f"{request.model}: has {of_model} clusters, --clusters says {clusters}; {mend}")
+    if clusters > len(data.images):
+        raise InputError(
+            f"{clusters:,} clusters for {len(data.images):,} images: there must be at least one image each"
+        )
+    return clusters
+
+
+def _configuration(method: str, request: Train, row: DataSet | None, cpu: bool) -> tuple[dict[str, Any], TrainSettings]:
+    """The method's arguments and settings: given, else the data set's, the device's, the method's own."""
+    known = method_arguments(method)
+    batch = {key: getattr(row, key) for key in CPU_BATCH} if row else CPU_BATCH if cpu else {}
+    tuned = dict(row.tuned.get(method, {})) if row else {}
+    chosen = tuned | (dict(batch) if "pairs_per_step" in known else {})
+    arguments = {key: value for key, value in chosen.items() if key in known} | dict(request.arguments)
+    settings = {key: value for key, value in tuned.items() if key not in known}
+    settings |= ({"steps": CPU_STEPS} if cpu else {}) | dict(request.settings)
+    steps = method_settings(method, settings).steps
+    often = {"evaluate_every": max(1, steps // 10), "log_every": min(100, max(1, steps // 20))}
+    return arguments, method_settings(method, often | settings)
+
+
+def _training_pairs(request: Train, images: ImageSet, seed: int, reporter: Reporter) -> Pairs:
+    assert request.pairs is not None
+    pairs = open_pairs(
+        request.pairs,
+        images,
+        columns=request.columns,
+        on_conflict=request.on_conflict,
+        close=request.close,
+        holdout=request.holdout_pairs,
+        seed=seed,
+        reporter=reporter,
+    )
+    aside = request.pairs.with_name("held-out-pairs.csv")
+    if request.from_run is None or not aside.is_file():
+        return pairs
+    return replace(pairs, held_out=Constraints.read(aside, names=images.names))
+
+
+def _fresh_model(request: Train, data: Data, clusters: int, cpu: bool, seed: int) -> ClusterModel:
+    row, side = data.row, data.images.side
+    by_device = "tiny" if cpu and side <= CPU_SIDE else default_backbone(side)
+    return build_model(
+        n_clusters=clusters,
+        side=side,
+        channels=data.images.channels,
+        backbone=request.backbone or (row.backbone if row else by_device),
+        mean=row.mean if row else None,
+        std=row.std if row else None,
+        pretrained=request.pretrained,
+        seed=seed,
+    )
+
+
+def _stages(request: Train, given: ClusterModel | None) -> tuple[str, ...]:
+    """The stages of the start that are still to be made."""
+    if given is not None and given.config.n_clusters:
+        return ()
+    return tuple(STAGES[1:]) if given is not None or request.pretrained else tuple(STAGES)
+
+
+def _views(request: Train, row: DataSet | None) -> ViewChoice:
+    check_operation_names(request.without)
+    flip = request.flip if request.flip is not None else row is None or row.flip
+    return ViewChoice(flip=flip, without=tuple(sorted({*request.without, *(row.without if row else ())})))
+
+
+def _start_record(request: Train) -> dict[str, Any]:
+    """What `--from-run` needs beside the data to make the same start."""
+    model = None if request.model is None else os.path.abspath(request.model)  # noqa: PTH100
+    test = request.test if request.test is None or request.test in DATASETS else os.path.abspath(request.test)  # noqa: PTH100
+    return {"start": {"model": model, "pretrained": request.pretrained}, "test": test}
+
+
+def _rehearse(plan: Plan) -> None:
+    """One step of the method on a few images, so that a wrong argument shows now and not after the start is made."""
+    images = plan.data.images
+    rows = np.arange(min(len(images), max(2, plan.clusters)))
+    if images.labels is not None:
+        rows = np.union1d(rows, images.labels.argmax())  # the largest label must fit the clusters
+    few = images.take(rows)
+    model = build_model(n_clusters=plan.clusters, side=few.side, channels=few.channels, backbone="tiny")
+    pairs = Constraints.from_lists(n_images=len(few), must_link=[(0, 1)]) if plan.pairs else None
+    settings = replace(
+        plan.settings, steps=1, device="cpu", compile=False, cuda_graph=False, bf16=False, tensorboard=False
+    )
+    around = Around(views=plan.views)
+    run_method(plan.method, model, few, pairs, arguments=plan.arguments, settings=settings, around=around)
+
+
+def _say_plan(plan: Plan, request: Train, reporter: Reporter) -> None:
+    images, config = plan.data.images, plan.model.config
+    pairs = (
+        f", {len(plan.pairs.training):,} pairs ({plan.pairs.training.n_must_links:,} must-links)" if plan.pairs else ""
+    )
+    reporter.say(f"{len(images):,} images, {plan.clusters} clusters{pairs} → {plan.out}")
+    if images.labels is not None and plan.data.row is None:
+        reporter.say(
+            f"sub-folders taken as {len(images.classes or ()):,} classes, for scores only (--no-labels: not so)"
+        )
+    if plan.cpu and request.from_run is None and plan.data.row is None:
+        size = f"images of {config.side} px, backbone {config.backbone}, {plan.settings.steps:,} steps"
+        reporter.say(f"no GPU: {size}; --side, --backbone and --steps change that")
+    if "simclr" in plan.stages:
+        reporter.say(
+            f"no --model: a short self-supervised start is made first, in {plan.out / 'start'}; a longer one "
+            "(constraintmatch pretrain, then --model) or --backbone timm:NAME --pretrained gives better clusters"
+        )
+
+
+def short_start(stages: Sequence[str], n_images: int, cpu: bool) -> dict[str, dict[str, Any]]:
+    """The short recipe by stage, with more epochs where the images are few and fewer where a CPU would take hours."""
+    recipe = {}
+    for stage in stages:
+        short = dict(SHORT[stage])
+        batch = short.get("images_per_step", method_arguments(stage)["images_per_step"].default)
+        enough = -(-START_STEPS // max(1, n_images // batch))
+        short["epochs"] = enough if cpu else max(enough, short["epochs"])
+        recipe[stage] = short
+    return recipe
+
+
+def _recorded(request: Train) -> Train:
+    """The request with what it leaves open filled in from a recorded run (--from-run, or --resume without images)."""
+    place = request.from_run
+    if place is None and request.resume and request.data is None and request.out is not None:
+        place = request.out
+    if place is None:
+        return request
+    file = place / "run.json" if place.is_dir() else place
+    run = read_json(file)
+    asked = run.get("request") if isinstance(run, dict) else None
+    if not isinstance(asked, dict) or not {"method", "data", "model", "views"} <= asked.keys():
+        raise InputError(f"{file}: not the record of a training; name a run folder or its run.json")
+    return _filled(replace(request, from_run=file), asked, file.with_name("pairs.csv"))
+
+
+def _filled(request: Train, asked: Mapping[str, Any], pairs: Path) -> Train:
+    data, model, start = asked["data"], asked["model"], asked["data"].get("start", {})
+    same_method = request.method in (None, asked["method"])
+    recorded_pairs = request.pairs is None and pairs.is_file() and asked["constraints"] is not None
+    own_model = request.model or (Path(start["model"]) if start.get("model") else None)
+    return replace(
+        request,
+        method=request.method or asked["method"],
+        data=request.data or data.get("source"),
+        data_dir=request.data_dir or data.get("data_dir"),
+        class_folders=data.get("class_folders", request.class_folders),
+        test=request.test or data.get("test"),
+        side=request.side or data.get("side"),
+        channels=request.channels or data.get("channels"),
+        clusters=request.clusters or model["n_clusters"] or None,
+        model=own_model,
+        backbone=request.backbone or (None if own_model else model["backbone"]),
+        pretrained=request.pretrained or bool(start.get("pretrained")),
+        pairs=pairs if recorded_pairs else request.pairs,
+        on_conflict="keep" if recorded_pairs else request.on_conflict,  # settled when the run was made
+        flip=request.flip if request.flip is not None else asked["views"]["flip"],
+        without=request.without or tuple(asked["views"]["without"]),
+        arguments={**(asked["arguments"] if same_method else {}), **request.arguments},
+        settings={**asked["settings"], **request.settings},
+    )

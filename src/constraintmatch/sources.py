@@ -1,0 +1,142 @@
+"""Opening what a person names: images from a folder, a file or a data set, and the pairs over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from constraintmatch.constraints import Constraints
+from constraintmatch.datasets import DATASETS, DataSet, load_dataset
+from constraintmatch.errors import InputError
+from constraintmatch.images import ImageSet, load_images
+from constraintmatch.progress import Quiet, Reporter
+
+__all__ = ["ClassFolders", "Data", "OnConflict", "Pairs", "open_data", "open_pairs"]
+
+ClassFolders = bool | Literal["auto"]
+OnConflict = Literal["error", "drop", "keep"]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Opened images: those to work on, those held out for scores, the data set's row, and what opens them again."""
+
+    images: ImageSet
+    held_out: ImageSet | None
+    row: DataSet | None
+    record: dict[str, Any]
+
+
+def open_data(
+    source: Path | str,
+    *,
+    side: int | None = None,
+    channels: int | None = None,
+    split: str | None = None,
+    data_dir: Path | str | None = None,
+    class_folders: ClassFolders = "auto",
+    strict: bool = False,
+    reporter: Reporter | None = None,
+) -> Data:
+    """The images of a folder, of a .npy or .npz file, or of a data set by name (`./digits` means a folder).
+
+    A data set without `split` gives its training images, with the test images held out.
+    """
+    reporter = reporter or Quiet()
+    if str(source) in DATASETS:
+        return _open_dataset(str(source), side, channels, split, data_dir)
+    path = Path(os.path.abspath(source))  # noqa: PTH100 (resolve would follow links)
+    with _decoding(reporter) as progress:
+        images = load_images(
+            path, side=side, channels=channels, class_folders=class_folders, strict=strict, progress=progress
+        )
+    _say_skipped(images, reporter)
+    record: dict[str, Any] = {"kind": "file" if path.is_file() else "folder", "name": path.name, "source": str(path)}
+    record |= {"side": images.side, "channels": images.channels, "class_folders": class_folders}
+    return Data(images, None, None, record)
+
+
+def _open_dataset(
+    name: str, side: int | None, channels: int | None, split: str | None, data_dir: Path | str | None
+) -> Data:
+    row = DATASETS[name]
+    if side not in (None, row.side) or channels not in (None, row.channels):
+        size = f"{row.side} px and {row.channels} channel(s)"
+        raise InputError(f"{name} has images of {size}, not {side or row.side} px and {channels or row.channels}")
+    folder = None if data_dir is None else os.path.abspath(data_dir)  # noqa: PTH100
+    images = load_dataset(name, split or "train", folder)
+    held_out = load_dataset(name, "test", folder) if split is None else None
+    record = {"kind": "dataset", "name": name, "source": name, "split": split, "data_dir": folder}
+    return Data(images, held_out, row, record | {"side": row.side, "channels": row.channels})
+
+
+@contextmanager
+def _decoding(reporter: Reporter) -> Iterator[Callable[[int, int], None]]:
+    """Shows the decoding of a folder's files; nothing when the cache serves."""
+
+    def progress(done: int, total: int) -> None:
+        if done == 0:
+            reporter.start("reading images", total)
+        reporter.update(done)
+
+    try:
+        yield progress
+    finally:
+        reporter.stop()
+
+
+def _say_skipped(images: ImageSet, reporter: Reporter, limit: int = 10) -> None:
+    if not images.skipped:
+        return
+    reporter.say(f"{len(images.skipped):,} files skipped (--strict stops instead):")
+    for skip in images.skipped[:limit]:
+        reporter.say(f"  {skip.name}: {skip.reason}")
+    if len(images.skipped) > limit:
+        reporter.say(f"  … and {len(images.skipped) - limit:,} more")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Constraints to train on, and those set aside to judge the model by."""
+
+    training: Constraints
+    held_out: Constraints | None = None
+
+
+def open_pairs(
+    path: Path | str,
+    images: ImageSet,
+    *,
+    columns: str | None = None,
+    on_conflict: OnConflict = "error",
+    close: bool = False,
+    holdout: float = 0.0,
+    seed: int = 0,
+    reporter: Reporter | None = None,
+) -> Pairs:
+    """The pairs of a file over these images, without contradictions; a share set aside, then the rest closed."""
+    read = Constraints.read(path, names=images.names, columns=columns)
+    if not len(read):
+        raise InputError(f"{path}: there are no pairs in it; sample or answer some first")
+    try:
+        kept = read.resolve(on_conflict, names=images.names)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    if len(kept) < len(read) and reporter is not None:
+        reporter.say(f"{len(read) - len(kept):,} of {len(read):,} pairs contradict others and are left out")
+    held_out = None
+    if holdout:
+        kept, held_out = _set_aside(kept, holdout, seed)
+    return Pairs(kept.close() if close else kept, held_out)
+
+
+def _set_aside(constraints: Constraints, share: float, seed: int) -> tuple[Constraints, Constraints]:
+    merged = constraints.merged()  # else a pair may stand in both parts
+    n = round(share * len(merged))
+    if not 0 < share < 1 or not 0 < n < len(merged):
+        raise InputError(f"--holdout-pairs {share:g} of {len(merged):,} pairs leaves none on one side; try 0.2")
+    return merged.split(n, seed=seed)

@@ -1,0 +1,514 @@
+"""What the commands do, as plain functions: open images, train, predict, evaluate, sample, check, report, pretrain.
+
+Everything that can be wrong with a request is found before the first step of training. torch is imported by the
+functions that need it, so that drawing and checking pairs start at once.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from constraintmatch import evaluation, pair_graph
+from constraintmatch.constraints import Constraints
+from constraintmatch.datasets import DATASETS
+from constraintmatch.errors import InputError
+from constraintmatch.evaluation import Predictions
+from constraintmatch.files import read_json, write_atomically, write_json
+from constraintmatch.images import ImageSet
+from constraintmatch.pairs_file import names_in
+from constraintmatch.progress import Quiet, Reporter
+from constraintmatch.sources import ClassFolders, Data, open_data
+
+if TYPE_CHECKING:
+    from constraintmatch.models import ClusterModel
+    from constraintmatch.planning import Plan, Train
+    from constraintmatch.running import Around
+
+__all__ = [
+    "Check",
+    "TrainResult",
+    "check_pairs",
+    "check_sort_folder",
+    "evaluate_images",
+    "evaluate_model",
+    "evaluation_rows",
+    "predict_images",
+    "pretrain_model",
+    "sample_pairs",
+    "score_lines",
+    "sort_images",
+    "train",
+    "write_clusters",
+    "write_run_report",
+]
+
+
+# Pairs
+
+
+def sample_pairs(
+    source: Path | str,
+    out: Path | str,
+    *,
+    n: int | None = None,
+    per_image: int | None = None,
+    balanced: bool = False,
+    seed: int = 0,
+    flip: float | None = None,
+    flip_only: Literal["must-link", "cannot-link"] | None = None,
+    split: str | None = None,
+    data_dir: Path | str | None = None,
+    reporter: Reporter | None = None,
+) -> Constraints:
+    """Pairs drawn from the labels of images, written by name; an existing file is not overwritten."""
+    if (n is None) == (per_image is None):
+        raise InputError("say how many pairs: --n PAIRS or --per-image PARTNERS, and not both")
+    if balanced and per_image is not None:
+        raise InputError("--balanced goes with --n; --per-image draws its partners from all images")
+    if Path(out).exists():
+        raise InputError(f"{out}: exists already; remove it or choose another --out")
+    chosen = (split or "train") if str(source) in DATASETS else None
+    images = open_data(source, split=chosen, data_dir=data_dir, reporter=reporter).images
+    if images.labels is None:
+        raise InputError(
+            f"{source}: sampling needs labels; give class folders (one sub-folder per class) or a data set"
+        )
+    if per_image is not None:
+        drawn = Constraints.sample_partners(images.labels, per_image, seed=seed)
+    else:
+        drawn = Constraints.sample(images.labels, n or 0, seed=seed, balanced=balanced)
+    if flip is not None:
+        drawn = drawn.flip(flip, seed=seed, only=flip_only)
+    drawn.write(out, names=images.names)
+    return drawn
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a pairs file holds; `contradictions` has the first ones with their chains."""
+
+    n_pairs: int
+    n_must_links: int
+    n_cannot_links: int
+    n_duplicates: int
+    n_self_links: int
+    n_groups: int  # of two or more images that must-links join
+    largest_group: int
+    n_images: int
+    n_unconstrained: int
+    n_contradictions: int
+    contradictions: tuple[str, ...]
+    closed: tuple[int, int] | None = None  # must-links and cannot-links after closing
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The counts as rows of a table."""
+        rows = [
+            ("pairs", f"{self.n_pairs:,}"),
+            ("must-links", f"{self.n_must_links:,}"),
+            ("cannot-links", f"{self.n_cannot_links:,}"),
+            ("soft links at 1/2", f"{self.n_pairs - self.n_must_links - self.n_cannot_links:,}"),
+            ("duplicates", f"{self.n_duplicates:,}"),
+            ("links to itself, ignored", f"{self.n_self_links:,}"),
+            ("must-link groups", f"{self.n_groups:,} (largest: {self.largest_group:,} images)"),
+            ("images", f"{self.n_images:,}"),
+            ("images without a constraint", f"{self.n_unconstrained:,}"),
+            ("contradictions", f"{self.n_contradictions:,}"),
+        ]
+        if self.closed is not None:
+            rows.append(("after closing", f"{self.closed[0]:,} must-links, {self.closed[1]:,} cannot-links"))
+        return rows
+
+
+def check_pairs(
+    path: Path | str,
+    source: Path | str | None = None,
+    *,
+    columns: str | None = None,
+    close: bool = False,
+    split: str | None = None,
+    data_dir: Path | str | None = None,
+    reporter: Reporter | None = None,
+) -> Check:
+    """What a pairs file holds, by itself or over images."""
+    if source is None:
+        names: Sequence[str] | None = names_in(path, columns=columns)
+    else:
+        chosen = (split or "train") if str(source) in DATASETS else None
+        names = open_data(source, split=chosen, data_dir=data_dir, reporter=reporter).images.names
+    pairs = Constraints.read(path, names=names, columns=columns)
+    groups = np.bincount(pairs.components()) if pairs.n_images else np.zeros(1, np.int64)
+    seen = len(np.union1d(pairs.left, pairs.right))
+    return Check(
+        n_pairs=len(pairs),
+        n_must_links=pairs.n_must_links,
+        n_cannot_links=pairs.n_cannot_links,
+        n_duplicates=len(pairs) - len(pairs.merged()),
+        n_self_links=pairs.ignored_self_links,
+        n_groups=int((groups > 1).sum()),
+        largest_group=int(groups.max()),
+        n_images=pairs.n_images,
+        n_unconstrained=pairs.n_images - seen,
+        n_contradictions=len(pairs.conflict_rows()),
+        contradictions=tuple(conflict.describe(names) for conflict in pairs.conflicts(limit=10)),
+        closed=_closed_counts(pairs) if close else None,
+    )
+
+
+def _closed_counts(pairs: Constraints) -> tuple[int, int]:
+    view = pairs.component_constraints()
+    return pair_graph.n_pairs_within(view.component), pair_graph.n_pairs_between(view.component, view.cannot)
+
+
+# Training
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A finished training: where it lies and what it reached."""
+
+    out: Path
+    evaluation: dict[str, Any]
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The closing summary as rows of a table."""
+        told = self.evaluation
+        return [
+            ("clusters", f"{self.out / 'clusters.csv'} ({told['images']:,} images in {told['clusters']} clusters)"),
+            ("model", str(self.out / "model")),
+            ("report", str(self.out / "report.html")),
+            *score_lines(told),
+            ("next", f"constraintmatch predict {self.out} NEW_IMAGES --out new.csv"),
+        ]
+
+
+def train(request: Train, reporter: Reporter | None = None) -> TrainResult:
+    """Train as asked and leave the run folder with model, clusters.csv, evaluation.json and report.html."""
+    from constraintmatch.planning import plan_training
+    from constraintmatch.running import run_method
+    from constraintmatch.training import Interrupted
+
+    reporter = reporter or Quiet()
+    plan = plan_training(request, reporter)
+    around = _around(plan, reporter)
+    try:
+        model = _start(plan, around)
+        if plan.pairs is not None and plan.pairs.held_out is not None:
+            plan.pairs.held_out.write(plan.out / "held-out-pairs.csv", names=plan.data.images.names)
+        constraints = plan.pairs.training if plan.pairs else None
+        trained = run_method(
+            plan.method,
+            model,
+            plan.data.images,
+            constraints,
+            arguments=plan.arguments,
+            settings=plan.settings,
+            around=around,
+        )
+    except Interrupted as stop:
+        raise Interrupted(f"{stop}; the same command with --resume --out {plan.out} goes on from there") from None
+    return _finish(plan, trained.model)
+
+
+def _around(plan: Plan, reporter: Reporter) -> Around:
+    from constraintmatch.running import Around
+
+    held_out_pairs = plan.pairs.held_out if plan.pairs and plan.data.held_out is None else None
+    return Around(
+        out=plan.out,
+        resume=plan.resume,
+        reporter=reporter,
+        views=plan.views,
+        held_out=plan.data.held_out,
+        held_out_constraints=held_out_pairs,
+        data=plan.record,
+    )
+
+
+def _start(plan: Plan, around: Around) -> ClusterModel:
+    """The model to train: given, or after the stages of the short start under OUT/start."""
+    from constraintmatch.planning import short_start
+    from constraintmatch.pretraining import pretrain
+
+    if not plan.stages:
+        return plan.model
+    given = {
+        key: getattr(plan.settings, key) for key in ("seed", "device", "bf16", "channels_last", "compile", "cuda_graph")
+    }
+    return pretrain(
+        plan.model,
+        plan.data.images,
+        plan.clusters,
+        stages=plan.stages,
+        arguments=short_start(plan.stages, len(plan.data.images), plan.cpu),
+        settings=given,
+        around=replace(around.within("start"), held_out_constraints=None),
+    )
+
+
+def _finish(plan: Plan, model: ClusterModel) -> TrainResult:
+    """Write what the run found: clusters.csv, evaluation.json and, last, the report."""
+    from constraintmatch.report import write_report
+    from constraintmatch.training import choose_device
+
+    images, held_out = plan.data.images, plan.data.held_out
+    device = choose_device(plan.settings.device)
+    predictions = evaluation.predict(model, images, device=device)
+    told = evaluate_images(images, predictions, plan.pairs.held_out if plan.pairs else None)
+    if held_out is not None and held_out.labels is not None:
+        found = evaluation.predict(model, held_out, device=device)
+        told |= {"scores": evaluation.scores(held_out.labels, found), "scored_on": f"{len(held_out):,} held-out images"}
+    told["skipped"] = [{"name": skip.name, "reason": skip.reason} for skip in images.skipped]
+    write_clusters(plan.out / "clusters.csv", images.names, predictions)
+    write_json(plan.out / "evaluation.json", told)
+    write_report(plan.out, images, predictions, constraints=plan.pairs.training if plan.pairs else None)
+    return TrainResult(plan.out, told)
+
+
+# A trained model
+
+
+def predict_images(
+    model: Path | str,
+    source: Path | str,
+    *,
+    split: str | None = None,
+    data_dir: Path | str | None = None,
+    device: str | None = None,
+    strict: bool = False,
+    class_folders: ClassFolders = "auto",
+    reporter: Reporter | None = None,
+) -> tuple[Data, Predictions]:
+    """The images, opened at the model's size, and their clusters; the model is a model folder or a run folder."""
+    from constraintmatch.methods.preparation import check_images
+    from constraintmatch.models import load_model
+    from constraintmatch.training import choose_device
+
+    place, reporter = choose_device(device), reporter or Quiet()
+    network = load_model(model)
+    if network.config.n_clusters == 0:
+        raise InputError(f"{model}: has no clusters yet (it comes from a pretext task); train it first")
+    is_dataset = str(source) in DATASETS
+    size = {} if is_dataset else {"side": network.config.side, "channels": network.config.channels}
+    data = open_data(
+        source,
+        **size,
+        split=(split or "test") if is_dataset else None,
+        data_dir=data_dir,
+        class_folders=class_folders,
+        strict=strict,
+        reporter=reporter,
+    )
+    check_images(network, data.images)
+    reporter.start("predicting", len(data.images))
+    try:
+        found = evaluation.predict(network, data.images, device=place, progress=lambda done, _: reporter.update(done))
+    finally:
+        reporter.stop()
+    return data, found
+
+
+def write_clusters(path: Path | str, names: Sequence[str], predictions: Predictions) -> None:
+    """Write `name,cluster,confidence`, atomically."""
+    rows = zip(names, predictions.clusters.tolist(), predictions.confidence.tolist(), strict=True)
+
+    def write(temporary: Path) -> None:
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("name", "cluster", "confidence"))
+            writer.writerows((name, cluster, f"{confidence:.6f}") for name, cluster, confidence in rows)
+
+    write_atomically(path, write)
+
+
+def check_sort_folder(folder: Path) -> None:
+    """An InputError unless the folder is new or empty: nothing is overwritten, and no old clusters are mixed in."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder}: not an empty folder; choose another --sort-into")
+
+
+def sort_images(data: Data, predictions: Predictions, folder: Path, *, link: bool = True) -> None:
+    """Put each image into a folder for its cluster: as a link, as a copy, or (from arrays) as a PNG."""
+    check_sort_folder(folder)
+    width, taken = len(str(predictions.n_clusters - 1)), set[str]()
+    for row, (name, cluster) in enumerate(zip(data.images.names, predictions.clusters.tolist(), strict=True)):
+        flat = name.replace("/", "__").replace(os.sep, "__")
+        file = f"cluster-{cluster:0{width}d}/" + (flat if data.record["kind"] == "folder" else f"{flat}.png")
+        target = folder / _untaken(file, taken)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _place_image(data, row, target, link)
+
+
+def _untaken(file: str, taken: set[str]) -> str:
+    """The name, with a number before its suffix where it is taken; case is ignored, as some disks do."""
+    stem, suffix = os.path.splitext(file)  # noqa: PTH122 (the folder must stay in the stem)
+    number, free = 1, file
+    while free.casefold() in taken:
+        number += 1
+        free = f"{stem}-{number}{suffix}"
+    taken.add(free.casefold())
+    return free
+
+
+def _place_image(data: Data, row: int, target: Path, link: bool) -> None:
+    if data.record["kind"] != "folder":
+        from PIL import Image
+
+        pixels = np.asarray(data.images.images[row])
+        Image.fromarray(pixels[..., 0] if data.images.channels == 1 else pixels).save(target)
+        return
+    source = Path(data.record["source"]) / data.images.names[row]
+    if not link:
+        shutil.copy2(source, target)
+        return
+    try:
+        target.symlink_to(source)
+    except (NotImplementedError, PermissionError) as error:  # Windows without the right to make links
+        raise InputError(f"{target}: no links can be made there ({error}); use --copy") from None
+
+
+def evaluate_model(
+    model: Path | str,
+    source: Path | str,
+    *,
+    pairs: Path | str | None = None,
+    columns: str | None = None,
+    split: str | None = None,
+    data_dir: Path | str | None = None,
+    device: str | None = None,
+    class_folders: ClassFolders = "auto",
+    reporter: Reporter | None = None,
+) -> dict[str, Any]:
+    """How good the model's clusters of the images are: scores with labels, agreement with pairs, signs of collapse."""
+    if pairs is not None and not Path(pairs).exists():
+        raise InputError(f"{pairs}: no such file")
+    data, predictions = predict_images(
+        model, source, split=split, data_dir=data_dir, device=device, class_folders=class_folders, reporter=reporter
+    )
+    constraints = None
+    if pairs is not None:
+        constraints = Constraints.read(pairs, names=data.images.names, columns=columns)
+    return evaluate_images(data.images, predictions, constraints)
+
+
+def evaluate_images(
+    images: ImageSet, predictions: Predictions, constraints: Constraints | None = None
+) -> dict[str, Any]:
+    """Predictions judged: plain values that JSON can hold."""
+    labelled = images.labels is not None
+    return {
+        "images": len(images),
+        "clusters": predictions.n_clusters,
+        "scores": evaluation.scores(images.labels, predictions) if images.labels is not None else None,
+        "scored_on": f"{len(images):,} images" if labelled else None,
+        "agreement": None if constraints is None else evaluation.agreement(constraints, predictions),
+        "pairs": None if constraints is None else len(constraints),
+        "mean_confidence": float(predictions.confidence.mean()),
+        "cluster_sizes": evaluation.cluster_sizes(predictions).tolist(),
+        "warnings": evaluation.collapse_warnings(predictions),
+    }
+
+
+def evaluation_rows(told: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """An evaluation in full, as rows of a table."""
+    rows = [("images", f"{told['images']:,} in {told['clusters']} clusters"), *score_lines(told)]
+    if told["scores"] is None:
+        rows.insert(1, ("scores", "none: the images have no labels"))
+    sizes = "  ".join(f"{cluster}: {size:,}" for cluster, size in enumerate(told["cluster_sizes"]))
+    return [*rows, ("cluster sizes", sizes)]
+
+
+def score_lines(told: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """An evaluation as rows of a table."""
+    rows = []
+    if told["scores"]:
+        said = "  ".join(f"{name.upper()} {value:.3f}" for name, value in told["scores"].items())
+        rows.append(("scores", f"{said}  (on {told['scored_on']})"))
+    if told["agreement"]:
+        parts = {key: told["agreement"][key] for key in ("must_link", "cannot_link", "balanced")}
+        said = ", ".join(f"{k.replace('_', '-')} {v:.3f}" for k, v in parts.items() if v is not None)
+        rows.append(("agreement", f"{said}  (with {told['pairs']:,} held-out pairs)"))
+    sizes = told["cluster_sizes"]
+    rows.append(("sizes", f"{min(sizes):,} to {max(sizes):,} images in a cluster"))
+    return rows + [("warning", text) for text in told["warnings"]]
+
+
+def write_run_report(run: Path | str, source: Path | str | None = None, *, reporter: Reporter | None = None) -> Path:
+    """Write report.html anew from a run folder and its images, or other images."""
+    from constraintmatch.models import model_folder
+    from constraintmatch.report import write_report
+
+    run, reporter = Path(run), reporter or Quiet()
+    if not (run / "run.json").is_file():
+        raise InputError(f"{run}: not a run folder (there is no run.json)")
+    model_folder(run)
+    record = read_json(run / "run.json")["request"]["data"]
+    place = str(source) if source is not None else record.get("source")
+    if place is None:
+        raise InputError(f"{run}: the run does not say where its images lie; name them with --data")
+    data, predictions = predict_images(
+        run,
+        place,
+        split=record.get("split") or "train",
+        data_dir=record.get("data_dir"),
+        class_folders=record.get("class_folders", "auto"),
+        reporter=reporter,
+    )
+    same = data.images.fingerprint() == record.get("fingerprint")
+    if not same:
+        reporter.say(f"{place}: not the images of the run, or changed since; the report leaves its pairs out")
+    pairs = run / "pairs.csv"
+    constraints = Constraints.read(pairs, names=data.images.names) if same and pairs.is_file() else None
+    return write_report(run, data.images, predictions, constraints=constraints)
+
+
+# Pretraining
+
+
+def pretrain_model(
+    request: Train,
+    stages: Sequence[str],
+    arguments: Mapping[str, Any] | None = None,
+    reporter: Reporter | None = None,
+) -> Path:
+    """The full self-supervised start; goes on where an earlier call stopped, and leaves OUT/model.
+
+    `arguments` carry their stage at the end: epochs_simclr.
+    """
+    from constraintmatch.models import save_model
+    from constraintmatch.planning import plan_pretraining
+    from constraintmatch.pretraining import pretrain
+    from constraintmatch.running import Around
+    from constraintmatch.training import Interrupted
+
+    assert request.out is not None
+    reporter = reporter or Quiet()
+    plan = plan_pretraining(request, reporter)
+    data = plan.data
+    around = Around(request.out, reporter=reporter, views=plan.views, held_out=data.held_out, data=data.record)
+    try:
+        model = pretrain(
+            plan.model,
+            data.images,
+            plan.clusters,
+            stages=stages,
+            arguments={stage: _of_stage(stage, arguments or {}) for stage in stages},
+            settings=request.settings,
+            around=around,
+        )
+    except Interrupted as stop:
+        raise Interrupted(f"{stop}; run the same command again to go on from there") from None
+    save_model(model, request.out / "model")
+    return request.out / "model"
+
+
+def _of_stage(stage: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    ending = f"_{stage}"
+    return {key.removesuffix(ending): value for key, value in arguments.items() if key.endswith(ending)}
