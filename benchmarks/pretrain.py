@@ -1,6 +1,9 @@
-"""Pretrain on CIFAR and keep what each stage reached: `python benchmarks/pretrain.py cifar10 --data-dir data --out runs/scan-cifar10`.
+"""Pretrain on CIFAR and keep what each stage reached.
 
-`--smoke N` trains N steps of every stage on random images of the same shapes instead: it fills the compiler's cache and prints ms per step.
+    python benchmarks/pretrain.py cifar10 --data-dir data --out runs/scan-cifar10
+
+`--smoke N` trains N steps of every stage on random images of the same shapes instead: it fills the compiler's cache and
+prints ms per step.
 """
 
 import argparse
@@ -15,7 +18,7 @@ from constraintmatch.batches import derive_seed
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.images import ImageSet
-from constraintmatch.models import build_model, save_model
+from constraintmatch.models import build_model, load_model, save_model
 from constraintmatch.pretraining import STAGES, pretrain
 from constraintmatch.progress import Lines
 from constraintmatch.running import Around, method_settings, run_method
@@ -56,6 +59,7 @@ def main() -> None:
     parser.add_argument("--stages", default=",".join(STAGES))
     parser.add_argument("--epochs", default="", help="by stage, for example simclr=500,scan=50")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", type=Path, help="model folder to start from, for example a finished SimCLR stage")
     parser.add_argument("--smoke", type=int)
     arguments = parser.parse_args()
     stages = arguments.stages.split(",")
@@ -68,13 +72,17 @@ def main() -> None:
     epochs = {
         stage: {"epochs": int(n)} for stage, n in (part.split("=") for part in arguments.epochs.split(",") if part)
     }
-    model = build_model(
-        n_clusters=row.n_clusters,
-        side=row.side,
-        backbone=row.backbone,
-        mean=row.mean,
-        std=row.std,
-        seed=derive_seed(arguments.seed, "model"),
+    model = (
+        load_model(arguments.model)
+        if arguments.model
+        else build_model(
+            n_clusters=row.n_clusters,
+            side=row.side,
+            backbone=row.backbone,
+            mean=row.mean,
+            std=row.std,
+            seed=derive_seed(arguments.seed, "model"),
+        )
     )
     around = Around(
         out=arguments.out,
@@ -88,7 +96,7 @@ def main() -> None:
         row.n_clusters,
         stages=stages,
         arguments=epochs,
-        settings={"seed": arguments.seed, "evaluate_every": 2000, "checkpoint_every": 5000, "log_every": 500},
+        settings={"seed": arguments.seed, "evaluate_every": 4000, "checkpoint_every": 5000, "log_every": 500},
         around=around,
         results=arguments.out / "results",
         name=f"start-{arguments.name}",

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
@@ -84,8 +82,9 @@ def run_method(
         if constraints is not None and given:
             constraints.write(run.path / "pairs.csv", names=images.names)
         job = replace(job, run=run)
-        trained, _ = METHODS[name](model, images, **given, **chosen, settings=settings, views=around.views, job=job)
-        trained.config = replace(trained.config, trained=(*trained.config.trained, _stage(request)))
+        trained, log = METHODS[name](model, images, **given, **chosen, settings=settings, views=around.views, job=job)
+        stage = _stage(request, log[-1]["step"])
+        trained.config = replace(trained.config, trained=(*trained.config.trained, stage))
         save_model(trained, run.model)
         run.checkpoint.unlink(missing_ok=True)
         return Trained(trained, read_log(run.path))
@@ -139,11 +138,11 @@ def _weights_hash(model: ClusterModel) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.ndim else b"")
+        digest.update(value.detach().cpu().numpy().tobytes())  # in row order, whatever the memory format
     return digest.hexdigest()
 
 
-def _stage(request: Mapping[str, Any]) -> dict[str, Any]:
+def _stage(request: Mapping[str, Any], steps: int) -> dict[str, Any]:
     data = {key: request["data"][key] for key in ("name", "images", "fingerprint") if key in request["data"]}
-    settings = {key: request["settings"][key] for key in ("steps", "lr", "seed")}
+    settings = {"steps": steps, "lr": request["settings"]["lr"], "seed": request["settings"]["seed"]}
     return {"method": request["method"], "data": data, **settings, "arguments": request["arguments"]}
