@@ -56,10 +56,8 @@ def pretrain(
         told = stage_summary(model, images, around.held_out)
         around.reporter.say(f"{stage}: " + ", ".join(f"{key} {value:.3g}" for key, value in told.items()))
         if results is not None:
-            request = {"data": dict(around.data), "arguments": chosen, "settings": ours.request()}
-            times = {"seconds": round(time.monotonic() - began, 1), "training_seconds": log[-1]["seconds"]}
-            curve = [entry for entry in log if entry["kind"] == "evaluation"]
-            values = {"stage": stage, **request, "steps": log[-1]["step"], "scores": told, **times, "curve": curve}
+            request = {"stage": stage, "data": dict(around.data), "arguments": chosen, "settings": ours.request()}
+            values = _stage_result(request, told, log, time.monotonic() - began)
             write_result(results / f"{name}-{stage}.json", values)
     return model
 
@@ -86,6 +84,15 @@ def stage_summary(model: ClusterModel, images: ImageSet, held_out: ImageSet | No
     if target is not None and target.labels is not None:
         told |= scores(target.labels, predict(model, target))
     return told
+
+
+def _stage_result(
+    request: dict[str, Any], told: dict[str, float], log: list[dict[str, Any]], seconds: float
+) -> dict[str, Any]:
+    """What a finished stage leaves in `results/`; its steps follow from the epochs, so the log knows them."""
+    request["settings"]["steps"] = log[-1]["step"]
+    times = {"seconds": round(seconds, 1), "training_seconds": log[-1]["seconds"]}
+    return {**request, "scores": told, **times, "curve": [entry for entry in log if entry["kind"] == "evaluation"]}
 
 
 def _check_variety(images: ImageSet) -> None:
