@@ -1,6 +1,7 @@
 """The order of the rooms: who may import whom, what each module offers, and that docs/architecture.md says so."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -12,8 +13,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "constraintmatch"
 DOCUMENT = Path(__file__).parents[1] / "docs" / "architecture.md"
 
-# From the ground up: a module imports only modules that stand before it. A folder is one room, ordered inside by its own
-# list or, without one, free. The table in docs/architecture.md has the same order.
+# From the ground up: a module imports only modules that stand before it. A folder is one room; INSIDE has its order.
+# The table in docs/architecture.md is the same list: a new module gets a line here and a row there.
 ROOMS = [
     "errors",
     "files",
@@ -37,9 +38,18 @@ ROOMS = [
     "methods",
     "running",
     "pretraining",
+    "markup",
     "charts",
+    "galleries",
     "report",
     "estimator",
+    "sources",
+    "planning",
+    "workflow",
+    "demo",
+    "flags",
+    "cli",
+    "__main__",
 ]
 INSIDE = {
     "methods": [
@@ -60,11 +70,17 @@ INSIDE = {
 }
 FOUNDATION = {"errors", "files"}  # everybody may use them; the table does not repeat them
 STRANGERS = [("images", "constraints", "views", "models", "objectives"), ("annotate", "paper")]
-LONGEST_MODULE, LONGEST_FUNCTION = 500, 60
+LONGEST_MODULE, LONGEST_BODY = 520, 50
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 NAMES = [path.relative_to(PACKAGE).with_suffix("").as_posix() for path in MODULES]
+assert NAMES[0] == "__main__"  # a script: it offers nothing
 every_module = pytest.mark.parametrize("path", MODULES, ids=NAMES)
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def room_of(name: str) -> str:
@@ -73,7 +89,7 @@ def room_of(name: str) -> str:
 
 def imported(path: Path) -> Iterator[str]:
     """The package's modules that a file imports, anywhere in it, as paths below the package without suffix."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name} line {node.lineno}: import by full name"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -98,10 +114,11 @@ def module_of(name: str) -> str | None:
     return "__init__"
 
 
-def rooms_of(path: Path) -> set[str]:
+@functools.cache
+def rooms_of(path: Path) -> frozenset[str]:
     """The rooms a file reaches into, other than its own."""
     own = room_of(path.relative_to(PACKAGE).with_suffix("").as_posix())
-    return {room_of(name) for name in imported(path)} - {own, "__init__"}
+    return frozenset(room_of(name) for name in imported(path)) - {own, "__init__"}
 
 
 def files_of(room: str) -> list[Path]:
@@ -148,22 +165,29 @@ def test_rooms_that_can_be_replaced_alone_know_nothing_of_each_other(group: tupl
 
 @every_module
 def test_no_module_takes_a_private_name_of_another(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and module_of(node.module or ""):
             private = [alias.name for alias in node.names if alias.name.startswith("_") and alias.name != "__version__"]
             assert not private, f"line {node.lineno}: {private}"
 
 
-@every_module
+@pytest.mark.parametrize("path", MODULES[1:], ids=NAMES[1:])
 def test_all_names_exactly_what_is_public_and_is_sorted(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     listed = listed_names(tree)
     assert listed is not None, "the module has no __all__"
-    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    defined = {
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and not command(node)
+    }
     public = {name for name in defined if not name.startswith("_")}
     assert public <= set(listed), f"public but not in __all__: {sorted(public - set(listed))}"
     assert set(listed) <= defined | set(assigned_or_imported(tree)), "__all__ names what is not there"
     assert listed == sorted(set(listed), key=lambda name: (not name.isupper(), name[:1].islower(), name))
+
+
+def command(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    """Whether a function belongs to the command line's app, which then offers it."""
+    return any(ast.unparse(decorator).startswith("app.") for decorator in node.decorator_list)
 
 
 def listed_names(tree: ast.Module) -> list[str] | None:
@@ -185,16 +209,17 @@ def assigned_or_imported(tree: ast.Module) -> Iterator[str]:
 
 @every_module
 def test_modules_and_functions_stay_short(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert text.count("\n") <= LONGEST_MODULE, f"{text.count(chr(10))} lines: part the module"
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    long = {node.name: lines_of(node) for node in functions if lines_of(node) > LONGEST_FUNCTION}
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= LONGEST_MODULE, f"{lines} lines: part the module"
+    functions = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = {node.name: body_lines(node) for node in functions if body_lines(node) > LONGEST_BODY}
     assert not long, f"part these functions: {long}"
 
 
-def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines after the signature, which is left out: a method's or command's signature is its configuration."""
     assert node.end_lineno is not None
-    return node.end_lineno - node.lineno + 1
+    return node.end_lineno - node.body[0].lineno + 1
 
 
 def test_importing_the_light_modules_does_not_import_torch() -> None:
@@ -223,10 +248,12 @@ def test_the_document_has_the_rooms_in_their_order() -> None:
 
 
 def test_the_document_says_who_imports_whom() -> None:
-    said = {name: {word for word in re.findall(r"\w+", imports)} for name, imports in table_rows()}
+    said = {name: set(re.findall(r"\w+", imports)) for name, imports in table_rows()}
     true = {room: set().union(*map(rooms_of, files_of(room))) - FOUNDATION for room in ROOMS}
     wrong = {
-        room: ", ".join(sorted(true[room], key=ROOMS.index)) or "–" for room in ROOMS if said.get(room) != true[room]
+        room: ", ".join(sorted(true[room], key=[*ROOMS, *sorted(true[room])].index)) or "–"
+        for room in ROOMS
+        if said.get(room) != true[room]
     }
     assert not wrong, "the last column of the table should be: " + "; ".join(f"{k} | {v}" for k, v in wrong.items())
 

@@ -201,21 +201,24 @@ def test_a_model_given_as_start_is_used_and_left_as_it_was(stripes: ImageSet, pa
         torch.testing.assert_close(value, before[name])
 
 
-def test_a_start_with_other_clusters_keeps_its_backbone_under_a_fresh_head(
-    stripes: ImageSet, pairs: Constraints, tmp_path: Path
+def test_a_start_without_clusters_takes_the_place_of_simclr(
+    stripes: ImageSet, pairs: Constraints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start = build_model(n_clusters=5, side=8, channels=1, seed=4)
-    save_model(start, tmp_path / "five")
-    changes = {"start": tmp_path / "five", "steps": 1, "options": {"lr": 1e-9}}
+    save_model(build_model(n_clusters=0, side=8, channels=1, seed=4), tmp_path / "backbone")
+    stages = {"scan": {"epochs": 1}, "self_label": {"epochs": 1}}
+    changes = {"start": tmp_path / "backbone", "options": stages, "verbose": True}
     made = ConstraintMatch(**QUICK | changes).fit(stripes, pairs)
     assert made.predict_proba(stripes).shape == (60, 3)
-    torch.testing.assert_close(made.model_.backbone[0].weight, start.backbone[0].weight)
+    said = capsys.readouterr().err
+    assert "scan: " in said
+    assert "simclr" not in said
 
 
 def test_a_start_that_does_not_fit_is_refused(stripes: ImageSet, pairs: Constraints, tmp_path: Path) -> None:
     cases = {
         "no such model or run folder": {"start": str(tmp_path / "nothing")},
         "takes 16×16 images": {"start": build_model(n_clusters=3, side=16, channels=1)},
+        "the start has 5 clusters, n_clusters is 3": {"start": build_model(n_clusters=5, side=8, channels=1)},
         "leave one out": {"start": build_model(n_clusters=3, side=8, channels=1), "backbone": "resnet18"},
     }
     for message, changes in cases.items():
@@ -376,6 +379,23 @@ def test_options_reach_the_method_the_settings_and_the_views(stripes: ImageSet, 
     assert [entry["step"] for entry in training] == [1, 2, 3]
     assert training[0]["lr"] == 0.5
     assert made.model_.config.trained[-1]["arguments"]["images_per_step"] == 17
+
+
+def test_batches_steps_and_rate_suit_the_size_of_the_set() -> None:
+    def plan(n: int, **changes: Any) -> Any:
+        pixels = np.broadcast_to(np.uint8(0), (n, 8, 8, 1))
+        return ConstraintMatch(10, **changes)._plan(ImageSet(pixels, tuple(map(str, range(n)))), seed=0)
+
+    large, small = plan(120_000), plan(1_200)
+    assert large.arguments == {"images_per_step": 600, "pairs_per_step": 200}
+    assert (large.settings.steps, large.settings.lr) == (20_000, 0.01)
+    assert large.stages["scan"].settings == {"lr": 1e-4}
+    assert small.arguments == {"images_per_step": 150, "pairs_per_step": 50}
+    assert (small.settings.steps, small.settings.lr) == (800, 0.03)
+    assert small.stages["scan"].arguments["epochs"] == 67
+    asked = plan(1_200, steps=7, options={"lr": 0.5, "images_per_step": 9, "scan": {"lr": 0.1, "epochs": 2}})
+    assert (asked.settings.steps, asked.settings.lr, asked.arguments["images_per_step"]) == (7, 0.5, 9)
+    assert (asked.stages["scan"].arguments["epochs"], asked.stages["scan"].settings) == (2, {"lr": 0.1})
 
 
 def test_verbose_shows_progress_and_quiet_shows_none(

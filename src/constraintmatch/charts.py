@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Series", "histogram", "line_chart", "nice_ticks", "percent", "short_number"]
+from constraintmatch.markup import percent, short_number, text
+
+__all__ = ["Series", "histogram", "line_chart", "nice_ticks"]
 
 _Item = TypeVar("_Item")
 
@@ -41,18 +42,6 @@ class _Scale:
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
 
-def percent(value: float) -> str:
-    """A fraction as 93.1%."""
-    return f"{value:.1%}"
-
-
-def short_number(value: float) -> str:
-    """A number with three or four digits that count: 0.0213, 1.204, 15,300."""
-    if value == 0 or 1e-4 <= abs(value) < 10:
-        return f"{value:.3g}" if abs(value) < 1 else f"{value:.3f}"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
-
-
 def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers from at most `low` to at least `high`, in steps of 1, 2 or 5 times a power of ten."""
     if not high > low:
@@ -61,7 +50,7 @@ def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
 def line_chart(title: str, series: Sequence[Series], *, shares: bool = False) -> str:
@@ -70,7 +59,7 @@ def line_chart(title: str, series: Sequence[Series], *, shares: bool = False) ->
     `shares` are fractions, drawn from 0 to 100%. Each series has a point; where none has two, only the values stand.
     """
     say = percent if shares else short_number
-    heading = f"<h3>{escape(title)}</h3>"
+    heading = f"<h3>{text(title)}</h3>"
     if all(len(line.points) < 2 for line in series):
         step = max(line.points[-1][0] for line in series)
         return (
@@ -93,13 +82,23 @@ def _drawing(title: str, series: Sequence[Series], shares: bool, say: Callable[[
     )
     label = f"{title} over steps 0 to {last:,.0f}: {ends}"
     lines = "".join(_line(number, line, scale, say) for number, line in enumerate(series, 1))
-    digits = max(0, -math.floor(math.log10(y_ticks[1] - y_ticks[0]) + 1e-9))
-    tick_text: Callable[[float], str] = lambda value: f"{value:.0%}" if shares else f"{value:,.{digits}f}"  # noqa: E731
-    return _svg(label, _grid(scale, x_ticks, y_ticks, tick_text) + lines)
+    return _svg(label, _grid(scale, x_ticks, y_ticks, _tick_text(y_ticks, shares)) + lines)
+
+
+def _tick_text(ticks: Sequence[float], shares: bool) -> Callable[[float], str]:
+    """How to write the ticks: all with as many digits as their distance needs, short enough for the margin."""
+    digits = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-9))
+    if shares:
+        return lambda value: f"{value:.0%}"
+    if digits > 3 or max(map(abs, ticks)) >= 1e7:
+        return lambda value: f"{value:.2g}"
+    if max(map(abs, ticks)) >= 1e4:
+        return lambda value: f"{value / 1000:,g}k"
+    return lambda value: f"{value:,.{digits}f}"
 
 
 def _svg(label: str, content: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{content}</svg>'
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text(label)}">{content}</svg>'
 
 
 def _grid(scale: _Scale, x_ticks: Sequence[float], y_ticks: Sequence[float], tick_text: Callable[[float], str]) -> str:
@@ -123,7 +122,7 @@ def _line(number: int, line: Series, scale: _Scale, say: Callable[[float], str])
         return drawn
     return drawn + "".join(
         f'<circle class="dot s{number}" cx="{x:.1f}" cy="{y:.1f}" r="2.6">'
-        f"<title>{escape(line.name)} {say(value)} at step {step:,.0f}</title></circle>"
+        f"<title>{text(line.name)} {say(value)} at step {step:,.0f}</title></circle>"
         for (x, y), (step, value) in zip(places, line.points, strict=True)
     )
 
@@ -131,7 +130,7 @@ def _line(number: int, line: Series, scale: _Scale, say: Callable[[float], str])
 def _legend(series: Sequence[Series], say: Callable[[float], str]) -> str:
     entries = "".join(
         f'<li><svg class="key" viewBox="0 0 24 8" aria-hidden="true"><path class="line s{number}" d="M0 4H24"/></svg> '
-        f"{escape(line.name)} <b>{say(line.points[-1][1])}</b></li>"
+        f"{text(line.name)} <b>{say(line.points[-1][1])}</b></li>"
         for number, line in enumerate(series, 1)
     )
     return f'<ul class="legend">{entries}</ul>'
@@ -141,7 +140,7 @@ def _numbers(series: Sequence[Series], say: Callable[[float], str]) -> str:
     """The values at up to a dozen steps as a folded table."""
     steps = _thin(tuple(sorted({step for line in series for step, _ in line.points})), TABLE_ROWS)
     columns = [dict(line.points) for line in series]
-    head = "".join(f'<th scope="col">{escape(line.name)}</th>' for line in series)
+    head = "".join(f'<th scope="col">{text(line.name)}</th>' for line in series)
     rows = "".join(
         f'<tr><th scope="row">{step:,.0f}</th>'
         + "".join(f"<td>{say(column[step]) if step in column else ''}</td>" for column in columns)
@@ -171,18 +170,18 @@ def histogram(
         _stack(index, n_bins, [(name, count[index]) for (name, _), count in zip(parts, counts, strict=True)], scale)
         for index in range(n_bins)
     )
-    grid = _grid(scale, (), [tick for tick in y_ticks if tick == int(tick)], lambda value: f"{value:,.6g}")
+    grid = _grid(scale, (), [tick for tick in y_ticks if tick == int(tick)], _tick_text(y_ticks, False))
     names = "".join(
         f'<text x="{scale.place(share, 0)[0]:.1f}" y="{HEIGHT - 10}" text-anchor="{anchor}">{share:.0%}</text>'
         for share, anchor in ((0, "start"), (0.25, "middle"), (0.5, "middle"), (0.75, "middle"), (1, "end"))
     )
     legend = "".join(
-        f'<li><span class="swatch s{number}"></span> {escape(name)} <b>{int(mask.sum()):,}</b></li>'
+        f'<li><span class="swatch s{number}"></span> {text(name)} <b>{int(mask.sum()):,}</b></li>'
         for number, (name, mask) in enumerate(parts, 1)
     )
     label = f"{title}: {len(array):,} images, mean {percent(float(array.mean()))}"
     drawing = _svg(label, grid + names + bars)
-    return f'<figure class="chart"><h3>{escape(title)}</h3>{drawing}<ul class="legend">{legend}</ul></figure>'
+    return f'<figure class="chart"><h3>{text(title)}</h3>{drawing}<ul class="legend">{legend}</ul></figure>'
 
 
 def _stack(index: int, n_bins: int, heights: Sequence[tuple[str, int]], scale: _Scale) -> str:
@@ -194,7 +193,7 @@ def _stack(index: int, n_bins: int, heights: Sequence[tuple[str, int]], scale: _
         if height:
             drawn.append(
                 f'<rect class="bar s{number}" x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" '
-                f'height="{foot - top:.1f}"><title>{escape(said)}</title></rect>'
+                f'height="{foot - top:.1f}"><title>{text(said)}</title></rect>'
             )
         below += height
     return "".join(drawn)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from constraintmatch.errors import InputError
 from constraintmatch.files import write_json
@@ -38,7 +39,7 @@ def main() -> None:
 # What commands share
 
 
-class Conflict(StrEnum):
+class _Conflict(StrEnum):
     """What to do with contradictory pairs."""
 
     error = "error"
@@ -46,7 +47,7 @@ class Conflict(StrEnum):
     keep = "keep"
 
 
-class Kind(StrEnum):
+class _Kind(StrEnum):
     """The two kinds of constraints."""
 
     must_link = "must-link"
@@ -83,7 +84,7 @@ Pretrained = Annotated[bool, _option("Begin with the weights of a timm backbone.
 METHOD = f"One of {', '.join(name for name in methods() if name not in STAGES)}. (constraintmatch)"
 
 
-def guarded(command: Callable[..., None]) -> Callable[..., None]:
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     """The command with one line and exit code 2 for what a person can mend, 130 for a stop; bugs show a traceback."""
 
     @wraps(command)
@@ -135,8 +136,8 @@ def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, value)
-    console.print(table, highlight=False, markup=False)
+        table.add_row(Text(name), Text(value))  # as they are: a path may hold brackets
+    console.print(table)
 
 
 def _example(*lines: str) -> str:
@@ -172,7 +173,7 @@ def _options(
         "constraintmatch train --resume --out runs/photos",
     ),
 )
-@guarded
+@_guarded
 @add_flags(arguments=method_flags(), settings=settings_flags())
 def train(
     data: Annotated[str | None, typer.Argument(metavar="DATA", help=DATA)] = None,
@@ -189,8 +190,8 @@ def train(
     quiet: QuietFlag = False,
     columns: Columns = None,
     on_conflict: Annotated[
-        Conflict, _option("What to do with contradictions. (error)", panel="Pairs")
-    ] = Conflict.error,
+        _Conflict, _option("What to do with contradictions. (error)", panel="Pairs")
+    ] = _Conflict.error,
     close: Annotated[
         bool, _option("Add the pairs that they imply, or not. (no)", "--close/--no-close", panel="Pairs")
     ] = False,
@@ -254,7 +255,7 @@ def _words(text: str) -> tuple[str, ...]:
         "  --out clusters.csv --sort-into sorted",
     ),
 )
-@guarded
+@_guarded
 def predict(
     model: Model,
     data: Source,
@@ -291,7 +292,7 @@ def predict(
         "  --data-dir data --json scores.json",
     ),
 )
-@guarded
+@_guarded
 def evaluate(
     model: Model,
     data: Annotated[str, typer.Option(metavar="DATA", help=DATA)],
@@ -306,8 +307,8 @@ def evaluate(
 ) -> None:
     """Score a model on images.
 
-    With labels: accuracy (Hungarian matching), NMI, ARI and calibration error. With --pairs: the share of must-links and
-    of cannot-links it keeps. Always: cluster sizes and warnings of collapse.
+    With labels: accuracy (Hungarian matching), NMI, ARI and calibration error. With --pairs: the share of must-links
+    and of cannot-links it keeps. Always: cluster sizes and warnings of collapse.
     """
     from constraintmatch import workflow
 
@@ -334,7 +335,7 @@ def evaluate(
         "  --seed 0 --out pairs.csv",
     ),
 )
-@guarded
+@_guarded
 def sample(
     data: Source,
     n: Annotated[int | None, _option("Pairs to draw.", "--n")] = None,
@@ -343,7 +344,7 @@ def sample(
     balanced: Annotated[bool, _option("Half of them must-links.", "--balanced")] = False,
     per_image: Annotated[int | None, _option("Partners for every image, instead of --n.")] = None,
     flip: Annotated[float | None, _option("Share of the pairs to turn round: wrong answers. (0)")] = None,
-    flip_only: Annotated[Kind | None, _option("Turn round only these. (both)")] = None,
+    flip_only: Annotated[_Kind | None, _option("Turn round only these. (both)")] = None,
     quiet: QuietFlag = False,
     split: Split = None,
     data_dir: DataDir = None,
@@ -372,7 +373,7 @@ def sample(
 
 
 @app.command(cls=GroupedHelp, epilog=_example("constraintmatch check pairs.csv --images photos"))
-@guarded
+@_guarded
 def check(
     pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="The pairs file.")],
     images: Annotated[str | None, typer.Option(metavar="DATA", help=DATA)] = None,
@@ -400,7 +401,7 @@ def check(
 
 
 @app.command(cls=GroupedHelp, epilog=_example("constraintmatch report runs/photos"))
-@guarded
+@_guarded
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     data: Annotated[str | None, typer.Option(metavar="DATA", help="Other images. (the run's own)")] = None,
@@ -426,7 +427,7 @@ STAGE_SETTINGS = (
         "  --model starts/photos --out runs/photos",
     ),
 )
-@guarded
+@_guarded
 @add_flags(arguments=stage_flags(), settings=settings_flags(STAGE_SETTINGS.split()))
 def pretrain(
     data: Source,
@@ -475,7 +476,7 @@ def pretrain(
 
 
 @app.command(cls=GroupedHelp, epilog=_example("constraintmatch demo --out demo"))
-@guarded
+@_guarded
 def demo(
     out: Annotated[Path, _option("Folder for the runs and the report. (demo)")] = Path("demo"),
     seed: Annotated[int, _option("Seed of everything random. (0)")] = 0,

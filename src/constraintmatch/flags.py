@@ -153,11 +153,12 @@ def settings_flags(names: Iterable[str] | None = None) -> dict[str, Any]:
 
 def stage_flags() -> dict[str, Any]:
     """`epochs_simclr` and so on: one flag for each argument of each stage of `pretrain`."""
-    return {
-        f"{name}_{stage}": flag(f"{name}_{stage}", argument.kind, _shown(argument.default), f"Stage {stage}", meaning=name)
-        for stage in STAGES
-        for name, argument in methods()[stage].items()
-    }
+    found = {}
+    for stage in STAGES:
+        for name, argument in methods()[stage].items():
+            full, shown = f"{name}_{stage}", _shown(argument.default)
+            found[full] = flag(full, argument.kind, shown, f"Stage {stage}", meaning=name)
+    return found
 
 
 def flag(name: str, kind: type, shown: str, panel: str, *, meaning: str) -> Any:

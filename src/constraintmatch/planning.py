@@ -149,7 +149,7 @@ def _check_method(method: str, request: Train) -> None:
     if odd := sorted(request.arguments.keys() - known.keys()):
         has = ", ".join(_flag(name) for name in known)
         raise InputError(f"{method} has no {_flag(odd[0])}; it has {has}")
-    needs_pairs = "constraints" in inspect.signature(METHODS[method]).parameters
+    needs_pairs = _needs_pairs(method)
     if needs_pairs and request.pairs is None:
         mend = "give --pairs FILE, with the columns left,right,link (constraintmatch sample draws some from labels)"
         raise InputError(f"{method} needs constraints and there are none; {mend}")
@@ -157,6 +157,10 @@ def _check_method(method: str, request: Train) -> None:
         raise InputError(f"{method} learns from the labels of all images; leave --pairs out")
     if request.pairs is not None and not request.pairs.exists():
         raise InputError(f"{request.pairs}: no such file")  # before thousands of images are read
+
+
+def _needs_pairs(method: str) -> bool:
+    return method in METHODS and "constraints" in inspect.signature(METHODS[method]).parameters
 
 
 def _check_clusters(request: Train) -> None:
@@ -372,6 +376,8 @@ def _recorded(request: Train) -> Train:
     if place is None:
         return request
     file = place / "run.json" if place.is_dir() else place
+    if request.from_run is None and not file.is_file():
+        raise InputError(f"{place}: there is no run.json yet; give the whole command again, with --resume")
     run = read_json(file)
     asked = run.get("request") if isinstance(run, dict) else None
     if not isinstance(asked, dict) or not {"method", "data", "model", "views"} <= asked.keys():
@@ -382,14 +388,15 @@ def _recorded(request: Train) -> Train:
 def _filled(request: Train, asked: Mapping[str, Any], pairs: Path) -> Train:
     data, model, start = asked["data"], asked["model"], asked["data"].get("start", {})
     same_method = request.method in (None, asked["method"])
-    recorded_pairs = request.pairs is None and pairs.is_file() and asked["constraints"] is not None
+    method = request.method or asked["method"]
+    recorded_pairs = request.pairs is None and pairs.is_file() and _needs_pairs(method)
     own_model = request.model or (Path(start["model"]) if start.get("model") else None)
     return replace(
         request,
-        method=request.method or asked["method"],
+        method=method,
         data=request.data or data.get("source"),
         data_dir=request.data_dir or data.get("data_dir"),
-        class_folders=data.get("class_folders", request.class_folders),
+        class_folders=request.class_folders if request.class_folders != "auto" else data.get("class_folders", "auto"),
         test=request.test or data.get("test"),
         side=request.side or data.get("side"),
         channels=request.channels or data.get("channels"),

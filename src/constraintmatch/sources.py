@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, DataSet, load_dataset
@@ -15,7 +18,7 @@ from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet, load_images
 from constraintmatch.progress import Quiet, Reporter
 
-__all__ = ["ClassFolders", "Data", "OnConflict", "Pairs", "open_data", "open_pairs"]
+__all__ = ["ClassFolders", "Data", "OnConflict", "Pairs", "open_data", "open_pairs", "place_image"]
 
 ClassFolders = bool | Literal["auto"]
 OnConflict = Literal["error", "drop", "keep"]
@@ -97,6 +100,24 @@ def _say_skipped(images: ImageSet, reporter: Reporter, limit: int = 10) -> None:
         reporter.say(f"  {skip.name}: {skip.reason}")
     if len(images.skipped) > limit:
         reporter.say(f"  … and {len(images.skipped) - limit:,} more")
+
+
+def place_image(data: Data, row: int, target: Path, link: bool) -> None:
+    """Put one image at `target`: a link to its file or a copy of it; an image of an array becomes a PNG."""
+    if data.record["kind"] != "folder":
+        from PIL import Image
+
+        pixels = np.asarray(data.images.images[row])
+        Image.fromarray(pixels[..., 0] if data.images.channels == 1 else pixels).save(target)
+        return
+    source = Path(data.record["source"]) / data.images.names[row]
+    if not link:
+        shutil.copy2(source, target)
+        return
+    try:
+        target.symlink_to(source)
+    except (NotImplementedError, PermissionError) as error:  # Windows without the right to make links
+        raise InputError(f"{target}: no links can be made there ({error}); use --copy") from None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from constraintmatch.files import read_json, write_atomically, write_json
 from constraintmatch.images import ImageSet
 from constraintmatch.pairs_file import names_in
 from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.sources import ClassFolders, Data, open_data
+from constraintmatch.sources import ClassFolders, Data, open_data, place_image
 
 if TYPE_CHECKING:
     from constraintmatch.models import ClusterModel
@@ -343,7 +342,7 @@ def sort_images(data: Data, predictions: Predictions, folder: Path, *, link: boo
         file = f"cluster-{cluster:0{width}d}/" + (flat if data.record["kind"] == "folder" else f"{flat}.png")
         target = folder / _untaken(file, taken)
         target.parent.mkdir(parents=True, exist_ok=True)
-        _place_image(data, row, target, link)
+        place_image(data, row, target, link)
 
 
 def _untaken(file: str, taken: set[str]) -> str:
@@ -355,23 +354,6 @@ def _untaken(file: str, taken: set[str]) -> str:
         free = f"{stem}-{number}{suffix}"
     taken.add(free.casefold())
     return free
-
-
-def _place_image(data: Data, row: int, target: Path, link: bool) -> None:
-    if data.record["kind"] != "folder":
-        from PIL import Image
-
-        pixels = np.asarray(data.images.images[row])
-        Image.fromarray(pixels[..., 0] if data.images.channels == 1 else pixels).save(target)
-        return
-    source = Path(data.record["source"]) / data.images.names[row]
-    if not link:
-        shutil.copy2(source, target)
-        return
-    try:
-        target.symlink_to(source)
-    except (NotImplementedError, PermissionError) as error:  # Windows without the right to make links
-        raise InputError(f"{target}: no links can be made there ({error}); use --copy") from None
 
 
 def evaluate_model(
@@ -418,11 +400,11 @@ def evaluate_images(
 
 def evaluation_rows(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     """An evaluation in full, as rows of a table."""
-    rows = [("images", f"{told['images']:,} in {told['clusters']} clusters"), *score_lines(told)]
+    rows = [("images", f"{told['images']:,} in {told['clusters']} clusters")]
     if told["scores"] is None:
-        rows.insert(1, ("scores", "none: the images have no labels"))
+        rows.append(("scores", "none: the images have no labels"))
     sizes = "  ".join(f"{cluster}: {size:,}" for cluster, size in enumerate(told["cluster_sizes"]))
-    return [*rows, ("cluster sizes", sizes)]
+    return [*rows, *(("sizes", sizes) if name == "sizes" else (name, said) for name, said in score_lines(told))]
 
 
 def score_lines(told: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -434,7 +416,7 @@ def score_lines(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     if told["agreement"]:
         parts = {key: told["agreement"][key] for key in ("must_link", "cannot_link", "balanced")}
         said = ", ".join(f"{k.replace('_', '-')} {v:.3f}" for k, v in parts.items() if v is not None)
-        rows.append(("agreement", f"{said}  (with {told['pairs']:,} held-out pairs)"))
+        rows.append(("agreement", f"{said}  (on {told['pairs']:,} pairs)"))
     sizes = told["cluster_sizes"]
     rows.append(("sizes", f"{min(sizes):,} to {max(sizes):,} images in a cluster"))
     return rows + [("warning", text) for text in told["warnings"]]
@@ -449,7 +431,7 @@ def write_run_report(run: Path | str, source: Path | str | None = None, *, repor
     if not (run / "run.json").is_file():
         raise InputError(f"{run}: not a run folder (there is no run.json)")
     model_folder(run)
-    record = read_json(run / "run.json")["request"]["data"]
+    record = _data_record(run / "run.json")
     place = str(source) if source is not None else record.get("source")
     if place is None:
         raise InputError(f"{run}: the run does not say where its images lie; name them with --data")
@@ -467,6 +449,14 @@ def write_run_report(run: Path | str, source: Path | str | None = None, *, repor
     pairs = run / "pairs.csv"
     constraints = Constraints.read(pairs, names=data.images.names) if same and pairs.is_file() else None
     return write_report(run, data.images, predictions, constraints=constraints)
+
+
+def _data_record(file: Path) -> dict[str, Any]:
+    """Where a run's images came from; empty where it does not say."""
+    record = read_json(file)
+    for key in ("request", "data"):
+        record = record.get(key) if isinstance(record, dict) else None
+    return record if isinstance(record, dict) else {}
 
 
 # Pretraining

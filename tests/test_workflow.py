@@ -1,0 +1,349 @@
+"""The functions behind the commands: opening, sampling, checking, sorting, and what a training chooses by itself."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from constraintmatch import flags, planning, workflow
+from constraintmatch.constraints import Constraints
+from constraintmatch.errors import InputError
+from constraintmatch.evaluation import Predictions
+from constraintmatch.images import ImageSet
+from constraintmatch.methods import METHODS
+from constraintmatch.models import build_model, save_model
+from constraintmatch.planning import Train, plan_training, short_start
+from constraintmatch.progress import Quiet
+from constraintmatch.running import method_arguments
+from constraintmatch.sources import open_data, open_pairs
+from constraintmatch.training import TrainSettings
+
+
+def write_images(folder: Path, images: ImageSet, n: int, suffix: str = "png") -> None:
+    for row in range(n):
+        path = folder / f"{row:02d}.{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(images.images[row, ..., 0]).save(path)
+
+
+def write_pairs(path: Path, rows: list[tuple[object, object, object]]) -> Path:
+    path.write_text("left,right,link\n" + "".join(f"{a},{b},{c}\n" for a, b, c in rows), encoding="utf-8")
+    return path
+
+
+class Told(Quiet):
+    """Keeps what was said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+# Flags
+
+
+def test_flags_are_read_from_the_source_as_the_methods_have_them() -> None:
+    assert list(flags.methods()) == list(METHODS)
+    for method, arguments in flags.methods().items():
+        real = {key: value for key, value in method_arguments(method).items() if key != "n_clusters"}
+        assert {name: a.default for name, a in arguments.items()} == {name: p.default for name, p in real.items()}
+        assert {name: a.kind for name, a in arguments.items()} == {name: p.annotation for name, p in real.items()}
+
+
+def test_flags_of_training_are_the_fields_of_the_settings() -> None:
+    assert {name: a.default for name, a in flags._settings().items()} == {
+        field.name: field.default for field in fields(TrainSettings)
+    }
+    assert list(flags.settings_flags(["seed"])) == ["seed"]
+
+
+def test_stages_are_those_of_pretraining() -> None:
+    from constraintmatch.pretraining import STAGES
+
+    assert flags.STAGES == STAGES
+
+
+# Opening
+
+
+def test_a_data_set_gives_training_images_and_holds_the_test_images_out() -> None:
+    data = open_data("digits")
+    assert (len(data.images), len(data.held_out or ())) == (1197, 500)
+    assert data.row is not None
+    assert data.record["source"] == "digits"
+
+
+def test_a_split_of_a_data_set_holds_nothing_out() -> None:
+    data = open_data("digits", split="test")
+    assert (len(data.images), data.held_out) == (500, None)
+
+
+def test_a_data_set_of_another_side_is_refused() -> None:
+    with pytest.raises(InputError, match="8 px"):
+        open_data("digits", side=32)
+
+
+def test_a_folder_with_the_name_of_a_data_set_is_opened_by_its_path(
+    tmp_path: Path, stripes: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_images(tmp_path / "digits", stripes, 4)
+    monkeypatch.chdir(tmp_path)
+    assert len(open_data("./digits").images) == 4
+    assert len(open_data("digits").images) == 1197
+
+
+def test_skipped_files_are_told_with_their_reason(tmp_path: Path, stripes: ImageSet) -> None:
+    write_images(tmp_path / "a", stripes, 3)
+    (tmp_path / "a" / "broken.png").write_bytes(b"no")
+    told = Told()
+    open_data(tmp_path / "a", reporter=told)
+    assert any("broken.png" in line for line in told.lines)
+
+
+def test_a_record_is_plain_json(tmp_path: Path, stripes: ImageSet) -> None:
+    write_images(tmp_path / "a", stripes, 3)
+    record = open_data(tmp_path / "a").record
+    assert json.loads(json.dumps(record)) == record
+    assert Path(record["source"]).is_absolute()
+
+
+def test_pairs_set_aside_are_in_no_other_part(stripes: ImageSet, tmp_path: Path) -> None:
+    path = tmp_path / "p.csv"
+    assert stripes.labels is not None
+    Constraints.sample(stripes.labels, 200, seed=0).write(path)
+    pairs = open_pairs(path, stripes, holdout=0.25, close=False)
+    assert pairs.held_out is not None
+    keys = [
+        {(min(a, b), max(a, b)) for a, b in zip(c.left, c.right, strict=True)} for c in (pairs.training, pairs.held_out)
+    ]
+    assert not keys[0] & keys[1]
+    assert len(pairs.held_out) == round(0.25 * (len(pairs.training) + len(pairs.held_out)))
+
+
+def test_closing_happens_after_pairs_are_set_aside(stripes: ImageSet, tmp_path: Path) -> None:
+    path = write_pairs(tmp_path / "p.csv", [(i, i + 1, 1) for i in range(10)])
+    pairs = open_pairs(path, stripes, holdout=0.1, close=True)
+    kept = open_pairs(path, stripes, holdout=0.1).training
+    assert len(pairs.training) == len(kept.close()) > len(kept)
+
+
+def test_a_share_that_leaves_no_pairs_is_refused(stripes: ImageSet, tmp_path: Path) -> None:
+    path = write_pairs(tmp_path / "p.csv", [(0, 1, 1), (1, 2, 1)])
+    for share in (0.01, 0.99, 1.5):
+        with pytest.raises(InputError, match="holdout-pairs"):
+            open_pairs(path, stripes, holdout=share)
+
+
+def test_dropped_contradictions_are_told(stripes: ImageSet, tmp_path: Path) -> None:
+    path, told = write_pairs(tmp_path / "p.csv", [(0, 1, 1), (1, 2, 1), (0, 2, 0)]), Told()
+    assert len(open_pairs(path, stripes, on_conflict="drop", reporter=told).training) == 2
+    assert told.lines == ["1 of 3 pairs contradict others and are left out"]
+
+
+# Sampling and checking
+
+
+def test_sampled_pairs_are_the_papers_sample(tmp_path: Path) -> None:
+    out = tmp_path / "p.csv"
+    workflow.sample_pairs("digits", out, n=50, seed=3)
+    images = open_data("digits").images
+    assert images.labels is not None
+    ours, papers = Constraints.read(out, names=images.names), Constraints.sample(images.labels, 50, seed=3)
+    for name in ("left", "right", "link"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(papers, name))
+
+
+def test_sampling_never_overwrites_a_pairs_file(tmp_path: Path) -> None:
+    out = write_pairs(tmp_path / "p.csv", [(0, 1, 1)])
+    with pytest.raises(InputError, match="exists already"):
+        workflow.sample_pairs("digits", out, n=5)
+    assert out.read_text().count("\n") == 2
+
+
+def test_flipped_samples_have_wrong_must_links_only(tmp_path: Path) -> None:
+    plain = workflow.sample_pairs("digits", tmp_path / "a.csv", n=200, balanced=True)
+    noisy = workflow.sample_pairs("digits", tmp_path / "b.csv", n=200, balanced=True, flip=0.5, flip_only="must-link")
+    assert plain.n_must_links == 100
+    assert noisy.n_must_links == 50
+    assert not (noisy.link > plain.link).any()
+
+
+def test_a_check_counts_what_a_file_holds(tmp_path: Path, stripes: ImageSet) -> None:
+    write_images(tmp_path / "a", stripes, 6)
+    rows = [("00.png", "01.png", 1), ("01.png", "00.png", 1), ("02.png", "02.png", 1), ("03.png", "04.png", 0)]
+    path = write_pairs(tmp_path / "p.csv", [*rows, ("01.png", "03.png", 1)])
+    found = workflow.check_pairs(path, tmp_path / "a", close=True)
+    assert (found.n_pairs, found.n_must_links, found.n_cannot_links) == (4, 3, 1)
+    assert (found.n_duplicates, found.n_self_links, found.n_unconstrained) == (1, 1, 2)
+    assert (found.n_groups, found.largest_group, found.n_contradictions) == (1, 3, 0)
+    assert found.closed == (3, 3)
+
+
+def test_a_check_without_images_shows_the_chain_of_a_contradiction(tmp_path: Path) -> None:
+    path = write_pairs(tmp_path / "p.csv", [("a", "b", "same"), ("b", "c", "same"), ("a", "c", "different")])
+    found = workflow.check_pairs(path)
+    assert found.n_contradictions == 1
+    assert "a – b – c" in found.contradictions[0]
+
+
+# Sorting
+
+
+def predictions(clusters: list[int], k: int) -> Predictions:
+    return Predictions(np.eye(k, dtype=np.float32)[clusters])
+
+
+def test_sorted_images_never_collide(tmp_path: Path, stripes: ImageSet) -> None:
+    for name in ("a/b.png", "a__b.png", "A__b.png"):
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(stripes.images[0, ..., 0]).save(path)
+    data = open_data(tmp_path / "in")
+    workflow.sort_images(data, predictions([1, 1, 1], 11), tmp_path / "out")
+    links = sorted((tmp_path / "out" / "cluster-01").iterdir())
+    assert len(links) == 3
+    assert {link.resolve() for link in links} == {tmp_path / "in" / name for name in data.images.names}
+
+
+def test_copies_are_files_of_their_own(tmp_path: Path, stripes: ImageSet) -> None:
+    write_images(tmp_path / "in", stripes, 2)
+    workflow.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "out", link=False)
+    copy = tmp_path / "out" / "cluster-1" / "01.png"
+    assert not copy.is_symlink()
+    assert copy.read_bytes() == (tmp_path / "in" / "01.png").read_bytes()
+
+
+def test_images_of_an_array_are_sorted_as_pictures(tmp_path: Path, stripes: ImageSet) -> None:
+    np.save(tmp_path / "x.npy", stripes.images[:2])
+    workflow.sort_images(open_data(tmp_path / "x.npy"), predictions([0, 1], 2), tmp_path / "out")
+    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "out/cluster-1/1.png")), stripes.images[1, ..., 0])
+
+
+def test_a_folder_that_holds_something_is_not_sorted_into(tmp_path: Path, stripes: ImageSet) -> None:
+    write_images(tmp_path / "in", stripes, 2)
+    with pytest.raises(InputError, match="not an empty folder"):
+        workflow.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "in")
+
+
+# Choices of a training
+
+
+@pytest.fixture
+def asked(tmp_path: Path, stripes: ImageSet) -> Train:
+    """A folder of 24 grey 8-pixel images, pairs over them, three clusters."""
+    write_images(tmp_path / "in", stripes, 24)
+    rows = [
+        (f"{i:02d}.png", f"{j:02d}.png", int(i % 3 == j % 3)) for i, j in zip(range(12), range(12, 24), strict=True)
+    ]
+    pairs = write_pairs(tmp_path / "p.csv", rows)
+    return Train(data=str(tmp_path / "in"), pairs=pairs, clusters=3, out=tmp_path / "run", settings={"device": "cpu"})
+
+
+def test_without_a_gpu_a_folder_gets_small_images_and_a_tiny_backbone(asked: Train, tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    for row in range(6):
+        Image.new("RGB", (70 + row, 80), (40 * row, 0, 0)).save(tmp_path / "large" / f"{row:02d}.png")
+    pairs = write_pairs(tmp_path / "q.csv", [("00.png", "01.png", 1)])
+    told = Told()
+    plan = plan_training(replace(asked, data=str(tmp_path / "large"), pairs=pairs), told)
+    assert (plan.model.config.side, plan.model.config.backbone, plan.settings.steps) == (32, "tiny", 1000)
+    assert any(line.startswith("no GPU: images of 32 px, backbone tiny") for line in told.lines)
+    plan = plan_training(replace(asked, data=str(tmp_path / "large"), pairs=pairs, side=40, backbone="tiny"), told)
+    assert plan.model.config.side == 40
+
+
+def test_a_data_sets_row_gives_clusters_views_and_tuned_settings(tmp_path: Path) -> None:
+    workflow.sample_pairs("digits", tmp_path / "p.csv", n=20)
+    plan = plan_training(Train("digits", tmp_path / "p.csv", out=tmp_path / "run", settings={"device": "cpu"}), Quiet())
+    assert plan.clusters == 10
+    assert plan.views.request() == {"flip": False, "without": ["solarize"]}
+    assert (plan.arguments["pairs_per_step"], plan.arguments["images_per_step"]) == (50, 150)
+    assert (plan.model.config.mean, plan.settings.lr) == ((0.3054,), 0.01)
+
+
+def test_what_was_given_wins_over_the_row(tmp_path: Path) -> None:
+    workflow.sample_pairs("digits", tmp_path / "p.csv", n=20)
+    request = Train("digits", tmp_path / "p.csv", 12, tmp_path / "run", flip=True, without=("rotate",))
+    given = {"arguments": {"max_entropy": 0.1}, "settings": {"device": "cpu", "lr": 0.5, "steps": 7}}
+    plan = plan_training(replace(request, **given), Quiet())
+    assert (plan.clusters, plan.arguments["max_entropy"]) == (12, 0.1)
+    assert (plan.settings.lr, plan.settings.steps) == (0.5, 7)
+    assert plan.views.request() == {"flip": True, "without": ["rotate", "solarize"]}
+
+
+def test_planning_writes_nothing(asked: Train, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    plan_training(asked, Quiet())
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"objective": "mlc"}, "unknown pair objective"),
+        ({"links": "firm"}, "unknown links"),
+        ({"selection": "luck"}, "unknown selection"),
+        ({"pool": "some"}, "unknown pool"),
+        ({"flip_fraction": 2.0}, "flip_fraction"),
+    ],
+)
+def test_a_wrong_argument_shows_before_the_start_is_made(
+    asked: Train, arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        plan_training(replace(asked, arguments=arguments), Quiet())
+
+
+def test_labels_that_do_not_fit_the_clusters_show_before_the_start_is_made(tmp_path: Path, stripes: ImageSet) -> None:
+    np.savez(tmp_path / "x.npz", images=stripes.images, labels=stripes.labels)
+    request = Train(str(tmp_path / "x.npz"), clusters=2, out=tmp_path / "run", method="supervised")
+    with pytest.raises(InputError, match="3 classes for 2 outputs"):
+        plan_training(replace(request, settings={"device": "cpu"}), Quiet())
+
+
+def test_a_model_for_other_clusters_is_refused(asked: Train, tmp_path: Path) -> None:
+    save_model(build_model(n_clusters=5, side=8, channels=1), tmp_path / "m")
+    with pytest.raises(InputError, match="has 5 clusters, --clusters says 3"):
+        plan_training(replace(asked, model=tmp_path / "m"), Quiet())
+
+
+def test_a_model_without_clusters_still_needs_scan(asked: Train, tmp_path: Path) -> None:
+    save_model(build_model(n_clusters=0, side=16, channels=3), tmp_path / "m")
+    plan = plan_training(replace(asked, model=tmp_path / "m"), Quiet())
+    assert plan.stages == ("scan", "self_label")
+    assert (plan.data.images.side, plan.data.images.channels) == (16, 3)
+
+
+def test_default_run_folders_count_up(tmp_path: Path) -> None:
+    assert planning._default_out(tmp_path, "x/photos", False) == tmp_path / "photos"
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos-2").mkdir()
+    assert planning._default_out(tmp_path, "photos", False) == tmp_path / "photos-3"
+    assert planning._default_out(tmp_path, "photos", True) == tmp_path / "photos-2"
+
+
+@pytest.mark.parametrize("n_images", [8, 300, 5_000, 1_000_000])
+def test_a_short_start_on_a_cpu_has_a_bounded_number_of_steps(n_images: int) -> None:
+    for stage, arguments in short_start(("simclr", "scan", "self_label"), n_images, cpu=True).items():
+        batch = arguments.get("images_per_step", method_arguments(stage)["images_per_step"].default)
+        per_epoch = n_images // min(batch, n_images)
+        assert planning.START_STEPS <= arguments["epochs"] * per_epoch < planning.START_STEPS + per_epoch
+
+
+def test_an_evaluation_is_plain_json(stripes: ImageSet) -> None:
+    assert stripes.labels is not None
+    found = predictions(stripes.labels.tolist(), 3)
+    told = workflow.evaluate_images(stripes, found, Constraints.sample(stripes.labels, 30, seed=0))
+    assert json.loads(json.dumps(told)) == told
+    assert told["scores"]["acc"] == told["agreement"]["balanced"] == 1
+    assert told["cluster_sizes"] == [20, 20, 20]
+
+
+def test_clusters_are_written_with_names_that_need_quotes(tmp_path: Path) -> None:
+    workflow.write_clusters(tmp_path / "c.csv", ["a, b.png"], predictions([1], 2))
+    assert (tmp_path / "c.csv").read_text() == 'name,cluster,confidence\n"a, b.png",1,1.000000\n'
