@@ -95,7 +95,7 @@ def main() -> None:
         images,
         row.n_clusters,
         stages=stages,
-        arguments=epochs,
+        recipe=epochs,
         settings={"seed": arguments.seed, "evaluate_every": 4000, "checkpoint_every": 5000, "log_every": 500},
         around=around,
         results=arguments.out / "results",

@@ -20,7 +20,7 @@ from PIL import Image
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from constraintmatch import cli, planning
+from constraintmatch import cli, pretraining
 from constraintmatch.flags import STAGES, methods
 from constraintmatch.images import ImageSet
 from constraintmatch.models import load_model
@@ -74,9 +74,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, stripes: ImageSet) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
-    """A short start of three steps a stage."""
+    """A short start of three epochs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "START_STEPS", 3)
+        patch.setattr(pretraining, "short_start", lambda *_, **__: {"simclr": {"epochs": 3}, "k_means": {}})
         yield
 
 
@@ -255,7 +255,7 @@ def test_pretrain_leaves_a_model_that_train_takes(folder: Path, tmp_path: Path) 
     epochs = ("--epochs-simclr", 2, "--epochs-scan", 2, "--epochs-self-label", 2)
     words = ("pretrain", folder / "in", "--clusters", 3, "--out", tmp_path / "s", "--side", 8, "--device", "cpu")
     result = run(*words, *epochs)
-    assert {path.name for path in (tmp_path / "s").glob("[!.]*")} == {"1-simclr", "2-scan", "3-self_label", "model"}
+    assert {path.name for path in (tmp_path / "s").glob("[!.]*")} == {"simclr", "scan", "self_label", "model"}
     assert f"--model {tmp_path / 's'}" in result.stdout
     words = ("train", folder / "in", "--pairs", folder / "pairs.csv", "--model", tmp_path / "s", "--steps", 2)
     run(*words, "--out", tmp_path / "r", "--device", "cpu", "-q")
@@ -399,6 +399,23 @@ def test_a_full_disk_that_a_library_reports_in_words_is_told_too(
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
     assert "no space left on the disk" in refused(*words())
+
+
+def test_a_run_goes_on_after_its_images_were_moved(
+    words: Callable[..., list[object]], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    shutil.copytree(folder / "in", tmp_path / "before")
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "log", stop)
+        run(*words(tmp_path / "before"), code=130)
+    (tmp_path / "before").rename(tmp_path / "after")
+    (tmp_path / "after" / "broken.jpg").unlink()  # never among the images
+    run(*words(tmp_path / "after"), "--resume")
+    record = json.loads((tmp_path / "new" / "run.json").read_text())
+    assert (record["status"], record["request"]["data"]["source"]) == ("finished", str(tmp_path / "after"))
 
 
 def test_a_method_that_needs_pairs_says_so(words: Callable[..., list[object]], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import constraintmatch
 from constraintmatch import ClusterModel, ConstraintMatch, Constraints, ImageSet, InputError, load_model
 from constraintmatch.estimator import as_constraints, as_images
 from constraintmatch.models import build_model, save_model
+from constraintmatch.pretraining import short_start, training_size
 from constraintmatch.views import from_function
 
 QUICK: dict[str, Any] = {"n_clusters": 3, "start": None, "steps": 3, "device": "cpu", "random_state": 0, "flip": False}
@@ -386,16 +387,15 @@ def test_batches_steps_and_rate_suit_the_size_of_the_set() -> None:
         pixels = np.broadcast_to(np.uint8(0), (n, 8, 8, 1))
         return ConstraintMatch(10, **changes)._plan(ImageSet(pixels, tuple(map(str, range(n)))), seed=0)
 
-    large, small = plan(120_000), plan(1_200)
-    assert large.arguments == {"images_per_step": 600, "pairs_per_step": 200}
-    assert (large.settings.steps, large.settings.lr) == (20_000, 0.01)
-    assert large.stages["scan"].settings == {"lr": 1e-4}
-    assert small.arguments == {"images_per_step": 150, "pairs_per_step": 50}
-    assert (small.settings.steps, small.settings.lr) == (800, 0.03)
-    assert small.stages["scan"].arguments["epochs"] == 67
-    asked = plan(1_200, steps=7, options={"lr": 0.5, "images_per_step": 9, "scan": {"lr": 0.1, "epochs": 2}})
+    sizes = training_size(1_200, cpu=True)
+    small = plan(1_200, device="cpu")
+    assert small.arguments == {name: sizes[name] for name in ("images_per_step", "pairs_per_step")}
+    assert (small.settings.steps, small.settings.lr) == (sizes["steps"], sizes["lr"])
+    assert small.recipe == short_start(1_200, cpu=True)
+    options = {"lr": 0.5, "images_per_step": 9, "scan": {"lr": 0.1, "epochs": 2}}
+    asked = plan(1_200, steps=7, options=options)
     assert (asked.settings.steps, asked.settings.lr, asked.arguments["images_per_step"]) == (7, 0.5, 9)
-    assert (asked.stages["scan"].arguments["epochs"], asked.stages["scan"].settings) == (2, {"lr": 0.1})
+    assert asked.recipe["scan"] == {"lr": 0.1, "epochs": 2}
 
 
 def test_verbose_shows_progress_and_quiet_shows_none(

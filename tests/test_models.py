@@ -1,5 +1,7 @@
+import errno
 import json
 from pathlib import Path
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -139,6 +141,60 @@ def test_broken_model_folders_get_one_line(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+def offline() -> Exception:
+    """What timm raises without a network: the hub's error on top of what the system said."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    error = LocalEntryNotFoundError("we cannot find the requested files\nin the local cache")
+    error.__cause__ = OSError(-2, "Name or service not known")
+    return error
+
+
+def refused() -> Exception:
+    """What newer hubs let through from their web library, which need not be installed here."""
+    return type("ConnectError", (Exception,), {"__module__": "httpx"})("connection refused")
+
+
+UNREACHABLE = {
+    "Name or service not known": offline,
+    "offline mode is enabled": lambda: ConnectionError("Cannot reach the hub: offline mode is enabled"),
+    "connection refused": refused,
+    "no route": lambda: URLError("no route"),
+    "TimeoutError": TimeoutError,
+}
+
+
+@pytest.mark.parametrize("reason", UNREACHABLE)
+def test_weights_that_cannot_be_fetched_get_one_line_with_the_mend(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    def create(*_: object, **options: object) -> None:
+        if "img_size" in options:
+            raise TypeError("unexpected keyword argument 'img_size'")
+        raise UNREACHABLE[reason]()
+
+    monkeypatch.setattr("timm.create_model", create)
+    with pytest.raises(
+        InputError, match=rf"timm:resnet10t: .* cannot be fetched .*{reason}.* or leave --pretrained"
+    ) as e:
+        build_model(n_clusters=2, side=32, backbone="timm:resnet10t", pretrained=True)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), OSError(errno.ENOSPC, "No space left on device")], ids=str)
+def test_other_errors_of_timm_are_not_hidden(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, pretrained: bool
+) -> None:
+    def create(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("timm.create_model", create)
+    with pytest.raises(type(error)) as caught:
+        build_model(n_clusters=2, side=32, backbone="timm:resnet10t", pretrained=pretrained)
+    assert caught.value is error
+
+
 def test_impossible_models_are_refused() -> None:
     with pytest.raises(InputError, match="one cluster"):
         build_model(n_clusters=1, side=8)
@@ -146,3 +202,5 @@ def test_impossible_models_are_refused() -> None:
         build_model(n_clusters=2, side=8, backbone="vgg")
     with pytest.raises(InputError, match="timm knows no model 'resnet1'"):
         build_model(n_clusters=2, side=32, backbone="timm:resnet1")
+    with pytest.raises(InputError, match=r"no pretrained weights of botnet50ts_256; .* leave --pretrained out"):
+        build_model(n_clusters=2, side=32, backbone="timm:botnet50ts_256", pretrained=True)

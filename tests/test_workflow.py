@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from constraintmatch import flags, planning, workflow
+from constraintmatch import cli, flags, planning, workflow
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import Predictions
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS
 from constraintmatch.models import build_model, save_model
-from constraintmatch.planning import Train, plan_training, short_start
+from constraintmatch.planning import Train, plan_training
 from constraintmatch.progress import Quiet
 from constraintmatch.running import method_arguments
 from constraintmatch.sources import open_data, open_pairs
@@ -63,9 +63,10 @@ def test_flags_of_training_are_the_fields_of_the_settings() -> None:
 
 
 def test_stages_are_those_of_pretraining() -> None:
-    from constraintmatch.pretraining import STAGES
+    from constraintmatch.pretraining import ORDER, STAGES
 
-    assert flags.STAGES == STAGES
+    assert flags.STAGES == ORDER
+    assert tuple(cli.CHAIN.split(",")) == STAGES
 
 
 # Opening
@@ -251,10 +252,30 @@ def test_without_a_gpu_a_folder_gets_small_images_and_a_tiny_backbone(asked: Tra
     pairs = write_pairs(tmp_path / "q.csv", [("00.png", "01.png", 1)])
     told = Told()
     plan = plan_training(replace(asked, data=str(tmp_path / "large"), pairs=pairs), told)
-    assert (plan.model.config.side, plan.model.config.backbone, plan.settings.steps) == (32, "tiny", 1000)
+    assert (plan.model.config.side, plan.model.config.backbone, plan.settings.steps) == (32, "tiny", 500)
     assert any(line.startswith("no GPU: images of 32 px, backbone tiny") for line in told.lines)
     plan = plan_training(replace(asked, data=str(tmp_path / "large"), pairs=pairs, side=40, backbone="tiny"), told)
     assert plan.model.config.side == 40
+
+
+class Started(Quiet):
+    """Keeps the titles of the jobs."""
+
+    def __init__(self) -> None:
+        self.titles: list[str] = []
+
+    def start(self, title: str, total: int, done: int = 0) -> None:  # noqa: ARG002 (the reporter's signature)
+        self.titles.append(title)
+
+
+def test_without_a_gpu_a_folder_is_decoded_once(asked: Train, tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    for row in range(6):
+        Image.new("RGB", (70 + row, 80), (40 * row, 0, 0)).save(tmp_path / "large" / f"{row:02d}.png")
+    pairs = write_pairs(tmp_path / "q.csv", [("00.png", "01.png", 1)])
+    started = Started()
+    plan_training(replace(asked, data=str(tmp_path / "large"), pairs=pairs), started)
+    assert started.titles.count("reading images") == 1
 
 
 def test_a_data_sets_row_gives_clusters_views_and_tuned_settings(tmp_path: Path) -> None:
@@ -263,7 +284,7 @@ def test_a_data_sets_row_gives_clusters_views_and_tuned_settings(tmp_path: Path)
     assert plan.clusters == 10
     assert plan.views.request() == {"flip": False, "without": ["solarize"]}
     assert (plan.arguments["pairs_per_step"], plan.arguments["images_per_step"]) == (50, 150)
-    assert (plan.model.config.mean, plan.settings.lr) == ((0.3054,), 0.01)
+    assert (plan.model.config.mean, plan.settings.lr) == ((0.3054,), 0.05)
 
 
 def test_what_was_given_wins_over_the_row(tmp_path: Path) -> None:
@@ -312,10 +333,10 @@ def test_a_model_for_other_clusters_is_refused(asked: Train, tmp_path: Path) -> 
         plan_training(replace(asked, model=tmp_path / "m"), Quiet())
 
 
-def test_a_model_without_clusters_still_needs_scan(asked: Train, tmp_path: Path) -> None:
+def test_a_model_without_clusters_still_needs_some(asked: Train, tmp_path: Path) -> None:
     save_model(build_model(n_clusters=0, side=16, channels=3), tmp_path / "m")
     plan = plan_training(replace(asked, model=tmp_path / "m"), Quiet())
-    assert plan.stages == ("scan", "self_label")
+    assert plan.stages == ("k_means",)
     assert (plan.data.images.side, plan.data.images.channels) == (16, 3)
 
 
@@ -325,14 +346,6 @@ def test_default_run_folders_count_up(tmp_path: Path) -> None:
     (tmp_path / "photos-2").mkdir()
     assert planning._default_out(tmp_path, "photos", False) == tmp_path / "photos-3"
     assert planning._default_out(tmp_path, "photos", True) == tmp_path / "photos-2"
-
-
-@pytest.mark.parametrize("n_images", [8, 300, 5_000, 1_000_000])
-def test_a_short_start_on_a_cpu_has_a_bounded_number_of_steps(n_images: int) -> None:
-    for stage, arguments in short_start(("simclr", "scan", "self_label"), n_images, cpu=True).items():
-        batch = arguments.get("images_per_step", method_arguments(stage)["images_per_step"].default)
-        per_epoch = n_images // min(batch, n_images)
-        assert planning.START_STEPS <= arguments["epochs"] * per_epoch < planning.START_STEPS + per_epoch
 
 
 def test_an_evaluation_is_plain_json(stripes: ImageSet) -> None:

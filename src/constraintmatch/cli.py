@@ -81,6 +81,7 @@ Flip = Annotated[
 Without = Annotated[str, _option("Changes that would spoil the images: rotate,solarize.", panel="Images")]
 Backbone = Annotated[str | None, _option("tiny, resnet18, resnet34 or timm:NAME. (fits the images)")]
 Pretrained = Annotated[bool, _option("Begin with the weights of a timm backbone.", "--pretrained")]
+CHAIN = "simclr,scan,self_label"  # the paper's start
 METHOD = f"One of {', '.join(name for name in methods() if name not in STAGES)}. (constraintmatch)"
 
 
@@ -95,21 +96,14 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             _stop(f"error: {error}", 2)
         except KeyboardInterrupt as stop:
             _stop(str(stop) or "stopped", 130)
-        except Exception as error:
-            if not _disk_full(error):
+        except OSError as error:  # writes that are not atomic: the log, copied images
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             _stop(
                 "error: no space left on the disk; free some and run the same command again (train: with --resume)", 2
             )
 
     return wrapper
-
-
-def _disk_full(error: Exception) -> bool:
-    """Whether the disk is full; writers in other languages say so in words only."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    return "No space left on device" in str(error)
 
 
 def _stop(text: str, code: int) -> None:
@@ -434,7 +428,7 @@ def pretrain(
     *,
     out: Annotated[Path, _option("Folder for the stages and for the model they leave.")],
     clusters: Clusters = None,
-    stages: Annotated[str, _option(f"Which ones, in this order. ({','.join(STAGES)})")] = ",".join(STAGES),
+    stages: Annotated[str, _option(f"Which of {', '.join(STAGES)}. ({CHAIN})")] = CHAIN,
     backbone: Backbone = None,
     pretrained: Pretrained = False,
     quiet: QuietFlag = False,
@@ -473,6 +467,29 @@ def pretrain(
     model = workflow.pretrain_model(request, _words(stages), arguments, _reporter(quiet))
     following = f"constraintmatch train {data} --pairs pairs.csv --model {out}"
     _print_rows([("model", str(model)), ("next", following)])
+
+
+@app.command(
+    cls=GroupedHelp,
+    epilog=_example("constraintmatch import-scan scan.pth.tar \\", "  --data cifar10 --out starts/c10"),
+)
+@_guarded
+def import_scan(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The checkpoint. Nothing in it is run.")],
+    data: Annotated[str, _option("Its data set: cifar10, cifar100-20, stl10, imagenet10, imagenet-dogs.")],
+    out: Annotated[Path, _option("New model folder.")],
+    head: Annotated[int | None, _option("Which of several cluster heads. (the file's best, or 0)")] = None,
+    half: Annotated[bool, _option("Keep the weights in half precision.", "--half")] = False,
+) -> None:
+    """Turn a checkpoint of SCAN's code into a model folder.
+
+    It may be of any stage; after SimCLR alone it has no clusters yet.
+    """
+    from constraintmatch import scan_import
+
+    config = scan_import.import_scan(file, data, out, head=head, half=half).config
+    clusters = f"{config.n_clusters:,}" if config.n_clusters else "none yet"
+    _print_rows([("model", f"{out} ({config.backbone})"), ("clusters", clusters)])
 
 
 @app.command(cls=GroupedHelp, epilog=_example("constraintmatch demo --out demo"))

@@ -1,7 +1,6 @@
 """The clusterer with scikit-learn's contract: `ConstraintMatch(n_clusters=…).fit(images, constraints).labels_`."""
 
 import copy
-import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from constraintmatch.images import ImageSet, load_images
 from constraintmatch.methods import METHODS, ViewChoice
 from constraintmatch.methods.preparation import check_images
 from constraintmatch.models import ClusterModel, build_model, load_model, save_model
-from constraintmatch.pretraining import SHORT, STAGES, pretrain
+from constraintmatch.pretraining import ORDER, pretrain, short_start, training_size
 from constraintmatch.progress import Quiet, console_reporter
 from constraintmatch.running import Around, method_arguments, method_settings, run_method
 from constraintmatch.training import TrainSettings, choose_device
@@ -39,15 +38,6 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 ELSEWHERE = {"steps": "steps", "device": "device", "seed": "random_state"}  # settings with a parameter of their own
 SETTINGS = {entry.name for entry in fields(TrainSettings)} - ELSEWHERE.keys()
 OWN_VIEWS = ("own_weak", "own_strong", "own_contrastive")
-PASSES = 100  # over the images, when `steps` is None; the paper's 20,000 steps are 267 passes over CIFAR-10
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """The arguments and training settings of one stage of the self-supervised start."""
-
-    arguments: dict[str, Any]
-    settings: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -57,7 +47,7 @@ class _Plan:
     method: str
     arguments: dict[str, Any]
     settings: TrainSettings
-    stages: dict[str, "_Stage"]
+    recipe: dict[str, dict[str, Any]]  # of the self-supervised start, by stage
     around: Around
 
 
@@ -75,10 +65,10 @@ class ConstraintMatch(  # type: ignore[call-arg]
     n_clusters : 2 or more.
     method : "constraintmatch", "constrained" or "pseudo_label"; "supervised" and "fully_constrained" learn from labels.
     backbone : "tiny", "resnet18", "resnet34" or "timm:NAME"; None chooses by the side of the images.
-    start : what training starts from: "self-supervised" (SimCLR, SCAN and self-labelling on the images, kept short),
+    start : what training starts from: "self-supervised" (SimCLR and k-means on the images, kept short),
         None (random weights), a model or run folder, or a `ClusterModel` (which is left as it is). A start without
         clusters, such as `build_model(n_clusters=0, backbone="timm:NAME", pretrained=True, …)`, takes SimCLR's place.
-    steps : training steps; None: enough for 100 passes over the images, 500 to 20,000.
+    steps : training steps; None: enough for 100 passes over the images, 500 to 20,000 (on a CPU to 1,000).
     device : "cuda", "mps" or "cpu"; None takes the first of these that is there.
     random_state : a seed, a RandomState or Generator to draw one from, or None for a new one (`seed_` tells it).
     flip : whether a mirrored image still belongs to its cluster (not so for digits and letters).
@@ -229,37 +219,33 @@ class ConstraintMatch(  # type: ignore[call-arg]
             )
         if start.config.n_clusters:
             return start
-        first = (
-            0 if isinstance(self.start, str) and self.start == SELF_SUPERVISED else 1
-        )  # a backbone stands for SimCLR
-        for stage in STAGES[first:]:
-            start = pretrain(
-                start,
-                images,
-                self.n_clusters,
-                stages=(stage,),
-                arguments={stage: plan.stages[stage].arguments},
-                settings={**plan.stages[stage].settings, "seed": seed, "device": self.device},
-                around=plan.around,
-            )
-        return start
+        made = isinstance(self.start, str) and self.start == SELF_SUPERVISED  # a given backbone stands for SimCLR
+        stages = [stage for stage in ORDER if stage in plan.recipe and (made or stage != "simclr")]
+        given = {"seed": seed, "device": self.device}
+        return pretrain(
+            start, images, self.n_clusters, stages=stages, recipe=plan.recipe, settings=given, around=plan.around
+        )
 
     def _plan(self, images: ImageSet, seed: int) -> _Plan:
         """Everything the fit needs from the parameters; what cannot be used is an InputError."""
         known = _known_method(self.method)
         asked = dict(self.options or {})
-        stages = {stage: _stage(stage, asked.pop(stage, {}), len(images)) for stage in STAGES}
+        cpu = choose_device(self.device).type == "cpu"
+        asked_start = {stage: asked.pop(stage) for stage in ORDER if stage in asked}
+        recipe = _start_recipe(short_start(len(images), cpu=cpu), asked_start)
         own = {name: asked.pop(name) for name in OWN_VIEWS if name in asked}
-        arguments = _sizes(known, len(images)) | {name: asked.pop(name) for name in known & asked.keys()}
+        size = training_size(len(images), cpu=cpu)
+        arguments = {name: size[name] for name in known & size.keys()}
+        arguments |= {name: asked.pop(name) for name in known & asked.keys()}
         _check_options(asked, self.method, known)
-        steps = _steps(len(images), arguments) if self.steps is None else self.steps
-        settings = {"lr": _rate(steps)} | asked | {"steps": steps, "seed": seed, "device": self.device}
+        steps = size["steps"] if self.steps is None else self.steps
+        settings = {"lr": size["lr"]} | asked | {"steps": steps, "seed": seed, "device": self.device}
         without = (self.without,) if isinstance(self.without, str) else tuple(self.without)
         views = ViewChoice(flip=self.flip, without=without, **own)
         views.strong()  # names that are no operations are found here, not after the start
         reporter = console_reporter() if self.verbose else Quiet()
         around = Around(reporter=reporter, views=views)
-        return _Plan(self.method, arguments, method_settings(self.method, settings), stages, around)
+        return _Plan(self.method, arguments, method_settings(self.method, settings), recipe, around)
 
 
 def as_images(images: Images, model: ClusterModel | None = None) -> ImageSet:
@@ -302,35 +288,21 @@ def as_constraints(constraints: Pairs, images: ImageSet) -> Constraints | None:
 
 def _known_method(name: str) -> set[str]:
     """The names of a method's arguments; a stage of the start is no method here."""
-    if name in STAGES or name not in METHODS:
-        known = ", ".join(method for method in METHODS if method not in STAGES)
+    if name in ORDER or name not in METHODS:
+        known = ", ".join(method for method in METHODS if method not in ORDER)
         raise InputError(f"unknown method {name!r}; known are {known}")
     return set(method_arguments(name))
 
 
-def _stage(name: str, given: Mapping[str, Any], n_images: int) -> _Stage:
-    """A stage of the short start for a set of this size, with what was asked for it; unknown names are refused."""
-    known = method_arguments(name).keys() - {"n_clusters"}
-    settings = SETTINGS - {"steps"}  # they follow from the epochs
-    if unknown := sorted(given.keys() - known - settings):
-        raise InputError(f"options: {name} knows no {unknown[0]!r}; it knows {', '.join(sorted(known | settings))}")
-    default = SHORT[name] | (_short_scan(n_images) if name == "scan" else {})
-    asked = {**default, **given}
-    return _Stage(
-        {key: value for key, value in asked.items() if key in known},
-        {key: value for key, value in asked.items() if key not in known},
-    )
-
-
-def _short_scan(n_images: int) -> dict[str, Any]:
-    """SCAN's epochs and learning rate for a set of this size.
-
-    Few images make few steps an epoch: 135 steps at SCAN's 1e-4 leave digits at 38 % with no cluster sure of itself.
-    So there are at least 600 steps, at a higher rate where they are few; from 5,000 on (43,000 images) at SCAN's own.
-    """
-    per_epoch = max(1, n_images // 128)
-    epochs = max(SHORT["scan"]["epochs"], -(-600 // per_epoch))
-    return {"epochs": epochs, "lr": 1e-4 * max(1.0, 5000 / (epochs * per_epoch))}
+def _start_recipe(
+    short: dict[str, dict[str, Any]], asked: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The short recipe with what was asked for its stages; a stage it lacks is added when asked for."""
+    for stage, options in asked.items():
+        known = method_arguments(stage).keys() - {"n_clusters"} | SETTINGS - {"steps"}  # steps follow from the epochs
+        if unknown := sorted(options.keys() - known):
+            raise InputError(f"options: {stage} knows no {unknown[0]!r}; it knows {', '.join(sorted(known))}")
+    return {stage: {**short.get(stage, {}), **asked.get(stage, {})} for stage in ORDER if stage in {*short, *asked}}
 
 
 def _check_clusters(n_clusters: Any, n_images: int) -> None:
@@ -355,31 +327,8 @@ def _check_options(rest: Mapping[str, Any], method: str, arguments: set[str]) ->
         if name in ELSEWHERE:
             raise InputError(f"options: {name!r} has a parameter of its own, {ELSEWHERE[name]}")
     if unknown := sorted(map(str, rest.keys() - SETTINGS)):
-        known = ", ".join(sorted({*arguments, *SETTINGS, *OWN_VIEWS, *STAGES}))
+        known = ", ".join(sorted({*arguments, *SETTINGS, *OWN_VIEWS, *ORDER}))
         raise InputError(f"options: {unknown[0]!r} means nothing to {method}; known are {known}")
-
-
-def _sizes(arguments: set[str], n_images: int) -> dict[str, int]:
-    """Batches for a set of this size: an eighth of the images, at most the paper's 600, and a third as many pairs."""
-    images = min(600, max(60, n_images // 8))
-    return {
-        name: size
-        for name, size in {"images_per_step": images, "pairs_per_step": images // 3}.items()
-        if name in arguments
-    }
-
-
-def _steps(n_images: int, arguments: Mapping[str, Any]) -> int:
-    per_pass = n_images / arguments.get("images_per_step", arguments.get("pairs_per_step", 200) * 3)
-    return int(min(20_000, max(500, PASSES * per_pass)))
-
-
-def _rate(steps: int) -> float:
-    """The paper's 0.01 for its 20,000 steps, up to 0.03 (the top of its grid) for fewer.
-
-    On digits with 300 pairs, 400 steps from the same start reach 79 % at 0.03 and 74 % at 0.01 (one seed).
-    """
-    return 0.01 * min(3.0, max(1.0, math.sqrt(20_000 / max(1, steps))))
 
 
 def _seed(state: Any) -> int:

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +18,12 @@ __all__ = ["folder_lock", "read_json", "write_atomically", "write_json"]
 _MENDS = {
     errno.ENOSPC: "no space left on the disk; free some and run the same command again",
     errno.EDQUOT: "the disk quota is used up; free some space and run the same command again",
+    errno.EFBIG: "files there may not be so large; choose another place",
     errno.EROFS: "the disk is read-only; choose another place",
     errno.EACCES: "no permission to write there; choose another place",
     errno.EPERM: "no permission to write there; choose another place",
 }
+_TOLD_NUMBER = re.compile(r"\b(?:os error|errno) (\d+)", re.IGNORECASE)
 
 
 def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
@@ -28,7 +32,7 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
     The temporary file lies in the same folder, is flushed to the disk before the rename, and is removed on failure.
     """
     path = Path(path)
-    temporary = None
+    temporary, outer = None, sys.exception()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
@@ -39,17 +43,13 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
             os.fsync(file.fileno())
         temporary.chmod(0o666 & ~_umask())  # mkstemp gives 0600; a plain open would have given this
         temporary.replace(path)
-    except OSError as error:
+    except BaseException as error:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
-        mend = _MENDS.get(error.errno or 0)
-        if mend is None:
+        mend = _mend(error, outer) if isinstance(error, Exception) else None
+        if mend is None or isinstance(error, InputError):
             raise
         raise InputError(f"{path}: {mend}") from error
-    except BaseException:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 def write_json(path: Path | str, value: Any) -> None:
@@ -88,6 +88,24 @@ def folder_lock(folder: Path | str) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def _mend(error: BaseException | None, outer: BaseException | None) -> str | None:
+    """What helps against a failed write, by the exceptions that led to it (up to the one handled outside); or None."""
+    while error is not None and error is not outer:
+        if mend := _MENDS.get(_error_number(error)):
+            return mend
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _error_number(error: BaseException) -> int:
+    """The system's number for an error, else 0; libraries in other languages (safetensors) give it in words only."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    if told := _TOLD_NUMBER.search(str(error)):
+        return int(told[1])
+    return errno.ENOSPC if "No space left on device" in str(error) else 0
 
 
 def _try_lock(descriptor: int) -> bool:

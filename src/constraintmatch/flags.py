@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 
 __all__ = ["Argument", "GroupedHelp", "add_flags", "flag", "method_flags", "methods", "settings_flags", "stage_flags"]
 
-STAGES = ("simclr", "scan", "self_label")  # what `pretrain` runs; `train` runs the other methods
+STAGES = ("simclr", "k_means", "scan", "self_label")  # what `pretrain` can run; `train` runs the other methods
 _NOT_FLAGS = {"n_clusters", "settings", "views", "job"}  # n_clusters is --clusters
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
 _MEANINGS = {

@@ -1,6 +1,8 @@
 """Networks that place images in clusters, and the folder they are kept in."""
 
+import errno
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +28,7 @@ __all__ = [
 
 FORMAT = 1
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+HUB_LIBRARIES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
 BACKBONES = ("tiny", "resnet18", "resnet34", "timm:NAME")
 
 
@@ -227,7 +230,7 @@ def _backbone(config: ModelConfig, pretrained: bool) -> tuple[nn.Module, int]:
     """The backbone and the width of its features."""
     name = config.backbone
     if name == "tiny":
-        return _tiny(config.channels)
+        return _tiny(config.side, config.channels)
     if name in ("resnet18", "resnet34"):
         return _resnet(name, config.side, config.channels)
     if name.startswith("timm:"):
@@ -235,12 +238,19 @@ def _backbone(config: ModelConfig, pretrained: bool) -> tuple[nn.Module, int]:
     raise InputError(f"unknown backbone {name!r}; known are {', '.join(BACKBONES)}")
 
 
-def _tiny(channels: int) -> tuple[nn.Module, int]:
-    def block(inputs: int, outputs: int) -> list[nn.Module]:
-        return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+def _tiny(side: int, channels: int) -> tuple[nn.Module, int]:
+    """A small convolutional network: halved down to 4 pixels, then read as 2×2 so that places still count."""
 
-    layers = [*block(channels, 32), *block(32, 32), nn.MaxPool2d(2), *block(32, 64), nn.AdaptiveAvgPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten()), 256
+    def block(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
+        convolution = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+        return [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
+
+    width, layers = 32, block(channels, 32)
+    while side > 4:
+        wider = min(2 * width, 128)
+        layers += block(width, wider, stride=2)
+        width, side = wider, (side + 1) // 2
+    return nn.Sequential(*layers, *block(width, width), nn.AdaptiveAvgPool2d(2), nn.Flatten()), 4 * width
 
 
 def _resnet(name: str, side: int, channels: int) -> tuple[nn.Module, int]:
@@ -265,9 +275,35 @@ def _timm(name: str, config: ModelConfig, pretrained: bool) -> tuple[nn.Module, 
     if name not in timm.list_models() and name not in timm.list_models(pretrained=True):
         near = ", ".join(timm.list_models(f"*{name[:8]}*")[:4]) or "see timm.list_models()"
         raise InputError(f"timm knows no model {name!r} (similar: {near})")
+    if pretrained and not timm.is_model_pretrained(name):
+        raise InputError(f"timm has no pretrained weights of {name}; name another backbone or leave --pretrained out")
     options: dict[str, Any] = {"pretrained": pretrained, "num_classes": 0, "in_chans": config.channels}
     try:
-        network = timm.create_model(name, img_size=config.side, **options)
-    except TypeError:  # networks that take any size have no img_size
-        network = timm.create_model(name, **options)
+        network = _timm_network(name, config.side, options)
+    except Exception as error:  # hub, proxy and socket libraries share no class
+        reason = _unreachable(error) if pretrained else None
+        if reason is None:
+            raise
+        mend = "run it once with a network, then they are kept; or leave --pretrained out"
+        raise InputError(f"timm:{name}: its pretrained weights cannot be fetched ({reason}); {mend}") from error
     return network, int(cast(int, network.num_features))
+
+
+def _timm_network(name: str, side: int, options: Mapping[str, Any]) -> nn.Module:
+    import timm
+
+    with suppress(TypeError):  # networks that take any size have no img_size
+        return timm.create_model(name, img_size=side, **options)
+    return timm.create_model(name, **options)
+
+
+def _unreachable(error: BaseException | None) -> str | None:
+    """Why weights could not be fetched, in one line; None where no network and no missing file led to the error."""
+    reason = None
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return None
+        if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in HUB_LIBRARIES:
+            reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+        error = error.__cause__ or error.__context__
+    return reason

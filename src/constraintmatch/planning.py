@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,16 @@ from constraintmatch.files import folder_lock, read_json
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS, ViewChoice
 from constraintmatch.models import ClusterModel, build_model, default_backbone, load_model
-from constraintmatch.pretraining import SHORT, STAGES
+from constraintmatch.pretraining import ORDER, SHORT_STAGES, training_size
 from constraintmatch.progress import Reporter
 from constraintmatch.running import Around, method_arguments, method_settings, run_method
 from constraintmatch.sources import ClassFolders, Data, OnConflict, Pairs, open_data, open_pairs
 from constraintmatch.training import TrainSettings, choose_device
 from constraintmatch.views import check_operation_names
 
-__all__ = ["Plan", "PretrainPlan", "Train", "plan_pretraining", "plan_training", "short_start"]
+__all__ = ["Plan", "PretrainPlan", "Train", "plan_pretraining", "plan_training"]
 
-# Without a GPU a step of the published size takes half a minute; these bring a folder's training to minutes.
-CPU_SIDE = 32
-CPU_STEPS = 1_000
-CPU_BATCH = {"pairs_per_step": 50, "images_per_step": 150}
-START_STEPS = 300  # of each stage of the short start: at least so many, without a GPU not more
+CPU_SIDE = 32  # without a GPU a ResNet step of the published size takes half a minute; this brings a folder to minutes
 
 
 @dataclass(frozen=True)
@@ -115,10 +111,10 @@ def plan_training(request: Train, reporter: Reporter) -> Plan:
     cpu = choose_device(request.settings.get("device")).type == "cpu"
     row = DATASETS.get(request.data)
     views = _views(request, row)
-    arguments, settings = _configuration(method, request, row, cpu)
     out = _out_folder(request)
     given = _given_model(request)
     data = _open_training_data(request, given, cpu, reporter)
+    arguments, settings = _configuration(method, request, row, len(data.images), cpu)
     clusters = _clusters(request, data, given)
     pairs = _training_pairs(request, data.images, settings.seed, reporter) if request.pairs else None
     plan = Plan(
@@ -144,7 +140,7 @@ def plan_training(request: Train, reporter: Reporter) -> Plan:
 def _check_method(method: str, request: Train) -> None:
     """The method exists, is one of `train`'s, has the flags that were given, and gets pairs if it needs them."""
     known = method_arguments(method)
-    if method in STAGES:
+    if method in ORDER:
         raise InputError(f"{method} is a stage of the self-supervised start; use constraintmatch pretrain")
     if odd := sorted(request.arguments.keys() - known.keys()):
         has = ", ".join(_flag(name) for name in known)
@@ -220,6 +216,7 @@ def _open_training_data(request: Train, given: ClusterModel | None, cpu: bool, r
         return open_data(
             source,
             side=side,
+            max_side=CPU_SIDE if cpu and request.backbone is None else None,
             channels=channels,
             split=split,
             data_dir=request.data_dir,
@@ -229,8 +226,6 @@ def _open_training_data(request: Train, given: ClusterModel | None, cpu: bool, r
         )
 
     data = opened(request.data, side, channels)
-    if cpu and data.row is None and data.images.side > CPU_SIDE and side is None and request.backbone is None:
-        data = opened(request.data, CPU_SIDE, channels)
     if request.test is None:
         return data
     split = "test" if request.test in DATASETS else None
@@ -253,15 +248,21 @@ def _clusters(request: Train, data: Data, given: ClusterModel | None) -> int:
     return clusters
 
 
-def _configuration(method: str, request: Train, row: DataSet | None, cpu: bool) -> tuple[dict[str, Any], TrainSettings]:
-    """The method's arguments and settings: given, else the data set's, the device's, the method's own."""
+def _configuration(
+    method: str, request: Train, row: DataSet | None, n_images: int, cpu: bool
+) -> tuple[dict[str, Any], TrainSettings]:
+    """The method's arguments and settings: given, else the data set's, else by the number of images and the device."""
     known = method_arguments(method)
-    batch = {key: getattr(row, key) for key in CPU_BATCH} if row else CPU_BATCH if cpu else {}
-    tuned = dict(row.tuned.get(method, {})) if row else {}
-    chosen = tuned | (dict(batch) if "pairs_per_step" in known else {})
+    chosen = training_size(n_images, cpu=cpu)
+    if row is not None:
+        chosen |= {"pairs_per_step": row.pairs_per_step, "images_per_step": row.images_per_step}
+        chosen |= {**row.tuned.get(method, {}), **({} if cpu else {"steps": method_settings(method).steps})}
+    if "pairs_per_step" not in known:  # the bounds have a batch of their own
+        chosen.pop("images_per_step")
     arguments = {key: value for key, value in chosen.items() if key in known} | dict(request.arguments)
-    settings = {key: value for key, value in tuned.items() if key not in known}
-    settings |= ({"steps": CPU_STEPS} if cpu else {}) | dict(request.settings)
+    others = ("pairs_per_step", "images_per_step")
+    settings = {key: value for key, value in chosen.items() if key not in known and key not in others}
+    settings |= dict(request.settings)
     steps = method_settings(method, settings).steps
     often = {"evaluate_every": max(1, steps // 10), "log_every": min(100, max(1, steps // 20))}
     return arguments, method_settings(method, often | settings)
@@ -304,7 +305,7 @@ def _stages(request: Train, given: ClusterModel | None) -> tuple[str, ...]:
     """The stages of the start that are still to be made."""
     if given is not None and given.config.n_clusters:
         return ()
-    return tuple(STAGES[1:]) if given is not None or request.pretrained else tuple(STAGES)
+    return SHORT_STAGES[1:] if given is not None or request.pretrained else SHORT_STAGES
 
 
 def _views(request: Train, row: DataSet | None) -> ViewChoice:
@@ -354,18 +355,6 @@ def _say_plan(plan: Plan, request: Train, reporter: Reporter) -> None:
             f"no --model: a short self-supervised start is made first, in {plan.out / 'start'}; a longer one "
             "(constraintmatch pretrain, then --model) or --backbone timm:NAME --pretrained gives better clusters"
         )
-
-
-def short_start(stages: Sequence[str], n_images: int, cpu: bool) -> dict[str, dict[str, Any]]:
-    """The short recipe by stage, with more epochs where the images are few and fewer where a CPU would take hours."""
-    recipe = {}
-    for stage in stages:
-        short = dict(SHORT[stage])
-        batch = short.get("images_per_step", method_arguments(stage)["images_per_step"].default)
-        enough = -(-START_STEPS // max(1, n_images // batch))
-        short["epochs"] = enough if cpu else max(enough, short["epochs"])
-        recipe[stage] = short
-    return recipe
 
 
 def _recorded(request: Train) -> Train:

@@ -13,18 +13,39 @@ from constraintmatch.evaluation import embed, knn_accuracy, neighbour_consistenc
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.models import ClusterModel
-from constraintmatch.running import Around, method_settings, run_method
+from constraintmatch.running import Around, method_settings, run_method, split_options
 from constraintmatch.runs import write_result
 
-__all__ = ["SHORT", "STAGES", "pretrain", "stage_summary"]
+__all__ = ["ORDER", "SHORT_STAGES", "STAGES", "Recipe", "pretrain", "short_start", "stage_summary", "training_size"]
 
-STAGES = ("simclr", "scan", "self_label")
-# The start that `train` makes by itself: minutes on a CPU for a small folder, a third to a tenth of the full recipe.
-SHORT: dict[str, dict[str, Any]] = {
-    "simclr": {"epochs": 60, "images_per_step": 256},
-    "scan": {"epochs": 15},
-    "self_label": {"epochs": 10},
-}
+STAGES = ("simclr", "scan", "self_label")  # the paper's start
+SHORT_STAGES = ("simclr", "k_means")  # the one that a training makes by itself
+ORDER = ("simclr", "k_means", "scan", "self_label")
+Recipe = Mapping[str, Mapping[str, Any]]  # of each stage its arguments and training settings
+
+
+def short_start(n_images: int, *, cpu: bool) -> dict[str, dict[str, Any]]:
+    """The recipe of the start that a training makes by itself: minutes for a folder, on a CPU too.
+
+    At least 160 steps of SimCLR whatever the number of images, on a CPU not more; then clusters by k-means. SCAN and
+    self-labelling need more steps than that to pay: on digits k-means after 160 steps is right for 88 to 91 % of the
+    training images, and 540 steps of SCAN instead of it for 71 to 80 % (docs/lab-notes.md).
+    """
+    epochs = -(-160 // max(1, n_images // 256))
+    return {"simclr": {"epochs": epochs if cpu else max(60, epochs), "images_per_step": 256}, "k_means": {}}
+
+
+def training_size(n_images: int, *, cpu: bool) -> dict[str, Any]:
+    """Batches, steps and learning rate of a training on pairs, for a set of this size where nothing else is known.
+
+    An eighth of the images a step, at most the paper's 600 (on a CPU 150), and a third as many pairs; a hundred passes
+    over the images, from 500 steps to the paper's 20,000 (on a CPU 1,000); the paper's rate of 0.01, up to 0.03, the
+    top of its grid, where the steps are few.
+    """
+    batch = min(150 if cpu else 600, max(60, n_images // 8))
+    steps = int(min(1_000 if cpu else 20_000, max(500, 100 * n_images / batch)))
+    rate = 0.01 * min(3.0, max(1.0, (20_000 / steps) ** 0.5))
+    return {"images_per_step": batch, "pairs_per_step": batch // 3, "steps": steps, "lr": rate}
 
 
 def pretrain(
@@ -33,28 +54,30 @@ def pretrain(
     n_clusters: int,
     *,
     stages: Sequence[str] = STAGES,
-    arguments: Mapping[str, Mapping[str, Any]] | None = None,
+    recipe: Recipe | None = None,
     settings: Mapping[str, Any] | None = None,
     around: Around | None = None,
     results: Path | None = None,
     name: str = "start",
 ) -> ClusterModel:
-    """The model after the stages; `arguments` by stage, `settings` for all. Finished stages are loaded.
+    """The model after the stages; `recipe` by stage, `settings` for all. Finished stages are loaded.
 
     With a folder for `results`, each stage leaves `name-stage.json` there: settings, scores, seconds, environment.
     """
     around = around or Around()
-    if unknown := [stage for stage in stages if stage not in STAGES]:
-        raise InputError(f"unknown stage {unknown[0]!r}; known are {', '.join(STAGES)}")
+    if unknown := [stage for stage in stages if stage not in ORDER]:
+        raise InputError(f"unknown stage {unknown[0]!r}; known are {', '.join(ORDER)}")
     _check_variety(images)
     for stage in stages:
-        chosen = {**(arguments or {}).get(stage, {}), **({"n_clusters": n_clusters} if stage == "scan" else {})}
-        ours = method_settings(stage, settings)
-        place = replace(around.within(f"{STAGES.index(stage) + 1}-{stage}"), resume=True)  # of the same command
+        chosen, changes = split_options(stage, (recipe or {}).get(stage, {}))
+        chosen |= {"n_clusters": n_clusters} if stage in ("k_means", "scan") else {}
+        ours = method_settings(stage, {**changes, **(settings or {})})
+        place = replace(around.within(stage), resume=True)  # of the same command
         began = time.monotonic()
         model, log = run_method(stage, model, images, arguments=chosen, settings=ours, around=place)
         told = stage_summary(model, images, around.held_out)
-        around.reporter.say(f"{stage}: " + ", ".join(f"{key} {value:.3g}" for key, value in told.items()))
+        if told:
+            around.reporter.say(f"{stage}: " + ", ".join(f"{key} {value:.3g}" for key, value in told.items()))
         if results is not None:
             request = {"stage": stage, "data": dict(around.data), "arguments": chosen, "settings": ours.request()}
             values = _stage_result(request, told, log, time.monotonic() - began)

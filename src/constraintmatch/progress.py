@@ -3,11 +3,12 @@
 import sys
 import time
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 __all__ = ["Bar", "Lines", "Quiet", "Reporter", "console_reporter"]
 
@@ -70,12 +71,12 @@ class Lines:
 
 
 class Bar:
-    """A rich progress bar with the newest values, the speed and the time left."""
+    """A bar with the speed and the time left, and below it a line with the newest values, cut to the width."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.progress: Progress | None = None
-        self.task = TaskID(0)
+        self.live: Live | None = None
+        self.values = Text(style="dim", no_wrap=True, overflow="ellipsis")
         self.began, self.first = 0.0, 0
 
     def start(self, title: str, total: int, done: int = 0) -> None:
@@ -83,42 +84,34 @@ class Bar:
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None, complete_style="cyan", finished_style="cyan"),
-            TextColumn("{task.completed:,}/{task.total:,}"),
-            TextColumn("{task.fields[rate]}"),
+            TextColumn("{task.completed:,}/{task.total:,} {task.fields[rate]}"),
             TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[values]}", style="dim"),
             console=self.console,
-            transient=True,
-            refresh_per_second=4,
+            auto_refresh=False,
+            expand=True,
         )
-        self.task = self.progress.add_task(title, total=total, completed=done, rate="", values="")
+        self.task = self.progress.add_task(title, total=total, completed=done, rate="")
         self.began, self.first = time.monotonic(), done
-        self.progress.start()
+        self.values.plain = ""
+        group = Group(self.progress, self.values)
+        self.live = Live(group, console=self.console, transient=True, refresh_per_second=4)
+        self.live.start()
 
     def update(self, done: int, values: Mapping[str, float] | None = None) -> None:
-        if self.progress is None:
+        if self.live is None:
             return
         rate = (done - self.first) / max(time.monotonic() - self.began, 1e-9)
         self.progress.update(self.task, completed=done, rate=f"{rate:.1f}/s")
         if values:
-            self.progress.update(self.task, values=_values(values))
+            self.values.plain = _values(values)
 
     def say(self, text: str) -> None:
-        console = self.progress.console if self.progress else self.console
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
-        if self.progress is not None:
-            self.progress.stop()
-            self.progress = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
 
 
 def console_reporter(console: Console | None = None) -> Bar | Lines:

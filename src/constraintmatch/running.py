@@ -16,7 +16,7 @@ from constraintmatch.progress import Quiet, Reporter
 from constraintmatch.runs import open_run, read_log
 from constraintmatch.training import TrainSettings
 
-__all__ = ["Around", "method_arguments", "method_settings", "run_method"]
+__all__ = ["Around", "method_arguments", "method_settings", "run_method", "split_options"]
 
 NOT_ARGUMENTS = {"model", "images", "constraints", "settings", "views", "job"}
 
@@ -55,6 +55,16 @@ def method_settings(name: str, overrides: Mapping[str, Any] | None = None) -> Tr
     return replace(default, **(overrides or {}))
 
 
+def split_options(name: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of a method as its own arguments and its training settings; an unknown name is an error."""
+    own = method_arguments(name)
+    known = {entry.name for entry in fields(TrainSettings)}
+    if unknown := sorted(options.keys() - own.keys() - known):
+        raise InputError(f"{name} has no option {unknown[0]!r}; it has {', '.join([*own, *sorted(known)])}")
+    arguments = {key: value for key, value in options.items() if key in own}
+    return arguments, {key: value for key, value in options.items() if key not in own}
+
+
 def run_method(
     name: str,
     model: ClusterModel,
@@ -83,11 +93,15 @@ def run_method(
             constraints.write(run.path / "pairs.csv", names=images.names)
         job = replace(job, run=run)
         trained, log = METHODS[name](model, images, **given, **chosen, settings=settings, views=around.views, job=job)
+        if not read_log(run.path):  # a method without steps, k_means, has no loop that would have logged
+            for entry in log:
+                run.log(entry)
+        log = read_log(run.path)  # of earlier parts too, where the run was resumed
         stage = _stage(request, log[-1]["step"])
         trained.config = replace(trained.config, trained=(*trained.config.trained, stage))
         save_model(trained, run.model)
         run.checkpoint.unlink(missing_ok=True)
-        return Trained(trained, read_log(run.path))
+        return Trained(trained, log)
 
 
 def _resolved(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

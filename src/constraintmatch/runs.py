@@ -72,17 +72,21 @@ def open_run(path: Path | str, record: Mapping[str, Any], *, resume: bool = Fals
     """The run folder, locked for this process; `run.json` says how the block ended.
 
     Without `resume` a folder that holds a run is refused, so nothing is overwritten. With it the stored request must
-    equal the new one.
+    equal the new one, except for where the images or the first model lie: moved, they are still the same, and their
+    new place is noted.
     """
     path = Path(path)
     with folder_lock(path):
         stored = _stored(path)
         if stored is not None and not resume:
             raise InputError(f"{path}: holds a run already; continue it with --resume or choose another --out")
+        run = RunFolder(path, _fresh(record))
         if stored is not None:
-            _same_request(stored["request"], _plain(record), path)
-        run = RunFolder(path, stored or _fresh(record), resumed=stored is not None)
+            _same_request(stored["request"], run.record["request"], path)
+            run = RunFolder(path, {**stored, "request": run.record["request"]}, resumed=True)
         if run.finished:
+            if run.record != stored:
+                run.note()
             yield run
             return
         run.note(status="running", environment=environment())
@@ -145,10 +149,27 @@ def _stored(path: Path) -> dict[str, Any] | None:
 
 def _same_request(stored: Mapping[str, Any], asked: Mapping[str, Any], path: Path) -> None:
     before, now = dict(_flat(stored)), dict(_flat(asked))
-    odd = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    if odd:
+    differing = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
+    if odd := sorted(differing - _places(before, now)):
         said = "; ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in odd[:4])
         raise InputError(f"{path}: cannot resume with another request ({said}); choose another --out")
+
+
+def _places(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """The entries that only say where something lies which is the same by its fingerprint.
+
+    A data set's name is not among them: two sets may have the same images and other labels.
+    """
+
+    def same(key: str) -> bool:
+        return before.get(key) is not None and before.get(key) == now.get(key)
+
+    places = set()
+    if same("data.fingerprint"):
+        places |= {"data.data_dir"} if now.get("data.kind") == "dataset" else {"data.name", "data.source"}
+    if same("model.weights") and before.get("data.start.model") and now.get("data.start.model"):
+        places |= {"data.start.model"}
+    return places
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

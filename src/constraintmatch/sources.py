@@ -38,6 +38,7 @@ def open_data(
     source: Path | str,
     *,
     side: int | None = None,
+    max_side: int | None = None,
     channels: int | None = None,
     split: str | None = None,
     data_dir: Path | str | None = None,
@@ -47,7 +48,8 @@ def open_data(
 ) -> Data:
     """The images of a folder, of a .npy or .npz file, or of a data set by name (`./digits` means a folder).
 
-    A data set without `split` gives its training images, with the test images held out.
+    A data set without `split` gives its training images, with the test images held out. `max_side` bounds a side that
+    is left to the images; a data set keeps its own.
     """
     reporter = reporter or Quiet()
     if str(source) in DATASETS:
@@ -55,7 +57,13 @@ def open_data(
     path = Path(os.path.abspath(source))  # noqa: PTH100 (resolve would follow links)
     with _decoding(reporter) as progress:
         images = load_images(
-            path, side=side, channels=channels, class_folders=class_folders, strict=strict, progress=progress
+            path,
+            side=side,
+            max_side=max_side,
+            channels=channels,
+            class_folders=class_folders,
+            strict=strict,
+            progress=progress,
         )
     _say_skipped(images, reporter)
     record: dict[str, Any] = {"kind": "file" if path.is_file() else "folder", "name": path.name, "source": str(path)}

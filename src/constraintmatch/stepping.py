@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from constraintmatch.batches import map_tensors
 
-__all__ = ["Stepper"]
+__all__ = ["Settings", "Stepper"]
 
 B = TypeVar("B")
 WARM_UP = 3  # eager steps before a capture: lazy initialisation, autotuning and momentum buffers happen in them

@@ -47,7 +47,7 @@ class TrainSettings:
     seed: int = 0
     device: str | None = None  # cuda, mps or cpu; None: the first of these that is there
     bf16: bool | None = None  # autocast to bfloat16; None: on CUDA
-    channels_last: bool | None = None  # None: on CUDA
+    channels_last: bool | None = None  # None: except on MPS
     compile: bool | None = None  # torch.compile; None: on CUDA
     cuda_graph: bool | None = None  # replay the step as one CUDA graph; None: on CUDA when compiled
     log_every: int = 100
@@ -77,8 +77,10 @@ class TrainSettings:
         """The same settings with every None that the device decides filled in."""
         cuda = device.type == "cuda"
         values = asdict(self)
-        for name in ("bf16", "channels_last", "compile"):
+        for name in ("bf16", "compile"):
             values[name] = cuda if values[name] is None else values[name]
+        if self.channels_last is None:
+            values["channels_last"] = device.type != "mps"  # a third faster on a CPU too
         graph = values["compile"] if self.cuda_graph is None else self.cuda_graph
         return TrainSettings(**{**values, "device": str(device), "cuda_graph": cuda and graph})
 

@@ -233,8 +233,7 @@ def _around(plan: Plan, reporter: Reporter) -> Around:
 
 def _start(plan: Plan, around: Around) -> ClusterModel:
     """The model to train: given, or after the stages of the short start under OUT/start."""
-    from constraintmatch.planning import short_start
-    from constraintmatch.pretraining import pretrain
+    from constraintmatch.pretraining import pretrain, short_start
 
     if not plan.stages:
         return plan.model
@@ -246,7 +245,7 @@ def _start(plan: Plan, around: Around) -> ClusterModel:
         plan.data.images,
         plan.clusters,
         stages=plan.stages,
-        arguments=short_start(plan.stages, len(plan.data.images), plan.cpu),
+        recipe=short_start(len(plan.data.images), cpu=plan.cpu),
         settings=given,
         around=replace(around.within("start"), held_out_constraints=None),
     )
@@ -489,7 +488,7 @@ def pretrain_model(
             data.images,
             plan.clusters,
             stages=stages,
-            arguments={stage: _of_stage(stage, arguments or {}) for stage in stages},
+            recipe={stage: _of_stage(stage, arguments or {}) for stage in stages},
             settings=request.settings,
             around=around,
         )

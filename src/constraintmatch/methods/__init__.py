@@ -5,6 +5,7 @@ from collections.abc import Callable
 from constraintmatch.methods.constrained import constrained
 from constraintmatch.methods.constraintmatch import constraintmatch
 from constraintmatch.methods.fully_constrained import fully_constrained
+from constraintmatch.methods.k_means import k_means
 from constraintmatch.methods.preparation import Job, Trained, ViewChoice
 from constraintmatch.methods.pseudo_label import pseudo_label
 from constraintmatch.methods.scan import scan
@@ -16,6 +17,7 @@ __all__ = ["METHODS", "Job", "Trained", "ViewChoice"]
 
 METHODS: dict[str, Callable[..., Trained]] = {
     "simclr": simclr,
+    "k_means": k_means,
     "scan": scan,
     "self_label": self_label,
     "constrained": constrained,

@@ -21,7 +21,15 @@ from constraintmatch.models import ClusterModel
 from constraintmatch.objectives import confident, flip_modes, informative, kcl, pair_loss
 from constraintmatch.training import TrainSettings, fit, frozen_statistics
 
-__all__ = ["PAIR_OBJECTIVES", "Selection", "SemiBatch", "Unconstrained", "train_on_pairs"]
+__all__ = [
+    "PAIR_OBJECTIVES",
+    "Selection",
+    "SemiBatch",
+    "Unconstrained",
+    "constrained_term",
+    "train_on_pairs",
+    "unconstrained_term",
+]
 
 Network = Callable[..., Tensor]
 PAIR_OBJECTIVES: dict[str, Callable[..., Tensor]] = {"mcl": pair_loss, "kcl": kcl}
@@ -181,7 +189,8 @@ def _measure(model: ClusterModel, images: ImageSet, term: Unconstrained) -> Call
         values: dict[str, Any] = {"selected": float(keep.float().mean())}
         if images.labels is not None:
             labels = images.labels[batch.free.rows.cpu().numpy()]
-            values |= pseudo_quality(guess, keep, term.links(guess), labels)
+            quality = pseudo_quality(guess, keep, term.links(guess), labels)
+            values |= {name: value for name, value in quality.items() if name != "selected_share"}
         return {name: value for name, value in values.items() if value is not None}
 
     return measure

@@ -18,7 +18,7 @@ from constraintmatch.runs import RunFolder
 from constraintmatch.training import TrainSettings, choose_device
 from constraintmatch.views import View
 
-__all__ = ["Bench", "Job", "Trained", "ViewChoice", "check_images", "prepare"]
+__all__ = ["Bench", "Job", "Trained", "ViewChoice", "check_images", "evaluate_now", "prepare"]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from constraintmatch.models import ClusterModel, with_clusters
 from constraintmatch.objectives import scan_loss
 from constraintmatch.training import TrainSettings, fit
 
-__all__ = ["SCAN_SETTINGS", "scan"]
+__all__ = ["SCAN_SETTINGS", "NeighbourBatch", "best_head", "scan"]
 
 SCAN_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=1e-4, schedule="constant")
 
@@ -45,7 +45,8 @@ def scan(
 ) -> Trained:
     """A model with a cluster head, from one trained on a pretext task; of several heads the one with the lowest loss.
 
-    Neighbours are mined once, in the projections of the given model. The steps follow from `epochs`.
+    Neighbours are mined once, in the projections of the given model. A model that has this many clusters already keeps
+    its head. The steps follow from `epochs`.
     """
     if n_clusters < 2:
         raise InputError(f"n_clusters is {n_clusters}; ask for 2 or more")
@@ -59,7 +60,8 @@ def scan(
     rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
     settings = replace(settings, steps=epochs * rows.steps_per_epoch)
     seed = derive_seed(settings.seed, "head")
-    trained = with_clusters(model, n_clusters, n_heads=n_heads, seed=seed)
+    kept = n_heads == 1 and model.config.n_clusters == n_clusters  # a head of k-means, say, is a start
+    trained = model if kept else with_clusters(model, n_clusters, n_heads=n_heads, seed=seed)
     view, picker = views.scan_strong(), torch.Generator(bench.device)
 
     def next_batch(step: int) -> NeighbourBatch:

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from constraintmatch.batches import Shuffled, Views, derive_seed
+from constraintmatch.evaluation import predict
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.preparation import Job, Trained, ViewChoice, evaluate_now, prepare
 from constraintmatch.models import ClusterModel
@@ -29,8 +32,16 @@ def self_label(
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
     job: Job = Job(),  # noqa: B008 (frozen)
 ) -> Trained:
-    """The model trained on its own predictions above `min_confidence`, clusters weighted by inverse frequency."""
+    """The model trained on its own predictions above `min_confidence`, clusters weighted by inverse frequency.
+
+    When no image is that sure the model stays as it is: with no loss, Adam would only decay its weights.
+    """
     bench = prepare(model, images, settings)
+    sure = predict(model, images.take(_spread(len(images))), device=bench.device).confidence > min_confidence
+    if not sure.any():
+        said = f"self_label: no image is surer than {min_confidence}; the model is kept as it was"
+        job.reporter.say(said)
+        return Trained(model, [{"step": 0, "kind": "evaluation", "warnings": [said], "seconds": 0.0}])
     rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
     settings = replace(settings, steps=epochs * rows.steps_per_epoch)
     view = views.scan_strong()
@@ -58,3 +69,8 @@ def self_label(
         reporter=job.reporter,
     )
     return Trained(model, log)
+
+
+def _spread(n_images: int, most: int = 5000) -> NDArray[np.int64]:
+    """Rows of at most `most` images, evenly over the set."""
+    return np.linspace(0, n_images - 1, min(n_images, most)).astype(np.int64)

@@ -14,7 +14,7 @@ from constraintmatch.models import ClusterModel, with_projection
 from constraintmatch.objectives import nt_xent
 from constraintmatch.training import TrainSettings, fit
 
-__all__ = ["SIMCLR_SETTINGS", "simclr"]
+__all__ = ["SIMCLR_SETTINGS", "Projector", "simclr"]
 
 SIMCLR_SETTINGS = TrainSettings(lr=0.4, weight_decay=1e-4, schedule="cosine")
 

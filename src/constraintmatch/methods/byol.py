@@ -1,0 +1,166 @@
+"""BYOL: features that foretell what a slower copy of the network sees in another view; no image is pushed away."""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from constraintmatch.batches import Shuffled, derive_seed
+from constraintmatch.errors import InputError
+from constraintmatch.images import ImageSet
+from constraintmatch.methods.preparation import Job, Trained, ViewChoice, prepare
+from constraintmatch.models import ClusterModel, with_projection
+from constraintmatch.objectives import cosine_loss
+from constraintmatch.training import TrainSettings, fit
+
+__all__ = ["BYOL_SETTINGS", "Encoder", "OnlineAndTarget", "TargetBatch", "byol", "momentum_at"]
+
+# Published for ResNet-18 on CIFAR with SGD, as rates of a loss that is a mean over both views: 0.1 to 0.24 at 512
+# images a step, weight decay 5e-4.
+BYOL_SETTINGS = TrainSettings(lr=0.2, weight_decay=5e-4, schedule="cosine")
+
+
+@dataclass(frozen=True)
+class TargetBatch:
+    """Two views of the same images (n, c, h, w) uint8, and the share 1 − τ of the way that the target moves now ()."""
+
+    first: Tensor
+    second: Tensor
+    share: Tensor
+
+
+class Encoder(nn.Module):
+    """Images to projections (n, d): the model's features under a projector with BatchNorm."""
+
+    def __init__(self, model: ClusterModel, hidden: int, projection: int) -> None:
+        super().__init__()
+        self.model = model
+        self.projector = _perceptron(model.width, hidden, projection)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return cast(Tensor, self.projector(self.model.features(images)))
+
+
+class OnlineAndTarget(nn.Module):
+    """The online network with its predictor, and the target: its copy, which follows it and has no gradient.
+
+    The target's BatchNorm takes the statistics of the batch, so that only its weights follow, not its buffers.
+    """
+
+    def __init__(self, model: ClusterModel, hidden: int, projection: int) -> None:
+        super().__init__()
+        self.online = Encoder(model, hidden, projection)
+        self.predictor = _perceptron(projection, hidden, projection)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self, share: Tensor) -> None:
+        """Move the target's weights this share () of the way to the online ones: ξ ← ξ + (1 − τ)(θ − ξ), in place.
+
+        Exactly nothing while they are equal. The share is a tensor: a captured step reads it anew at each replay.
+        """
+        weights = list(self.target.parameters())
+        changes = torch._foreach_sub(list(self.online.parameters()), weights)
+        torch._foreach_mul_(changes, share)
+        torch._foreach_add_(weights, changes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Predictions of the online network and, without a graph, projections of the target: (2, n, d)."""
+        prediction = self.predictor(self.online(images))
+        with torch.no_grad():
+            projection = self.target(images)
+        return torch.stack((prediction, projection))
+
+
+def byol(
+    model: ClusterModel,
+    images: ImageSet,
+    *,
+    epochs: int = 500,
+    images_per_step: int = 512,
+    hidden: int = 2048,
+    projection: int = 256,
+    target_momentum: float = 0.99,
+    settings: TrainSettings = BYOL_SETTINGS,
+    views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
+    job: Job = Job(),  # noqa: B008 (frozen)
+) -> Trained:
+    """A model whose backbone was trained by BYOL, without a head; the given one is left as it is.
+
+    The loss is the mean of 2 − 2 cos(q(z_θ(v)), z_ξ(v')) over both views as v. The target's momentum τ goes from
+    `target_momentum` to 1 on a cosine. `hidden` is the width inside projector and predictor, `projection` that of their
+    outputs; the paper has 4,096 and 256 for a ResNet-50. Both views are SimCLR's: the paper's blur and solarisation are
+    left out (at 32 pixels there is little to blur). Projector and predictor have BatchNorm, which the projection of a
+    `ClusterModel` has not: they stay behind, and neighbours and k-means are found in the features. The learning rate is
+    for 512 images a step and is scaled to the batch that is used. The steps follow from `epochs`.
+    """
+    _check_arguments(len(images), epochs, images_per_step, hidden, projection, target_momentum)
+    bench = prepare(model, images, settings, need_clusters=False)
+    rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
+    settings = replace(settings, steps=epochs * rows.steps_per_epoch, lr=settings.lr * rows.batch / 512)
+    trained = with_projection(model, 0)
+    both = _seeded(trained, hidden, projection, derive_seed(settings.seed, "projection"))
+    view = views.contrastive()
+
+    def next_batch(step: int) -> TargetBatch:
+        pixels = bench.store.take(rows(step))
+        share = 1 - momentum_at(step / settings.steps, target_momentum)
+        first, second = (bench.maker(view, pixels, step, name) for name in ("first", "second"))
+        return TargetBatch(first, second, torch.full((), share, device=bench.device))  # a fill: nothing waits for it
+
+    def loss(network: Callable[..., Tensor], batch: TargetBatch) -> dict[str, Tensor]:
+        both.follow(batch.share)  # with the weights that the step before left; part of the step, not of the network
+        prediction, target = network(torch.cat((batch.first, batch.second))).unbind()
+        partner = target.detach().roll(len(batch.first), 0)  # of the first views the second ones, and back
+        return {"prediction": cosine_loss(prediction, partner)}
+
+    log = fit(
+        both,
+        next_batch,
+        loss,
+        settings,
+        title="byol",
+        run=job.run,
+        prefetch=bench.prefetch,
+        reporter=job.reporter,
+    )
+    return Trained(trained, log)
+
+
+def momentum_at(progress: float, first: float) -> float:
+    """τ = 1 − (1 − first) · (1 + cos(π t / T)) / 2: `first` at progress t / T = 0, 1 at the end, where nothing moves."""
+    return 1 - (1 - first) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def _check_arguments(
+    n_images: int, epochs: int, images_per_step: int, hidden: int, projection: int, target_momentum: float
+) -> None:
+    if n_images < 4:
+        raise InputError(f"byol compares images with their batch and needs at least 4; there are {n_images}")
+    least = {
+        "epochs": (epochs, 1),
+        "images_per_step": (images_per_step, 4),  # BatchNorm over fewer says little
+        "hidden": (hidden, 1),
+        "projection": (projection, 2),  # one number has no direction but its sign
+    }
+    for name, (value, smallest) in least.items():
+        if value < smallest:
+            raise InputError(f"{name} is {value}; byol needs {smallest} or more")
+    if not 0 <= target_momentum <= 1:
+        raise InputError(f"target_momentum is {target_momentum}; it must lie between 0 and 1")
+
+
+def _seeded(model: ClusterModel, hidden: int, projection: int, seed: int) -> OnlineAndTarget:
+    with torch.random.fork_rng(devices=[]):  # layers draw from the global generator; nobody else's draw may change
+        torch.manual_seed(seed)
+        return OnlineAndTarget(model, hidden, projection)
+
+
+def _perceptron(inputs: int, hidden: int, outputs: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(inputs, hidden, bias=False), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, outputs)
+    )

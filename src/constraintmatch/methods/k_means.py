@@ -1,0 +1,78 @@
+"""A cluster head from k-means: the quickest start with clusters, on small sets better than a short SCAN."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from constraintmatch.batches import derive_seed
+from constraintmatch.errors import InputError
+from constraintmatch.evaluation import embed
+from constraintmatch.images import ImageSet
+from constraintmatch.methods.preparation import Job, Trained, ViewChoice, evaluate_now, prepare
+from constraintmatch.models import ClusterModel, with_clusters
+from constraintmatch.training import TrainSettings
+
+__all__ = ["k_means"]
+
+
+def k_means(
+    model: ClusterModel,
+    images: ImageSet,
+    *,
+    n_clusters: int,
+    restarts: int = 10,
+    most_images: int = 10_000,
+    settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
+    views: ViewChoice = ViewChoice(),  # noqa: B008, ARG001 (frozen; every method takes it)
+    job: Job = Job(),  # noqa: B008 (frozen)
+) -> Trained:
+    """A model whose head answers with the k-means clusters of its projections; the backbone stays as it is.
+
+    The clusters are found in the normalised projections (at most `most_images` of them), where they lie apart most; the
+    head, which reads the features before them, is a logistic regression on these clusters.
+    """
+    if n_clusters < 2:
+        raise InputError(f"n_clusters is {n_clusters}; ask for 2 or more")
+    if n_clusters > len(images):
+        raise InputError(f"{n_clusters} clusters for {len(images)} images: there must be at least one image each")
+    device = prepare(model, images, settings, need_clusters=False).device
+    sample = images.take(np.linspace(0, len(images) - 1, min(len(images), most_images)).astype(np.int64))
+    seed = derive_seed(settings.seed, "k-means") % 2**32
+    clusters = _clusters(embed(model, sample, projected=True, device=device), n_clusters, restarts, seed)
+    weight, bias = _linear_head(embed(model, sample, device=device), clusters, n_clusters)
+    placed = with_clusters(model, n_clusters)
+    assert placed.head is not None
+    with torch.no_grad():
+        placed.head.weight.copy_(torch.from_numpy(weight))
+        placed.head.bias.copy_(torch.from_numpy(bias))
+    entry = {"step": 1, "kind": "evaluation", **evaluate_now(placed, images, job), "seconds": 0.0}
+    return Trained(placed, [entry])
+
+
+def _clusters(features: NDArray[np.float32], n_clusters: int, restarts: int, seed: int) -> NDArray[np.int64]:
+    from sklearn.cluster import KMeans
+
+    unit = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
+    _refuse_equal(unit, n_clusters)
+    return np.asarray(KMeans(n_clusters, n_init=restarts, random_state=seed).fit_predict(unit), np.int64)
+
+
+def _linear_head(
+    features: NDArray[np.float32], clusters: NDArray[np.int64], n_clusters: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Weights (k, d) and biases (k,) of the regression, in the features' own scale."""
+    from sklearn.linear_model import LogisticRegression
+
+    mean, scale = features.mean(0), features.std(0) + 1e-6
+    fitted = LogisticRegression(C=0.1, max_iter=200, tol=1e-3).fit((features - mean) / scale, clusters)
+    weight, bias = fitted.coef_, fitted.intercept_
+    if n_clusters == 2:  # scikit-learn keeps one row for two classes; half of it on each side is the same softmax
+        weight, bias = np.concatenate((-weight, weight)) / 2, np.concatenate((-bias, bias)) / 2
+    weight = weight / scale
+    return weight, bias - weight @ mean
+
+
+def _refuse_equal(unit: NDArray[np.float32], n_clusters: int) -> None:
+    distinct = len(np.unique(unit.round(5), axis=0))
+    if distinct < n_clusters:
+        raise InputError(f"{n_clusters} clusters, but the model tells only {distinct} kinds of images apart")

@@ -1,0 +1,167 @@
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from constraintmatch.errors import InputError
+from constraintmatch.evaluation import predict, scores
+from constraintmatch.images import ImageSet
+from constraintmatch.methods import METHODS, Trained, ViewChoice
+from constraintmatch.methods.k_means import k_means
+from constraintmatch.models import ClusterModel, build_model, with_projection
+from constraintmatch.pretraining import SHORT_STAGES, STAGES, pretrain, short_start, stage_summary, training_size
+from constraintmatch.running import Around, method_arguments, run_method, split_options
+from constraintmatch.training import TrainSettings
+
+FEW = {"simclr": {"epochs": 2}, "scan": {"epochs": 2, "images_per_step": 30, "lr": 1e-3}, "self_label": {"epochs": 1}}
+CPU = {"device": "cpu", "seed": 3}
+
+
+def fresh(n_clusters: int = 0) -> ClusterModel:
+    return build_model(n_clusters=n_clusters, side=8, channels=1, seed=1)
+
+
+def test_the_chain_leaves_a_model_with_clusters_and_results(stripes: ImageSet, tmp_path: Path) -> None:
+    around = Around(tmp_path / "runs", held_out=stripes, data={"name": "stripes"})
+    model = pretrain(
+        fresh(), stripes, 3, recipe=FEW, settings=CPU, around=around, results=tmp_path / "results", name="x"
+    )
+    assert model.config.n_clusters == 3
+    assert [entry["method"] for entry in model.config.trained] == list(STAGES)
+    assert [entry["steps"] for entry in model.config.trained] == [2, 4, model.config.trained[-1]["steps"]]
+    results = {path.name: json.loads(path.read_text()) for path in (tmp_path / "results").iterdir()}
+    assert sorted(results) == ["x-scan.json", "x-self_label.json", "x-simclr.json"]
+    assert results["x-simclr.json"]["settings"]["steps"] == 2
+    assert {"knn_acc", "neighbour_acc"} <= results["x-simclr.json"]["scores"].keys()
+    assert {"acc", "neighbour_consistency", "over_0.99"} <= results["x-scan.json"]["scores"].keys()
+    assert {"commit", "torch", "gpu"} <= results["x-scan.json"]["environment"].keys()
+
+
+def test_finished_stages_are_loaded_and_not_trained_again(
+    stripes: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    around = Around(tmp_path)
+    first = pretrain(fresh(), stripes, 3, recipe=FEW, settings=CPU, around=around)
+    for stage in STAGES:
+        monkeypatch.setitem(METHODS, stage, replace_with_failure(METHODS[stage]))
+    second = pretrain(fresh(), stripes, 3, recipe=FEW, settings=CPU, around=around)
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name])
+
+
+def replace_with_failure(method: Callable[..., Trained]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a finished stage was trained again")
+
+    return fail
+
+
+def test_k_means_places_what_features_tell_apart(stripes: ImageSet) -> None:
+    settings = TrainSettings(device="cpu", lr=0.2)
+    features = METHODS["simclr"](fresh(), stripes, epochs=30, projection=16, settings=settings).model
+    model, log = k_means(features, stripes, n_clusters=3, settings=TrainSettings(device="cpu"))
+    assert scores(stripes.labels, predict(model, stripes))["acc"] > 0.8
+    assert log[-1]["acc"] == scores(stripes.labels, predict(model, stripes))["acc"]
+    for ours, theirs in zip(model.backbone.parameters(), features.backbone.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    two, _ = k_means(features, stripes, n_clusters=2, settings=TrainSettings(device="cpu"))
+    assert set(predict(two, stripes).clusters.tolist()) == {0, 1}
+
+
+def test_the_head_of_k_means_answers_with_its_clusters(stripes: ImageSet) -> None:
+    """In the features of an untrained network too, the head repeats k-means for nearly every image."""
+    from sklearn.cluster import KMeans
+
+    from constraintmatch.evaluation import accuracy, embed
+
+    start = with_projection(fresh(), 8)
+    model, _ = k_means(start, stripes, n_clusters=4, settings=TrainSettings(device="cpu"))
+    unit = embed(start, stripes, projected=True)
+    unit = unit / np.linalg.norm(unit, axis=1, keepdims=True)
+    best = KMeans(4, n_init=10, random_state=0).fit_predict(unit)
+    assert accuracy(best, predict(model, stripes).clusters) > 0.8
+
+
+def test_scan_keeps_a_head_that_fits(stripes: ImageSet) -> None:
+    start, _ = k_means(with_projection(fresh(), 8), stripes, n_clusters=3, settings=TrainSettings(device="cpu"))
+    before = start.head.weight.clone()
+    still = TrainSettings(device="cpu", optimizer="sgd", lr=1e-12, weight_decay=0.0)
+    after = METHODS["scan"](start, stripes, n_clusters=3, epochs=1, settings=still).model
+    torch.testing.assert_close(after.head.weight, before)
+
+
+def test_self_labelling_with_nobody_sure_changes_nothing(stripes: ImageSet) -> None:
+    model = fresh(3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    _, log = METHODS["self_label"](model, stripes, min_confidence=0.9999, settings=TrainSettings(device="cpu"))
+    assert "no image is surer" in log[-1]["warnings"][0]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_resumed_chain_says_the_same(stripes: ImageSet, tmp_path: Path) -> None:
+    whole = pretrain(fresh(), stripes, 3, stages=("simclr", "scan"), recipe=FEW, settings=CPU)
+    around = Around(tmp_path)
+    pretrain(fresh(), stripes, 3, stages=("simclr",), recipe=FEW, settings=CPU, around=around)
+    parts = pretrain(fresh(), stripes, 3, stages=("simclr", "scan"), recipe=FEW, settings=CPU, around=around)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, parts.state_dict()[name])
+
+
+@pytest.mark.parametrize("n_images", [8, 300, 5_000, 1_000_000])
+def test_a_short_start_has_enough_steps_and_no_more(n_images: int) -> None:
+    recipe = short_start(n_images, cpu=True)
+    assert tuple(recipe) == SHORT_STAGES
+    per_epoch = max(1, n_images // 256)
+    assert 160 <= recipe["simclr"]["epochs"] * per_epoch < 160 + per_epoch
+
+
+def test_training_sizes_stay_in_their_bounds() -> None:
+    for n in (2, 100, 2_000, 50_000, 1_000_000):
+        for cpu in (True, False):
+            size = training_size(n, cpu=cpu)
+            assert 60 <= size["images_per_step"] <= (150 if cpu else 600)
+            assert 500 <= size["steps"] <= (1_000 if cpu else 20_000)
+            assert 0.01 <= size["lr"] <= 0.03
+    assert training_size(50_000, cpu=False)["images_per_step"] == 600
+
+
+def test_a_summary_needs_no_labels(stripes: ImageSet) -> None:
+    told = stage_summary(fresh(3), replace(stripes, labels=None))
+    assert set(told) == {"neighbour_consistency", "mean_confidence", "over_0.99", "empty_clusters"}
+    assert stage_summary(with_projection(fresh()), replace(stripes, labels=None)) == {}
+
+
+def test_bad_requests_get_one_line(stripes: ImageSet) -> None:
+    with pytest.raises(InputError, match="unknown stage 'byol'"):
+        pretrain(fresh(), stripes, 3, stages=("byol",))
+    grey = ImageSet.from_arrays(np.full((20, 8, 8), 7, dtype=np.uint8))
+    with pytest.raises(InputError, match="of one colour"):
+        pretrain(fresh(), grey, 3)
+    with pytest.raises(InputError, match="61 clusters for 60 images"):
+        k_means(fresh(), stripes, n_clusters=61, settings=TrainSettings(device="cpu"))
+    with pytest.raises(InputError, match="scan has no option 'epoch'"):
+        split_options("scan", {"epoch": 3})
+    with pytest.raises(InputError, match="unknown method 'magic'"):
+        method_arguments("magic")
+    with pytest.raises(InputError, match="scan needs the argument 'n_clusters'"):
+        run_method("scan", fresh(), stripes)
+    with pytest.raises(InputError, match="constrained has no argument 'tau'"):
+        run_method("constrained", fresh(3), stripes, arguments={"tau": 1})
+    same = ImageSet.from_arrays(np.repeat(stripes.images[:1], 20, axis=0))
+    with pytest.raises(InputError, match="tells only 1 kinds"):
+        k_means(fresh(), same, n_clusters=3, settings=TrainSettings(device="cpu"))
+
+
+def test_views_of_the_run_reach_the_methods(stripes: ImageSet) -> None:
+    plain = pretrain(fresh(), stripes, 3, stages=("simclr",), recipe=FEW, settings=CPU)
+    other = pretrain(
+        fresh(), stripes, 3, stages=("simclr",), recipe=FEW, settings=CPU, around=Around(views=ViewChoice(flip=False))
+    )
+    assert not torch.equal(plain.backbone[0].weight, other.backbone[0].weight)
