@@ -61,6 +61,7 @@ INSIDE = {
         "labels",
         "pairs",
         "simclr",
+        "byol",
         "k_means",
         "scan",
         "self_label",

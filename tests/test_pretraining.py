@@ -139,8 +139,8 @@ def test_a_summary_needs_no_labels(stripes: ImageSet) -> None:
 
 
 def test_bad_requests_get_one_line(stripes: ImageSet) -> None:
-    with pytest.raises(InputError, match="unknown stage 'byol'"):
-        pretrain(fresh(), stripes, 3, stages=("byol",))
+    with pytest.raises(InputError, match="unknown stage 'dino'"):
+        pretrain(fresh(), stripes, 3, stages=("dino",))
     grey = ImageSet.from_arrays(np.full((20, 8, 8), 7, dtype=np.uint8))
     with pytest.raises(InputError, match="of one colour"):
         pretrain(fresh(), grey, 3)

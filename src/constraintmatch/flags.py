@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 
 __all__ = ["Argument", "GroupedHelp", "add_flags", "flag", "method_flags", "methods", "settings_flags", "stage_flags"]
 
-STAGES = ("simclr", "k_means", "scan", "self_label")  # what `pretrain` can run; `train` runs the other methods
+STAGES = ("simclr", "byol", "k_means", "scan", "self_label")  # what `pretrain` can run; `train` runs the other methods
 _NOT_FLAGS = {"n_clusters", "settings", "views", "job"}  # n_clusters is --clusters
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
 _MEANINGS = {
@@ -34,6 +34,7 @@ _MEANINGS = {
     "evaluate_every": "Steps between evaluations.",
     "flip_fraction": "ρ: share of guesses whose two likeliest clusters are swapped (robustness study).",
     "hard_threshold": "μ: links from here on are must-links, with --links hard.",
+    "hidden": "Width inside projector and predictor.",
     "images_per_step": "Images in a step.",
     "links": "Pseudo-constraints: soft or hard.",
     "log_every": "Steps between lines of log.jsonl.",
@@ -53,6 +54,7 @@ _MEANINGS = {
     "seed": "Seed of everything random in the run.",
     "selection": "Images that take part, by entropy or confidence.",
     "steps": "Training steps; 1,000 without a GPU.",
+    "target_momentum": "τ: the target network's momentum at first; it rises to 1.",
     "temperature": "Temperature of the contrast.",
     "tensorboard": "Write TensorBoard files too.",
     "weight_decay": "Weight decay.",

@@ -20,7 +20,7 @@ __all__ = ["ORDER", "SHORT_STAGES", "STAGES", "Recipe", "pretrain", "short_start
 
 STAGES = ("simclr", "scan", "self_label")  # the paper's start
 SHORT_STAGES = ("simclr", "k_means")  # the one that a training makes by itself
-ORDER = ("simclr", "k_means", "scan", "self_label")
+ORDER = ("simclr", "byol", "k_means", "scan", "self_label")
 Recipe = Mapping[str, Mapping[str, Any]]  # of each stage its arguments and training settings
 
 

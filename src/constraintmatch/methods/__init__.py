@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from constraintmatch.methods.byol import byol
 from constraintmatch.methods.constrained import constrained
 from constraintmatch.methods.constraintmatch import constraintmatch
 from constraintmatch.methods.fully_constrained import fully_constrained
@@ -17,6 +18,7 @@ __all__ = ["METHODS", "Job", "Trained", "ViewChoice"]
 
 METHODS: dict[str, Callable[..., Trained]] = {
     "simclr": simclr,
+    "byol": byol,
     "k_means": k_means,
     "scan": scan,
     "self_label": self_label,
