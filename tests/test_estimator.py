@@ -389,7 +389,7 @@ def test_batches_steps_and_rate_suit_the_size_of_the_set() -> None:
 
     sizes = training_size(1_200, cpu=True)
     small = plan(1_200, device="cpu")
-    assert small.arguments == {name: sizes[name] for name in ("images_per_step", "pairs_per_step")}
+    assert small.arguments == {name: sizes[name] for name in ("images_per_step", "pairs_per_step", "warm_up")}
     assert (small.settings.steps, small.settings.lr) == (sizes["steps"], sizes["lr"])
     assert small.recipe == short_start(1_200, cpu=True)
     options = {"lr": 0.5, "images_per_step": 9, "scan": {"lr": 0.1, "epochs": 2}}

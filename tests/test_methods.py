@@ -106,6 +106,7 @@ def test_the_first_step_is_the_papers_equation(stripes: ImageSet) -> None:
         {"pool": "combined"},
         {"flip_fraction": 0.5},
         {"pseudo_weight": 0.1},
+        {"warm_up": 0.5},
     ],
 )
 def test_each_argument_of_constraintmatch_changes_the_training(stripes: ImageSet, change: dict[str, object]) -> None:
@@ -114,6 +115,18 @@ def test_each_argument_of_constraintmatch_changes_the_training(stripes: ImageSet
     other = run("constraintmatch", stripes, **{**plain, **change})
     assert not torch.equal(base.model.head.weight, other.model.head.weight)
     assert all(np.isfinite(entry["loss"]) for entry in other.log if entry["kind"] == "training")
+
+
+def test_a_warm_up_brings_the_pseudo_loss_in_slowly(stripes: ImageSet) -> None:
+    every = replace(QUICK, log_every=1, steps=4, lr=1e-9)
+    plain, rising = (
+        run("constraintmatch", stripes, images_per_step=60, max_entropy=0.999, warm_up=share, settings=every).log
+        for share in (0.0, 0.75)
+    )
+    shares = [new["loss_pseudo"] / old["loss_pseudo"] for old, new in zip(plain[:-1], rising[:-1], strict=True)]
+    assert shares == pytest.approx([0, 1 / 3, 2 / 3, 1], abs=1e-3)
+    with pytest.raises(InputError, match="warm_up is 2"):
+        run("constraintmatch", stripes, warm_up=2)
 
 
 def test_without_selected_images_constraintmatch_trains_on_pairs_alone(stripes: ImageSet) -> None:

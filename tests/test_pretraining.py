@@ -126,7 +126,7 @@ def test_training_sizes_stay_in_their_bounds() -> None:
     for n in (2, 100, 2_000, 50_000, 1_000_000):
         for cpu in (True, False):
             size = training_size(n, cpu=cpu)
-            assert 60 <= size["images_per_step"] <= (150 if cpu else 600)
+            assert 150 <= size["images_per_step"] <= (150 if cpu else 600)
             assert 500 <= size["steps"] <= (1_000 if cpu else 20_000)
             assert 0.01 <= size["lr"] <= 0.03
     assert training_size(50_000, cpu=False)["images_per_step"] == 600

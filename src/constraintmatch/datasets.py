@@ -257,7 +257,7 @@ _ROWS = (
         std=(0.3759,),
         pairs_per_step=50,
         images_per_step=150,
-        # the paper has no digits: λ and τ are CIFAR-10's, the rate suits some 300 steps (validation images)
+        # the paper has no digits: λ and τ are CIFAR-10's, the rate suits some 500 steps (validation images)
         tuned=_tuned(lr=0.05, pseudo_weight=1.0, max_entropy=0.2),
         n_validation_constraints=200,
         train_plus_test=True,

@@ -23,7 +23,7 @@ from constraintmatch.runs import write_result
 __all__ = ["run_demo"]
 
 # Chosen on the training and validation images alone; the test images are only scored.
-N_PAIRS, N_SAMPLES, STEPS = 200, 3, 300
+N_PAIRS, N_SAMPLES, STEPS = 200, 3, 500
 METHODS = ("constrained", "constraintmatch")
 METRICS = ("acc", "nmi", "ari")
 

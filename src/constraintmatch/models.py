@@ -245,7 +245,8 @@ def _tiny(side: int, channels: int) -> tuple[nn.Module, int]:
         convolution = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
         return [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
 
-    width, layers = 32, block(channels, 32)
+    first = 2 if side > 16 else 1  # at 32 pixels the first layer would cost more than all the others
+    width, side, layers = 32, -(-side // first), block(channels, 32, stride=first)
     while side > 4:
         wider = min(2 * width, 128)
         layers += block(width, wider, stride=2)

@@ -255,13 +255,13 @@ def _configuration(
     known = method_arguments(method)
     chosen = training_size(n_images, cpu=cpu)
     if row is not None:
+        chosen.pop("warm_up")
         chosen |= {"pairs_per_step": row.pairs_per_step, "images_per_step": row.images_per_step}
         chosen |= {**row.tuned.get(method, {}), **({} if cpu else {"steps": method_settings(method).steps})}
     if "pairs_per_step" not in known:  # the bounds have a batch of their own
         chosen.pop("images_per_step")
     arguments = {key: value for key, value in chosen.items() if key in known} | dict(request.arguments)
-    others = ("pairs_per_step", "images_per_step")
-    settings = {key: value for key, value in chosen.items() if key not in known and key not in others}
+    settings = {key: value for key, value in chosen.items() if key in TrainSettings.__dataclass_fields__}
     settings |= dict(request.settings)
     steps = method_settings(method, settings).steps
     often = {"evaluate_every": max(1, steps // 10), "log_every": min(100, max(1, steps // 20))}

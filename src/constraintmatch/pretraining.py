@@ -36,16 +36,17 @@ def short_start(n_images: int, *, cpu: bool) -> dict[str, dict[str, Any]]:
 
 
 def training_size(n_images: int, *, cpu: bool) -> dict[str, Any]:
-    """Batches, steps and learning rate of a training on pairs, for a set of this size where nothing else is known.
+    """Batches, steps, learning rate and warm-up of a training on pairs, for a set of this size where nothing else is known.
 
-    An eighth of the images a step, at most the paper's 600 (on a CPU 150), and a third as many pairs; a hundred passes
-    over the images, from 500 steps to the paper's 20,000 (on a CPU 1,000); the paper's rate of 0.01, up to 0.03, the
-    top of its grid, where the steps are few.
+    An eighth of the images a step, from 150 to the paper's 600 (on a CPU 150), and a third as many pairs; a hundred
+    passes over the images, from 500 steps to the paper's 20,000 (on a CPU 1,000); the paper's rate of 0.01, up to 0.03,
+    the top of its grid, where the steps are few. Pairs come first and pseudo-constraints by and by: a short start is a
+    weak one, and pseudo-constraints confirm what it has wrong (docs/lab-notes.md).
     """
-    batch = min(150 if cpu else 600, max(60, n_images // 8))
+    batch = min(150 if cpu else 600, max(150, n_images // 8))
     steps = int(min(1_000 if cpu else 20_000, max(500, 100 * n_images / batch)))
     rate = 0.01 * min(3.0, max(1.0, (20_000 / steps) ** 0.5))
-    return {"images_per_step": batch, "pairs_per_step": batch // 3, "steps": steps, "lr": rate}
+    return {"images_per_step": batch, "pairs_per_step": batch // 3, "steps": steps, "lr": rate, "warm_up": 0.5}
 
 
 def pretrain(

@@ -26,6 +26,7 @@ def constraintmatch(
     links: str = "soft",
     hard_threshold: float = 0.5,
     pool: str = "all",
+    warm_up: float = 0.0,
     flip_fraction: float = 0.0,
     objective: str = "mcl",
     pairs_per_step: int = 200,
@@ -38,8 +39,9 @@ def constraintmatch(
 
     λ is `pseudo_weight`. `selection` is by entropy under τ = `max_entropy` (the paper's) or by confidence from
     `min_confidence`. `links` are soft, 1 − JSD, or hard: 1 from μ = `hard_threshold` on. `pool` is all images (the
-    published code) or the combined batch of the paper's text. ρ = `flip_fraction` of the guesses have their two largest
-    probabilities swapped.
+    published code) or the combined batch of the paper's text. λ rises from zero over the share `warm_up` of the steps
+    (the paper has none): pairs first, where the start is weak. ρ = `flip_fraction` of the guesses have their two
+    largest probabilities swapped.
     """
     if links not in ("soft", "hard"):
         raise InputError(f"unknown links {links!r}; known are soft, hard")
@@ -60,6 +62,7 @@ def constraintmatch(
         flip_fraction,
         pool,
         images_per_step,
+        warm_up,
     )
     return train_on_pairs(
         model,

@@ -37,11 +37,15 @@ PAIR_OBJECTIVES: dict[str, Callable[..., Tensor]] = {"mcl": pair_loss, "kcl": kc
 
 @dataclass(frozen=True)
 class SemiBatch:
-    """Constrained pairs, and views of unconstrained images with the rows whose modes are flipped (n,)."""
+    """Constrained pairs, and views of unconstrained images with the rows whose modes are flipped (n,).
+
+    `ramp` () is the share of λ that counts at this step.
+    """
 
     pairs: PairBatch
     free: Views | None
     flip: Tensor | None
+    ramp: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Unconstrained:
     flip_fraction: float = 0.0  # ρ of the robustness study
     pool: str = "all"  # every image, or "combined": the batch's constrained images and images without constraints
     images_per_step: int = 600
+    warm_up: float = 0.0  # share of the steps over which λ rises from zero
 
 
 def train_on_pairs(
@@ -90,13 +95,14 @@ def train_on_pairs(
     """The model trained on the pairs, and on the unconstrained images where there is a term for them."""
     _check(constraints, images, objective, unconstrained, title)
     bench = prepare(model, images, settings)
-    batches = _Batches(bench, images, constraints, unconstrained, pairs_per_step, views)
+    batches = _Batches(bench, images, constraints, unconstrained, pairs_per_step, views, settings.steps)
     pair_objective = PAIR_OBJECTIVES[objective]
 
     def loss(network: Network, batch: SemiBatch) -> dict[str, Tensor]:
         terms = {"constrained": constrained_term(network, batch.pairs, pair_objective)}
         if unconstrained is not None and batch.free is not None:
-            terms["pseudo"] = unconstrained.weight * unconstrained_term(network, batch, unconstrained)
+            assert batch.ramp is not None
+            terms["pseudo"] = batch.ramp * unconstrained.weight * unconstrained_term(network, batch, unconstrained)
         return terms
 
     log = fit(
@@ -146,8 +152,9 @@ class _Batches:
         unconstrained: Unconstrained | None,
         pairs_per_step: int,
         views: ViewChoice,
+        steps: int,
     ) -> None:
-        self.bench, self.unconstrained = bench, unconstrained
+        self.bench, self.unconstrained, self.steps = bench, unconstrained, steps
         self.pairs = PairSource(bench.store, constraints, pairs_per_step, views.pair(), bench.maker, bench.seed)
         self.weak, self.strong = views.weak(), views.strong()
         if unconstrained is not None:
@@ -160,14 +167,19 @@ class _Batches:
     def __call__(self, step: int) -> SemiBatch:
         pairs = self.pairs(step)
         if self.unconstrained is None:
-            return SemiBatch(pairs, None, None)
+            return SemiBatch(pairs, None, None, None)
         rows = self.free(step)
         if self.unconstrained.pool == "combined":
             rows = torch.cat((self.pairs.rows(step), rows))
         images = self.bench.store.take(rows)
         maker = self.bench.maker
         free = Views(maker(self.weak, images, step, "weak"), maker(self.strong, images, step, "strong"), rows)
-        return SemiBatch(pairs, free, self._flip(step, len(rows)))
+        return SemiBatch(pairs, free, self._flip(step, len(rows)), self._ramp(step))
+
+    def _ramp(self, step: int) -> Tensor:
+        assert self.unconstrained is not None
+        rising = self.unconstrained.warm_up * self.steps
+        return torch.full((), min(1.0, step / rising) if rising else 1.0, device=self.bench.device)
 
     def _flip(self, step: int, n: int) -> Tensor | None:
         assert self.unconstrained is not None
@@ -207,5 +219,7 @@ def _check(
         raise InputError(f"unknown pair objective {objective!r}; known are {', '.join(PAIR_OBJECTIVES)}")
     if unconstrained is not None and unconstrained.pool not in ("all", "combined"):
         raise InputError(f"unknown pool {unconstrained.pool!r}; known are all, combined")
+    if unconstrained is not None and not 0 <= unconstrained.warm_up <= 1:
+        raise InputError(f"warm_up is {unconstrained.warm_up}; it is a share of the steps, in [0, 1]")
     if unconstrained is not None and not 0 <= unconstrained.flip_fraction <= 1:
         raise InputError(f"flip_fraction is {unconstrained.flip_fraction}; it must lie in [0, 1]")

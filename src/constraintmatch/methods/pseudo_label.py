@@ -19,6 +19,7 @@ def pseudo_label(
     pseudo_weight: float = 1.0,
     min_confidence: float = 0.95,
     pool: str = "all",
+    warm_up: float = 0.0,
     flip_fraction: float = 0.0,
     objective: str = "mcl",
     pairs_per_step: int = 200,
@@ -27,7 +28,10 @@ def pseudo_label(
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
     job: Job = Job(),  # noqa: B008 (frozen)
 ) -> Trained:
-    """The model trained with L = L^cons + λ L^CE; λ is `pseudo_weight`, τ is `min_confidence`, ρ is `flip_fraction`."""
+    """The model trained with L = L^cons + λ L^CE; λ is `pseudo_weight`, τ is `min_confidence`, ρ is `flip_fraction`.
+
+    λ rises from zero over the share `warm_up` of the steps (the paper has none).
+    """
     term = Unconstrained(
         "pseudo-labels",
         lambda guess, logits, keep: pseudo_label_loss(logits, guess, keep),
@@ -37,6 +41,7 @@ def pseudo_label(
         flip_fraction,
         pool,
         images_per_step,
+        warm_up,
     )
     return train_on_pairs(
         model,
