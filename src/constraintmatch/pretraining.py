@@ -36,7 +36,7 @@ def short_start(n_images: int, *, cpu: bool) -> dict[str, dict[str, Any]]:
 
 
 def training_size(n_images: int, *, cpu: bool) -> dict[str, Any]:
-    """Batches, steps, learning rate and warm-up of a training on pairs, for a set of this size where nothing else is known.
+    """Batches, steps, rate and warm-up of a training on pairs, for a set of this size where nothing else is known.
 
     An eighth of the images a step, from 150 to the paper's 600 (on a CPU 150), and a third as many pairs; a hundred
     passes over the images, from 500 steps to the paper's 20,000 (on a CPU 1,000); the paper's rate of 0.01, up to 0.03,
