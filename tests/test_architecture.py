@@ -56,8 +56,8 @@ ROOMS = [
 ]
 INSIDE = {
     "methods": [
-        "preparation",
         "neighbours",
+        "preparation",
         "labels",
         "pairs",
         "simclr",

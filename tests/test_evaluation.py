@@ -379,3 +379,18 @@ def test_neighbour_consistency_is_the_share_of_equal_labels() -> None:
 def test_importing_evaluation_does_not_import_torch() -> None:
     code = "import sys, constraintmatch.evaluation; sys.exit('torch' in sys.modules or 'sklearn' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_cluster_quality_is_agreement_times_clusters_in_use() -> None:
+    rng = np.random.default_rng(0)
+    p = rng.dirichlet(np.ones(4), size=30)
+    near = rng.integers(0, 30, (30, 3))
+    agreement = np.mean([p[i] @ p[j] for i in range(30) for j in near[i]])
+    mean = p.mean(0)
+    used = np.exp(-sum(share * np.log(share) for share in mean)) / 4
+    assert evaluation.cluster_quality(p, near) == pytest.approx(agreement * used)
+    one = np.tile([0.0, 1.0, 0.0, 0.0], (30, 1))
+    assert evaluation.cluster_quality(one, near) == pytest.approx(1 / 4)  # collapsed
+    even = np.eye(4)[np.arange(28) % 4]
+    same = (np.arange(28)[:, None] + [4, 8]) % 28
+    assert evaluation.cluster_quality(even, same) == pytest.approx(1)

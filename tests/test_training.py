@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from constraintmatch.errors import InputError
+from constraintmatch.progress import Quiet
 from constraintmatch.runs import open_run, read_log
 from constraintmatch.training import SCHEDULES, Interrupted, NonFinite, TrainSettings, choose_device, fit
 
@@ -261,6 +262,67 @@ def test_foreign_checkpoints_are_refused_and_left_alone(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="not a checkpoint of this run"), open_run(folder, {}, resume=True) as run:
             fit(network(), numbers, squares, CPU, run=run)
         assert file.read_bytes() == before
+
+
+def judged(module: nn.Module, scores: list[float], seen: list[dict[str, Tensor]]) -> Callable[[], dict[str, float]]:
+    """An evaluation that gives one score after the other and notes the weights of each."""
+
+    def evaluate() -> dict[str, float]:
+        seen.append(weights(module))
+        return {"quality": scores[len(seen) - 1]}
+
+    return evaluate
+
+
+def test_the_weights_of_the_best_evaluation_are_kept() -> None:
+    settings, said = replace(CPU, evaluate_every=3), []
+    for scores, best in (([0.1, 0.9, 0.3, 0.2], 1), ([0.1, 0.2, 0.3, 0.4], 3), ([0.5, 0.5, 0.5, 0.5], 3)):
+        module, seen = network(), []
+        log = fit(module, numbers, squares, settings, evaluate=judged(module, scores, seen), keep_best="quality")
+        assert_equal(weights(module), seen[best])
+        said.append([entry["kept_step"] for entry in log if entry["kind"] == "kept"])
+    assert said == [[6], [], []]
+
+
+def test_a_resumed_run_remembers_the_best(tmp_path: Path) -> None:
+    settings, scores = replace(CPU, evaluate_every=3, checkpoint_every=4), [0.9, 0.1, 0.2, 0.3]
+    first = network()
+
+    def failing(step: int) -> Numbers:
+        if step == 7:
+            raise OSError("gone")
+        return numbers(step)
+
+    seen: list[dict[str, Tensor]] = []
+    with pytest.raises(OSError, match="gone"), open_run(tmp_path, {}) as run:
+        fit(first, failing, squares, settings, run=run, evaluate=judged(first, scores, seen), keep_best="quality")
+    module = network()
+    again = judged(module, [0.1, 0.2, 0.3], [])
+    with open_run(tmp_path, {}, resume=True) as run:
+        fit(module, numbers, squares, settings, run=run, evaluate=again, keep_best="quality")
+    assert_equal(weights(module), seen[0])
+    times = [entry["seconds"] for entry in read_log(tmp_path)]
+    assert times == sorted(times)
+
+
+def test_a_warning_is_said_when_it_comes_up() -> None:
+    said: list[str] = []
+
+    class Ears(Quiet):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    told = iter(
+        [
+            ["2 of 9 clusters are empty"],
+            ["3 of 9 clusters are empty", "one holds 80 %"],
+            [],
+            ["1 of 9 clusters are empty"],
+        ]
+    )
+    evaluate = lambda: {"warnings": next(told)}  # noqa: E731
+    fit(network(), numbers, squares, replace(CPU, evaluate_every=3), evaluate=evaluate, reporter=Ears())
+    assert said == ["step 3: 2 of 9 clusters are empty", "step 6: one holds 80 %", "step 12: 1 of 9 clusters are empty"]
 
 
 def test_prefetched_batches_are_the_same() -> None:

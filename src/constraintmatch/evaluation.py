@@ -28,6 +28,7 @@ __all__ = [
     "agreement",
     "ari",
     "calibration_error",
+    "cluster_quality",
     "cluster_sizes",
     "collapse_warnings",
     "embed",
@@ -262,6 +263,19 @@ def knn_accuracy(
         votes.scatter_add_(1, labels[nearest], ((cosine - cosine[:, :1]) / temperature).exp())
         named.append(votes.argmax(1).cpu().numpy())
     return float(np.mean(np.concatenate(named) == np.asarray(test_labels)))
+
+
+def cluster_quality(probabilities: ArrayLike, neighbours: ArrayLike) -> float:
+    """How far a clustering can be trusted without labels, in [0, 1]: agreement of neighbours × clusters in use.
+
+    The mean of ⟨p_i, p_j⟩ over the neighbours j (n, m) of each row i (n, k), times exp(H(mean p)) / k: one for sure
+    clusters of even size that neighbours share, 1 / k for one cluster that holds everything.
+    """
+    p, near = np.asarray(probabilities, np.float64), np.asarray(neighbours, np.int64)
+    agreement = np.einsum("nk,nmk->", p, p[near]) / near.size
+    mean = p.mean(0)
+    used = np.exp(-(mean * np.log(np.maximum(mean, 1e-300))).sum()) / p.shape[1]
+    return float(agreement * used)
 
 
 def neighbour_consistency(neighbours: ArrayLike, labels: ArrayLike) -> float:

@@ -12,6 +12,7 @@ from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed, knn_accuracy, neighbour_consistency, predict, scores
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.neighbours import nearest_neighbours
+from constraintmatch.methods.preparation import spread
 from constraintmatch.models import ClusterModel
 from constraintmatch.running import Around, method_settings, run_method, split_options
 from constraintmatch.runs import write_result
@@ -69,6 +70,7 @@ def pretrain(
     if unknown := [stage for stage in stages if stage not in ORDER]:
         raise InputError(f"unknown stage {unknown[0]!r}; known are {', '.join(ORDER)}")
     _check_variety(images)
+    told: dict[str, float] = {}
     for stage in stages:
         chosen, changes = split_options(stage, (recipe or {}).get(stage, {}))
         chosen |= {"n_clusters": n_clusters} if stage in ("k_means", "scan") else {}
@@ -76,7 +78,9 @@ def pretrain(
         place = replace(around.within(stage), resume=True)  # of the same command
         began = time.monotonic()
         model, log = run_method(stage, model, images, arguments=chosen, settings=ours, around=place)
-        told = stage_summary(model, images, around.held_out)
+        before, told = told, stage_summary(model, images, around.held_out)
+        if told.get("acc", 1.0) < before.get("acc", 0.0) - 0.01:
+            around.reporter.say(f"{stage}: warning: ACC fell from {before['acc']:.3f} to {told['acc']:.3f}")
         if told:
             around.reporter.say(f"{stage}: " + ", ".join(f"{key} {value:.3g}" for key, value in told.items()))
         if results is not None:
@@ -88,8 +92,7 @@ def pretrain(
 
 def stage_summary(model: ClusterModel, images: ImageSet, held_out: ImageSet | None = None) -> dict[str, float]:
     """What a stage has reached, seen without labels, and with them where they are known."""
-    rows = np.linspace(0, len(images) - 1, min(len(images), 2000)).astype(np.int64)
-    sample = images.take(rows)
+    sample = images.take(spread(len(images), 2_000))
     near = nearest_neighbours(embed(model, sample, projected=True), 20)
     told: dict[str, float] = {}
     if model.config.n_clusters == 0:
@@ -121,8 +124,7 @@ def _stage_result(
 
 def _check_variety(images: ImageSet) -> None:
     """Images of one colour each carry nothing to learn from."""
-    rows = np.linspace(0, len(images) - 1, min(len(images), 200)).astype(np.int64)
-    sample = images.images[rows]
+    sample = images.images[spread(len(images), 200)]
     flat = sample.reshape(len(sample), -1, images.channels)
     if np.all(flat.max(axis=1) == flat.min(axis=1)):
         raise InputError("every image is of one colour: there is nothing to learn from; check the folder and --side")

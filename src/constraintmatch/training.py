@@ -1,10 +1,11 @@
 """The one loop: `fit` trains any module on any loss, with exact resume, checkpoints, a log and progress."""
 
 import math
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from constraintmatch.errors import InputError
 from constraintmatch.files import write_atomically
 from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.runs import RunFolder
+from constraintmatch.runs import RunFolder, read_log
 from constraintmatch.stepping import Stepper
 
 __all__ = ["SCHEDULES", "Interrupted", "NonFinite", "TrainSettings", "choose_device", "fit", "frozen_statistics"]
@@ -118,6 +119,7 @@ def fit(
     run: RunFolder | None = None,
     measure: Callable[[B], Mapping[str, float]] | None = None,
     evaluate: Callable[[], Mapping[str, Any]] | None = None,
+    keep_best: str | None = None,
     prefetch: bool = False,
     reporter: Reporter | None = None,
 ) -> list[dict[str, Any]]:
@@ -125,16 +127,25 @@ def fit(
 
     `next_batch(step)` is a pure function of the step; `loss(network, batch)` gives named terms that are summed, where
     `network` is the module, compiled where that pays. `measure(batch)` adds values to each log line, `evaluate()` to
-    the lines of `evaluate_every` and of the end. With a run folder the loop resumes from its checkpoint, if there is
-    one.
+    the lines of `evaluate_every` and of the end. `keep_best` names a value of the evaluations: the weights that had the
+    highest one are left in the module, not the last ones. With a run folder the loop resumes from its checkpoint.
     """
     device = choose_device(settings.device)
     settings = settings.resolved(device)
     layout = torch.channels_last if settings.channels_last else torch.preserve_format
     module.to(device=device, memory_format=layout).train()  # type: ignore[call-overload]
-    loop = _Loop(module, loss, settings, device, run, reporter or Quiet())
+    loop = _Loop(module, loss, settings, device, run, reporter or Quiet(), keep_best)
     with torch.backends.cudnn.flags(enabled=True, benchmark=device.type == "cuda", allow_tf32=True):
         return loop.run(title, _prefetched(next_batch) if prefetch else next_batch, measure, evaluate)
+
+
+@dataclass(frozen=True)
+class _Best:
+    """The weights with the highest score so far, and when that was."""
+
+    score: float
+    step: int
+    weights: dict[str, Tensor]
 
 
 class _Loop(Generic[B]):
@@ -148,8 +159,12 @@ class _Loop(Generic[B]):
         device: torch.device,
         run: RunFolder | None,
         reporter: Reporter,
+        keep_best: str | None,
     ) -> None:
         self.module, self.settings, self.run_folder, self.reporter = module, settings, run, reporter
+        self.keep_best = keep_best
+        self.best: _Best | None = None
+        self.warned: set[str] = set()
         self.stepper: Stepper[B] = Stepper(module, loss, settings, device)
         self.log: list[dict[str, Any]] = []
         self.saved = 0
@@ -164,7 +179,7 @@ class _Loop(Generic[B]):
     ) -> list[dict[str, Any]]:
         settings, first = self.settings, self._resume()
         self.reporter.start(title, settings.steps, first)
-        self.began = time.monotonic()
+        self.began = time.monotonic() - self._seconds_before()
         try:
             with _stop_signals() as stop:
                 for step in range(first, settings.steps):
@@ -176,6 +191,7 @@ class _Loop(Generic[B]):
             if self.writer is not None:
                 self.writer.close()
         self.stepper.keep_average()
+        self._put_best_back(title)
         return self.log
 
     def _after(
@@ -195,13 +211,37 @@ class _Loop(Generic[B]):
         every = settings.evaluate_every
         if evaluate and (last or (every and done % every == 0)):
             with self.stepper.averaged():
-                self._log(done, evaluate(), kind="evaluation")
+                values = evaluate()
+                self._note_best(done, values)
+            self._log(done, values, kind="evaluation")
         if last or stop.is_set() or done % settings.checkpoint_every == 0:
             if not due:
                 self.stepper.check_finite(self._stop_for)
             self._save(done)
         if stop.is_set() and not last:
             raise Interrupted(f"stopped after step {done:,} of {settings.steps:,}")
+
+    def _note_best(self, done: int, values: Mapping[str, Any]) -> None:
+        if self.keep_best is None:
+            return
+        score = float(values[self.keep_best])
+        if self.best is None or score >= self.best.score:
+            weights = {name: value.detach().clone() for name, value in self.module.state_dict().items()}
+            self.best = _Best(score, done, weights)
+
+    def _put_best_back(self, title: str) -> None:
+        best = self.best
+        if best is None or best.step == self.settings.steps:
+            return
+        self.module.load_state_dict(best.weights)
+        said = f"{title}: kept the weights of step {best.step:,}, where {self.keep_best} was highest ({best.score:.3g})"
+        self.reporter.say(said)
+        self._log(self.settings.steps, {"kept_step": best.step, f"kept_{self.keep_best}": best.score}, kind="kept")
+
+    def _seconds_before(self) -> float:
+        """Seconds of the log that a resumed run goes on with."""
+        earlier = read_log(self.run_folder.path) if self.run_folder is not None else []
+        return float(earlier[-1].get("seconds", 0.0)) if earlier else 0.0
 
     def _means(self, done: int) -> dict[str, float]:
         self.stepper.check_finite(self._stop_for)
@@ -225,10 +265,18 @@ class _Loop(Generic[B]):
         if self.writer is not None:
             for key, value in numbers.items():
                 self.writer.add_scalar(f"{kind}/{key}", value, done)
-        for warning in values.get("warnings", ()):
-            self.reporter.say(f"step {done:,}: {warning}")
+        if kind == "evaluation":
+            self._warn(done, values.get("warnings", ()))
         shown = numbers if kind == "evaluation" else {k: v for k, v in numbers.items() if k != "lr"}
         self.reporter.update(done, shown)
+
+    def _warn(self, done: int, warnings: Sequence[str]) -> None:
+        """Say a warning when it comes up, not again while it only changes its numbers."""
+        words = {re.sub(r"[\d.,]+", "", warning): warning for warning in warnings}
+        for key, warning in words.items():
+            if key not in self.warned:
+                self.reporter.say(f"step {done:,}: {warning}")
+        self.warned = set(words)
 
     def _save(self, done: int) -> None:
         if self.run_folder is None:
@@ -240,6 +288,9 @@ class _Loop(Generic[B]):
             self._stop_for(done, "weights")
         saved = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
         metadata = {"step": str(done), "terms": "\n".join(self.stepper.terms)}
+        if self.best is not None:
+            saved |= {f"best.{name}": value.cpu().contiguous().clone() for name, value in self.best.weights.items()}
+            metadata |= {"best_step": str(self.best.step), "best_score": repr(self.best.score)}
         write_atomically(self.run_folder.checkpoint, lambda path: save_file(saved, path, metadata))
         self.saved = done
 
@@ -258,12 +309,16 @@ class _Loop(Generic[B]):
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             step = int(metadata["step"])
             self.stepper.load(tensors, metadata["terms"].split("\n"))
+            if "best_step" in metadata:
+                weights = {name[5:]: value for name, value in tensors.items() if name.startswith("best.")}
+                self.best = _Best(float(metadata["best_score"]), int(metadata["best_step"]), weights)
         except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
             said = str(error).splitlines()[0]
             raise InputError(
                 f"{run.checkpoint}: not a checkpoint of this run ({said}); remove it to start anew"
             ) from None
         run.cut_log(step)
+        self.log = read_log(run.path)
         self.saved = step
         return step
 

@@ -8,7 +8,7 @@ from constraintmatch.batches import derive_seed
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice, evaluate_now, prepare
+from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_clusters, evaluate_now, prepare, spread
 from constraintmatch.models import ClusterModel, with_clusters
 from constraintmatch.training import TrainSettings
 
@@ -31,12 +31,9 @@ def k_means(
     The clusters are found in the normalised projections (at most `most_images` of them), where they lie apart most; the
     head, which reads the features before them, is a logistic regression on these clusters.
     """
-    if n_clusters < 2:
-        raise InputError(f"n_clusters is {n_clusters}; ask for 2 or more")
-    if n_clusters > len(images):
-        raise InputError(f"{n_clusters} clusters for {len(images)} images: there must be at least one image each")
+    check_clusters(n_clusters, images)
     device = prepare(model, images, settings, need_clusters=False).device
-    sample = images.take(np.linspace(0, len(images) - 1, min(len(images), most_images)).astype(np.int64))
+    sample = images.take(spread(len(images), most_images))
     seed = derive_seed(settings.seed, "k-means") % 2**32
     clusters = _clusters(embed(model, sample, projected=True, device=device), n_clusters, restarts, seed)
     weight, bias = _linear_head(embed(model, sample, device=device), clusters, n_clusters)

@@ -1,24 +1,39 @@
 """What every method needs before its first step: views, the device and its images, and what is watched."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from constraintmatch import views
-from constraintmatch.batches import ImageStore, ViewMaker, derive_seed
+from constraintmatch.batches import ImageStore, Shuffled, ViewMaker, derive_seed
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
-from constraintmatch.evaluation import agreement, collapse_warnings, predict, scores
+from constraintmatch.evaluation import agreement, cluster_quality, collapse_warnings, embed, predict, scores
 from constraintmatch.images import ImageSet
+from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.models import ClusterModel
 from constraintmatch.progress import Quiet, Reporter
 from constraintmatch.runs import RunFolder
 from constraintmatch.training import TrainSettings, choose_device
 from constraintmatch.views import View
 
-__all__ = ["Bench", "Job", "Trained", "ViewChoice", "check_images", "evaluate_now", "prepare"]
+__all__ = [
+    "Bench",
+    "Job",
+    "Trained",
+    "ViewChoice",
+    "by_epochs",
+    "check_clusters",
+    "check_images",
+    "evaluate_now",
+    "prepare",
+    "quality_judge",
+    "spread",
+]
 
 
 @dataclass(frozen=True)
@@ -90,13 +105,25 @@ def prepare(model: ClusterModel, images: ImageSet, settings: TrainSettings, *, n
         raise InputError(
             "this model has no cluster head: give it one with with_clusters(model, n), or train scan first"
         )
-    if need_clusters and len(images) < model.config.n_clusters:
-        raise InputError(
-            f"{model.config.n_clusters} clusters for {len(images)} images: there must be at least one image each"
-        )
+    if need_clusters:
+        check_clusters(model.config.n_clusters, images)
     device = choose_device(settings.device)
     maker = ViewMaker(derive_seed(settings.seed, "views"), device, compile=bool(settings.resolved(device).compile))
     return Bench(device, ImageStore(images, device), maker, settings.seed)
+
+
+def by_epochs(settings: TrainSettings, epochs: int, rows: Shuffled) -> TrainSettings:
+    """The settings with as many steps as the epochs have, and ten evaluations where nothing else was asked."""
+    steps = epochs * rows.steps_per_epoch
+    return replace(settings, steps=steps, evaluate_every=settings.evaluate_every or max(1, steps // 10))
+
+
+def check_clusters(n_clusters: int, images: ImageSet) -> None:
+    """Fewer than two clusters, or more than images, are an InputError."""
+    if n_clusters < 2:
+        raise InputError(f"n_clusters is {n_clusters}; ask for 2 or more")
+    if n_clusters > len(images):
+        raise InputError(f"{n_clusters} clusters for {len(images)} images: there must be at least one image each")
 
 
 def check_images(model: ClusterModel, images: ImageSet) -> None:
@@ -107,6 +134,18 @@ def check_images(model: ClusterModel, images: ImageSet) -> None:
             f"the model takes {config.side}×{config.side} images with {config.channels} channel(s), "
             f"these are {images.side}×{images.side} with {images.channels}; load them with --side {config.side}"
         )
+
+
+def quality_judge(model: ClusterModel, images: ImageSet, device: torch.device) -> Callable[[ClusterModel], float]:
+    """A function that tells the `cluster_quality` of a model, by the neighbours that the images have in this one."""
+    sample = images.take(spread(len(images), 5_000))
+    near = nearest_neighbours(embed(model, sample, projected=True, device=device), 20, device=device)
+    return lambda other: cluster_quality(predict(other, sample).probabilities, near)
+
+
+def spread(n_images: int, most: int) -> NDArray[np.int64]:
+    """Rows of at most `most` images, evenly over the set."""
+    return np.linspace(0, n_images - 1, min(n_images, most)).astype(np.int64)
 
 
 def evaluate_now(model: ClusterModel, images: ImageSet, job: Job) -> Mapping[str, Any]:

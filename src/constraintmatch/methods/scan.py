@@ -1,20 +1,30 @@
 """SCAN: a cluster head that gives an image and its neighbours the same cluster, and all clusters a share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from constraintmatch.batches import Shuffled, derive_seed
-from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.neighbours import nearest_neighbours
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice, evaluate_now, prepare
+from constraintmatch.methods.preparation import (
+    Bench,
+    Job,
+    Trained,
+    ViewChoice,
+    by_epochs,
+    check_clusters,
+    evaluate_now,
+    prepare,
+    quality_judge,
+)
 from constraintmatch.models import ClusterModel, with_clusters
 from constraintmatch.objectives import scan_loss
 from constraintmatch.training import TrainSettings, fit
+from constraintmatch.views import View
 
 __all__ = ["SCAN_SETTINGS", "NeighbourBatch", "best_head", "scan"]
 
@@ -45,32 +55,18 @@ def scan(
 ) -> Trained:
     """A model with a cluster head, from one trained on a pretext task; of several heads the one with the lowest loss.
 
-    Neighbours are mined once, in the projections of the given model. A model that has this many clusters already keeps
-    its head. The steps follow from `epochs`.
+    Of ten evaluations the one with the best `cluster_quality` gives the weights. Neighbours are mined once, in the
+    projections of the given model. A model that has this many clusters already keeps its head. The steps follow from
+    `epochs`.
     """
-    if n_clusters < 2:
-        raise InputError(f"n_clusters is {n_clusters}; ask for 2 or more")
-    if n_clusters > len(images):
-        raise InputError(f"{n_clusters} clusters for {len(images)} images: there must be at least one image each")
+    check_clusters(n_clusters, images)
     bench = prepare(model, images, settings, need_clusters=False)
-    found = nearest_neighbours(
-        embed(model, images, projected=True, device=bench.device), n_neighbours, device=bench.device
-    )
-    near = torch.from_numpy(found).to(bench.device)
-    rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
-    settings = replace(settings, steps=epochs * rows.steps_per_epoch)
-    seed = derive_seed(settings.seed, "head")
+    quality = quality_judge(model, images, bench.device)
+    batches = _NeighbourSource(bench, model, images, n_neighbours, images_per_step, views.scan_strong())
+    settings = by_epochs(settings, epochs, batches.rows)
     kept = n_heads == 1 and model.config.n_clusters == n_clusters  # a head of k-means, say, is a start
+    seed = derive_seed(settings.seed, "head")
     trained = model if kept else with_clusters(model, n_clusters, n_heads=n_heads, seed=seed)
-    view, picker = views.scan_strong(), torch.Generator(bench.device)
-
-    def next_batch(step: int) -> NeighbourBatch:
-        chosen = rows(step)
-        picker.manual_seed(derive_seed(settings.seed, "neighbour", step))
-        pick = torch.randint(near.shape[1], (len(chosen), 1), generator=picker, device=bench.device)
-        neighbour = near[chosen].gather(1, pick).squeeze(1)
-        anchor, other = bench.store.take(chosen), bench.store.take(neighbour)
-        return NeighbourBatch(bench.maker(view, anchor, step, "anchor"), bench.maker(view, other, step, "neighbour"))
 
     def loss(network: Callable[..., Tensor], batch: NeighbourBatch) -> dict[str, Tensor]:
         # two passes, as published: each has its own BatchNorm statistics
@@ -81,16 +77,39 @@ def scan(
 
     log = fit(
         trained,
-        next_batch,
+        batches,
         loss,
         settings,
         title="scan",
         run=job.run,
-        evaluate=(lambda: evaluate_now(trained, images, job)) if n_heads == 1 else None,
+        evaluate=None if n_heads > 1 else lambda: {**evaluate_now(trained, images, job), "quality": quality(trained)},
+        keep_best=None if n_heads > 1 else "quality",
         prefetch=bench.prefetch,
         reporter=job.reporter,
     )
     return Trained(trained if n_heads == 1 else best_head(trained, log), log)
+
+
+class _NeighbourSource:
+    """Batches of images, each with one of its nearest neighbours, under one view."""
+
+    def __init__(
+        self, bench: Bench, model: ClusterModel, images: ImageSet, n_neighbours: int, batch: int, view: View
+    ) -> None:
+        device = bench.device
+        features = embed(model, images, projected=True, device=device)
+        self.near = torch.from_numpy(nearest_neighbours(features, n_neighbours, device=device)).to(device)
+        self.rows = Shuffled(len(images), batch, derive_seed(bench.seed, "images"), device)
+        self.bench, self.view, self.picker = bench, view, torch.Generator(device)
+
+    def __call__(self, step: int) -> NeighbourBatch:
+        chosen, maker = self.rows(step), self.bench.maker
+        self.picker.manual_seed(derive_seed(self.bench.seed, "neighbour", step))
+        size = (len(chosen), 1)
+        pick = torch.randint(self.near.shape[1], size, generator=self.picker, device=self.bench.device)
+        anchor = self.bench.store.take(chosen)
+        other = self.bench.store.take(self.near[chosen].gather(1, pick).squeeze(1))
+        return NeighbourBatch(maker(self.view, anchor, step, "anchor"), maker(self.view, other, step, "neighbour"))
 
 
 def best_head(model: ClusterModel, log: list[dict[str, float]]) -> ClusterModel:

@@ -1,17 +1,23 @@
 """Self-labelling: confident clusters of plain images teach their strong views."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from constraintmatch.batches import Shuffled, Views, derive_seed
 from constraintmatch.evaluation import predict
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice, evaluate_now, prepare
+from constraintmatch.methods.preparation import (
+    Job,
+    Trained,
+    ViewChoice,
+    by_epochs,
+    evaluate_now,
+    prepare,
+    quality_judge,
+    spread,
+)
 from constraintmatch.models import ClusterModel
 from constraintmatch.objectives import balanced_confident_cross_entropy
 from constraintmatch.training import TrainSettings, fit
@@ -34,16 +40,18 @@ def self_label(
 ) -> Trained:
     """The model trained on its own predictions above `min_confidence`, clusters weighted by inverse frequency.
 
-    When no image is that sure the model stays as it is: with no loss, Adam would only decay its weights.
+    Of ten evaluations the one with the best `cluster_quality` gives the weights. When no image is that sure the model
+    stays as it is: with no loss, Adam would only decay its weights.
     """
     bench = prepare(model, images, settings)
-    sure = predict(model, images.take(_spread(len(images))), device=bench.device).confidence > min_confidence
+    sure = predict(model, images.take(spread(len(images), 5_000)), device=bench.device).confidence > min_confidence
     if not sure.any():
         said = f"self_label: no image is surer than {min_confidence}; the model is kept as it was"
         job.reporter.say(said)
         return Trained(model, [{"step": 0, "kind": "evaluation", "warnings": [said], "seconds": 0.0}])
+    quality = quality_judge(model, images, bench.device)
     rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
-    settings = replace(settings, steps=epochs * rows.steps_per_epoch)
+    settings = by_epochs(settings, epochs, rows)
     view = views.scan_strong()
 
     def next_batch(step: int) -> Views:
@@ -64,13 +72,9 @@ def self_label(
         settings,
         title="self_label",
         run=job.run,
-        evaluate=lambda: evaluate_now(model, images, job),
+        evaluate=lambda: {**evaluate_now(model, images, job), "quality": quality(model)},
+        keep_best="quality",
         prefetch=bench.prefetch,
         reporter=job.reporter,
     )
     return Trained(model, log)
-
-
-def _spread(n_images: int, most: int = 5000) -> NDArray[np.int64]:
-    """Rows of at most `most` images, evenly over the set."""
-    return np.linspace(0, n_images - 1, min(n_images, most)).astype(np.int64)

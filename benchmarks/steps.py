@@ -1,0 +1,123 @@
+"""How much of a training step is the network: ms per step of each method, and of the bare network on the same shapes.
+
+    python benchmarks/steps.py --out results/speed-h200.json
+
+The floor has the same network, precision, compilation and optimiser, no views, and a sum as its loss. Both are measured
+in one process, one right after the other; the ratio is what counts.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from constraintmatch.constraints import Constraints
+from constraintmatch.images import ImageSet
+from constraintmatch.methods.simclr import Projector
+from constraintmatch.models import ClusterModel, build_model, with_projection
+from constraintmatch.running import method_settings, run_method
+from constraintmatch.runs import write_result
+from constraintmatch.training import TrainSettings, choose_device, fit
+
+BATCHES = {
+    "simclr": {"images_per_step": 512},
+    "byol": {"images_per_step": 512},
+    "constrained": {"pairs_per_step": 200},
+    "pseudo_label": {"pairs_per_step": 200, "images_per_step": 600},
+    "constraintmatch": {"pairs_per_step": 200, "images_per_step": 600},
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Images for a pass with gradients, one without and one more with."""
+
+    trained: Tensor
+    guessed: Tensor | None = None
+    strong: Tensor | None = None
+
+
+def bare_loss(network: Callable[..., Tensor], batch: Inputs) -> dict[str, Tensor]:
+    """The passes of a method with a sum in place of its loss."""
+    total = network(batch.trained).float().sum()
+    if batch.guessed is not None:
+        with torch.no_grad():
+            network(batch.guessed)
+    if batch.strong is not None:
+        total = total + network(batch.strong).float().sum()
+    return {"sum": 1e-6 * total}
+
+
+def ms_per_step(log: list[dict[str, Any]]) -> float:
+    """Milliseconds a step between the first log line, when everything is compiled and captured, and the last."""
+    lines = [entry for entry in log if entry["kind"] == "training"]
+    return 1e3 * (lines[-1]["seconds"] - lines[0]["seconds"]) / (lines[-1]["step"] - lines[0]["step"])
+
+
+def ours(name: str, model: ClusterModel, images: ImageSet, settings: TrainSettings) -> float:
+    arguments: dict[str, Any] = dict(BATCHES[name])
+    constraints = None
+    if "pairs_per_step" in arguments:
+        constraints = Constraints.sample(images.labels, min(len(images), 5_000), seed=0)
+    else:
+        arguments["epochs"] = -(-settings.steps // (len(images) // min(arguments["images_per_step"], len(images))))
+    return ms_per_step(run_method(name, model, images, constraints, arguments=arguments, settings=settings).log)
+
+
+def floor(name: str, model: ClusterModel, settings: TrainSettings) -> float:
+    batch, device = BATCHES[name], choose_device(settings.device)
+    config = model.config
+
+    def pixels(n: int) -> Tensor:
+        shape = (n, config.side, config.side, config.channels)
+        return torch.randint(0, 256, shape, dtype=torch.uint8, device=device).permute(0, 3, 1, 2)
+
+    if "pairs_per_step" not in batch:
+        inputs, module = Inputs(pixels(2 * batch["images_per_step"])), projector(model)
+    else:
+        free = batch.get("images_per_step")
+        extra = (pixels(free), pixels(free)) if free else (None, None)
+        inputs, module = Inputs(pixels(2 * batch["pairs_per_step"]), *extra), model
+    return ms_per_step(fit(module, lambda _: inputs, bare_loss, settings))
+
+
+def projector(model: ClusterModel) -> nn.Module:
+    return Projector(with_projection(model))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default="simclr,constrained,constraintmatch")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--images", type=int, default=10_000)
+    parser.add_argument("--side", type=int, default=32)
+    parser.add_argument("--backbone", default="resnet18")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    rng = np.random.Generator(np.random.Philox(0))
+    pixels = rng.integers(0, 256, (asked.images, asked.side, asked.side, 3), dtype=np.uint8)
+    images = ImageSet.from_arrays(pixels, labels=np.arange(asked.images) % 10)
+    print(f"{'method':18}{'ours, ms':>10}{'floor, ms':>11}{'ratio':>8}{'images/s':>11}")
+    rows = {}
+    for name in asked.methods.split(","):
+        model = build_model(n_clusters=10, side=asked.side, backbone=asked.backbone)
+        settings = replace(method_settings(name), steps=asked.steps, log_every=max(1, asked.steps // 4))
+        bare, own = floor(name, model, settings), ours(name, model, images, settings)
+        batch = BATCHES[name]
+        seen = 2 * batch["pairs_per_step"] if "pairs_per_step" in batch else 0
+        rate = (seen + batch.get("images_per_step", 0)) / own * 1e3
+        rows[name] = {"ms": round(own, 3), "floor_ms": round(bare, 3), "ratio": round(own / bare, 3)}
+        print(f"{name:18}{own:10.2f}{bare:11.2f}{own / bare:8.2f}{rate:11,.0f}", flush=True)
+    if asked.out:
+        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+        request = {"steps": asked.steps, "side": asked.side, "backbone": asked.backbone, "batches": BATCHES}
+        write_result(asked.out, {**request, "rows": rows, "peak_gib": peak})
+
+
+if __name__ == "__main__":
+    main()
