@@ -47,6 +47,7 @@ ROOMS = [
     "report",
     "estimator",
     "sources",
+    "sorting",
     "planning",
     "workflow",
     "demo",

@@ -261,6 +261,16 @@ def test_pretrain_leaves_a_model_that_train_takes(folder: Path, tmp_path: Path) 
     run(*words, "--out", tmp_path / "r", "--device", "cpu", "-q")
 
 
+def test_a_start_is_not_made_over_a_run(trained: tuple[Path, Any], folder: Path) -> None:
+    weights = (trained[0] / "model" / "model.safetensors").read_bytes()
+    assert "not an earlier start" in refused("pretrain", folder / "in", "--clusters", 3, "--out", trained[0])
+    assert "not an earlier start" in refused("pretrain", folder / "in", "--clusters", 3, "--out", trained[0] / "model")
+    assert "a file is where" in refused(
+        "pretrain", folder / "in", "--clusters", 3, "--out", folder / "pairs.csv" / "start"
+    )
+    assert (trained[0] / "model" / "model.safetensors").read_bytes() == weights
+
+
 def test_check_ends_with_2_for_contradictions(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.csv", tmp_path / "bad.csv"
     good.write_text("left,right,link\na,b,1\nb,c,1\n")
@@ -486,6 +496,61 @@ def test_sorting_into_a_folder_with_files_is_refused_before_predicting(trained: 
     out = folder / "never.csv"
     assert "not an empty folder" in refused("predict", trained[0], folder / "in", "--out", out, "--sort-into", folder)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["chek"], "no such command 'chek'"),
+        (["check"], "missing argument 'PAIRS'"),
+        (["train", "--stepps", "5"], "no such option: --stepps"),
+        (["train", "x", "--clusters", "abc"], "invalid value for '--clusters'"),
+        (["train", "x", "--on-conflict", "ask"], "invalid value for '--on-conflict'"),
+    ],
+)
+def test_a_mistake_in_the_words_is_one_line_that_names_the_help(words: list[str], said: str) -> None:
+    told = run(*words, code=2).stderr.splitlines()
+    assert len(told) == 1
+    assert told[0].startswith(f"error: {said}")
+    assert told[0].endswith("--help)")
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    assert "Commands:" in run(code=2).stderr
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_images_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for place, said in ((tmp_path, "is a folder"), (tmp_path / "file" / "x.csv", "a file is where a folder should be")):
+        assert said in refused("predict", "no-model", "no-images", "--out", place)
+        assert said in refused("evaluate", "no-model", "--data", "no-images", "--json", place)
+    assert "a file is where" in refused("sample", "no-images", "--n", 5, "--out", tmp_path / "file" / "x.csv")
+
+
+def test_a_pairs_file_without_pairs_judges_nothing(trained: tuple[Path, Any], folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "none.csv").write_text("left,right,link\n")
+    said = refused("evaluate", trained[0], "--data", folder / "in", "--pairs", tmp_path / "none.csv")
+    assert "there are no pairs in it" in said
+
+
+def test_flipping_one_kind_needs_a_share(tmp_path: Path) -> None:
+    said = refused("sample", "digits", "--n", 5, "--flip-only", "must-link", "--out", tmp_path / "p.csv")
+    assert "goes with --flip" in said
+
+
+def test_a_side_by_a_slip_of_the_keys_is_refused(words: Callable[..., list[object]]) -> None:
+    assert "at most 4,096 pixels" in refused(*words(model=None, clusters=3, side=3_200_000))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a pipe that is closed")
+def test_a_reader_that_had_enough_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text("left,right,link\na,b,1\n")
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "constraintmatch", "check", str(tmp_path / "p.csv")]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

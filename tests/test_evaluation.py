@@ -73,7 +73,7 @@ def one_hot(clusters: list[int] | NDArray[np.int64], k: int) -> Predictions:
     return Predictions(np.eye(k, dtype=np.float32)[np.asarray(clusters, np.int64)])
 
 
-def constraints_of(*pairs: tuple[int, int, float], weight: list[float] | None = None) -> Constraints:
+def constraints_of(*pairs: tuple[int, int, float], n_images: int = 3, weight: list[float] | None = None) -> Constraints:
     left, right, link = (np.array(column) for column in zip(*pairs, strict=True)) if pairs else ([], [], [])
     weights = np.ones(len(pairs)) if weight is None else weight
     return Constraints(
@@ -81,7 +81,7 @@ def constraints_of(*pairs: tuple[int, int, float], weight: list[float] | None = 
         np.array(right, np.int64),
         np.array(link, np.float32),
         np.array(weights, np.float32),
-        100,
+        n_images,
     )
 
 
@@ -139,6 +139,32 @@ def test_predict_puts_every_modules_mode_back_even_after_an_error() -> None:
     with pytest.raises(RuntimeError):
         predict(model, some_images(5, side=6))
     assert (model.training, model.norm.training, model.drop.training) == (True, False, True)
+
+
+def test_what_a_module_keeps_for_evaluation_is_dropped_when_training_goes_on() -> None:
+    class Caching(torch.nn.Module):
+        """Scales by its parameter; in eval by a copy of it that `train` drops, as attention biases of LeViT are."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+            self.kept: torch.Tensor | None = None
+
+        def train(self, mode: bool = True) -> "Caching":
+            self.kept = None if mode else self.kept
+            return super().train(mode)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                return x * self.scale
+            self.kept = self.scale.detach().clone() if self.kept is None else self.kept
+            return x * self.kept
+
+    model, images = torch.nn.Sequential(toy(), Caching()).train(), some_images(5)
+    before = predict(model, images).probabilities
+    with torch.no_grad():
+        model[1].scale.mul_(3.0)
+    assert not np.allclose(predict(model, images).probabilities, before)
 
 
 def test_progress_counts_images() -> None:
@@ -221,6 +247,12 @@ def test_calibration_error_by_hand() -> None:
     assert calibration_error([], []) == 0
 
 
+def test_labels_may_be_large_numbers() -> None:
+    labels = np.array([10**15, 10**15, 7])
+    assert accuracy(labels, [0, 0, 1]) == 1
+    assert scores(labels, one_hot([0, 0, 1], 2))["acc"] == 1
+
+
 def test_labels_that_do_not_fit_are_refused_with_the_numbers() -> None:
     with pytest.raises(InputError, match=r"1,200 labels for 3 predictions"):
         scores(np.zeros(1200), one_hot([0, 1, 1], 2))
@@ -237,13 +269,18 @@ def test_agreement_by_hand() -> None:
     found = one_hot([0, 0, 1, 1, 2], 3)
     kept_must, broken_must, kept_cannot, broken_cannot = (0, 1, 1.0), (1, 2, 0.8), (0, 2, 0.0), (2, 3, 0.2)
     values = agreement(
-        constraints_of(kept_must, broken_must, kept_cannot, (0, 4, 0.0), broken_cannot, (0, 4, 0.5)), found
+        constraints_of(kept_must, broken_must, kept_cannot, (0, 4, 0.0), broken_cannot, (0, 4, 0.5), n_images=5), found
     )
     assert values["must_link"] == 0.5
     assert values["cannot_link"] == pytest.approx(2 / 3)
     assert values["balanced"] == pytest.approx((1 / 2 + 2 / 3) / 2)
-    weighted = agreement(constraints_of(kept_must, broken_must, weight=[3.0, 1.0]), found)
+    weighted = agreement(constraints_of(kept_must, broken_must, n_images=5, weight=[3.0, 1.0]), found)
     assert weighted["must_link"] == 0.75
+
+
+def test_constraints_over_other_images_are_refused() -> None:
+    with pytest.raises(InputError, match="over 4 images, the predictions over 3"):
+        agreement(constraints_of((0, 1, 1.0), n_images=4), one_hot([0, 0, 1], 2))
 
 
 def test_one_kind_of_constraint_alone_has_no_balance_and_none_at_all_says_nothing() -> None:
@@ -263,7 +300,7 @@ def test_the_constraint_loss_is_the_weighted_cross_entropy_of_the_pairs(monkeypa
     left, right, link = (np.array(column) for column in zip(*pairs, strict=True))
     score = (p[left] * p[right]).sum(1)
     expected = np.average(-link * np.log(score) - (1 - link) * np.log(1 - score), weights=weight)
-    constraints = constraints_of(*pairs, weight=list(weight))
+    constraints = constraints_of(*pairs, n_images=30, weight=list(weight))
     for block in (2**22, 28):
         monkeypatch.setattr(evaluation, "_BLOCK", block)
         values = agreement(constraints, Predictions(p.astype(np.float32)))

@@ -153,10 +153,41 @@ def test_what_safetensors_says_of_the_disk_is_understood(tmp_path: Path) -> None
     assert names(tmp_path) == []
 
 
-def test_a_file_in_the_way_of_a_folder_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["file/a.txt", "file/b/a.txt"])
+def test_a_file_in_the_way_of_a_folder_is_an_error(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises((NotADirectoryError, FileExistsError)):
-        write_atomically(tmp_path / "file" / "a.txt", lambda temporary: temporary.write_text("x"))
+    with pytest.raises(InputError, match="a file is where a folder should be"):
+        write_atomically(tmp_path / place, lambda temporary: temporary.write_text("x"))
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is a folder"):
+        write_atomically(tmp_path, lambda temporary: temporary.write_text("x"))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_or_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="a device or pipe"):
+        write_atomically(tmp_path / "pipe", lambda temporary: temporary.write_text("x"))
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "a.txt").write_text("old")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "there" / "a.txt")
+    write_atomically(tmp_path / "link.txt", lambda temporary: temporary.write_text("new"))
+    assert (tmp_path / "link.txt").is_symlink()
+    assert (tmp_path / "there" / "a.txt").read_text() == "new"
+    assert names(tmp_path / "there") == ["a.txt"]
+
+
+def test_names_of_any_length_the_disk_takes_can_be_written(tmp_path: Path) -> None:
+    write_atomically(tmp_path / ("a" * 250), lambda temporary: temporary.write_text("x"))
+    with pytest.raises(InputError, match="the name is too long"):
+        write_atomically(tmp_path / ("a" * 300), lambda temporary: temporary.write_text("x"))
 
 
 # JSON

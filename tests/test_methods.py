@@ -1,4 +1,5 @@
 import copy
+import importlib
 import inspect
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from constraintmatch.training import TrainSettings
 
 QUICK = TrainSettings(steps=6, device="cpu", log_every=2, lr=0.05)
 PAIR_METHODS = ("constrained", "pseudo_label", "constraintmatch")
+UNWEIGHTED = Constraints.from_arrays([0, 1], [2, 3], [1, 0], n_images=60, weight=[0, 0])
 
 
 def model(n_clusters: int = 3) -> ClusterModel:
@@ -221,12 +223,43 @@ def test_views_of_ones_own_are_used(stripes: ImageSet) -> None:
         ("constraintmatch", {"pool": "some"}, "unknown pool 'some'"),
         ("constraintmatch", {"flip_fraction": 1.5}, "flip_fraction is 1.5"),
         ("scan", {"n_clusters": 61}, "61 clusters for 60 images"),
+        ("constrained", {"constraints": UNWEIGHTED}, "every constraint has the weight 0"),
+        ("constrained", {"pairs_per_step": 0}, "0 images or pairs a step"),
+        ("supervised", {"images_per_step": -3}, "-3 images or pairs a step"),
+        ("constraintmatch", {"pseudo_weight": -1.0}, "pseudo_weight is -1.0"),
+        ("constraintmatch", {"pseudo_weight": float("nan")}, "pseudo_weight is nan"),
+        ("constraintmatch", {"max_entropy": -0.1}, "max_entropy is -0.1"),
+        ("constraintmatch", {"links": "hard", "hard_threshold": 7.0}, "hard_threshold is 7.0"),
+        ("pseudo_label", {"min_confidence": 95.0}, "min_confidence is 95.0"),
+        ("simclr", {"images_per_step": 1}, "needs 2 or more"),
+        ("simclr", {"temperature": 0.0}, "temperature is 0.0"),
+        ("k_means", {"n_clusters": 3, "restarts": 0}, "restarts is 0"),
         ("scan", {"n_clusters": 1}, "2 or more"),
+        ("scan", {"n_clusters": 3, "n_neighbours": 0}, "not 0 and 1"),
+        ("scan", {"n_clusters": 3, "n_heads": 0}, "not 20 and 0"),
     ],
 )
 def test_bad_requests_get_one_line(stripes: ImageSet, name: str, arguments: dict[str, object], said: str) -> None:
     with pytest.raises(InputError, match=said):
         run(name, stripes, **arguments)
+
+
+def test_k_means_may_have_a_cluster_for_almost_every_image(stripes: ImageSet) -> None:
+    found = METHODS["k_means"](model(), stripes, n_clusters=50, settings=QUICK).model
+    assert found.config.n_clusters == 50
+    assert len(np.unique(predict(found, stripes).clusters)) > 40
+
+
+def test_fewer_clusters_than_k_means_was_asked_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def near_equal(_: object, images: ImageSet, **__: object) -> np.ndarray:
+        step = np.linspace(0, 3e-4, len(images), dtype=np.float32)  # apart, but not in the float32 of k-means
+        return np.stack((np.where(np.arange(len(images)) % 2, 1, -1).astype(np.float32), step), axis=1)
+
+    module = importlib.import_module("constraintmatch.methods.k_means")  # the package has the function by this name
+    monkeypatch.setattr(module, "embed", near_equal)
+    images = ImageSet.from_arrays(np.zeros((30, 8, 8), np.uint8))
+    with pytest.raises(InputError, match=r"20 clusters, but the model tells only \d+ kinds of images apart"):
+        METHODS["k_means"](model(), images, n_clusters=20, settings=QUICK)
 
 
 def test_images_that_do_not_fit_the_model_are_refused(stripes: ImageSet) -> None:

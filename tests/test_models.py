@@ -45,6 +45,16 @@ def test_tiny_and_timm_backbones_give_logits() -> None:
     assert build_model(n_clusters=3, side=32, backbone="timm:test_vit").eval()(pixels(2, 3, 32)).shape == (2, 3)
 
 
+@pytest.mark.parametrize("side", [1, 2, 3, 5, 8, 9, 12, 17, 33])
+def test_the_tiny_backbone_reads_any_side_as_two_by_two(side: int) -> None:
+    model = build_model(n_clusters=3, side=side, channels=1, backbone="tiny").eval()
+    *layers, pool, flatten = model.backbone
+    maps = torch.nn.Sequential(*layers)(torch.rand(2, 1, side, side))
+    torch.testing.assert_close(flatten(pool(maps)), torch.nn.functional.adaptive_avg_pool2d(maps, 2).flatten(1))
+    # Apple's GPUs pool adaptively only where the output divides the input
+    assert not isinstance(pool, torch.nn.AdaptiveAvgPool2d) or side <= 2
+
+
 def test_the_default_backbone_follows_the_side() -> None:
     assert [default_backbone(side) for side in (8, 16, 17, 224)] == ["tiny", "tiny", "resnet18", "resnet18"]
 

@@ -31,6 +31,13 @@ def test_a_bar_shows_title_count_speed_and_values_at_any_width(width: int) -> No
     assert stream.getvalue() == shown
 
 
+def test_a_terminal_gets_lines_that_break_between_words() -> None:
+    console, stream = written(40, terminal=True)
+    Bar(console).say("a line that is longer than the terminal is wide --and-holds-a-flag")
+    assert "--and-holds-a-flag" in stream.getvalue()
+    assert max(map(len, stream.getvalue().splitlines())) <= 40
+
+
 def test_lines_are_plain_and_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])

@@ -246,6 +246,14 @@ def test_weights_that_explode_are_never_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoint.safetensors").exists()
 
 
+def test_weights_that_explode_in_the_last_step_stop_a_training_without_a_folder_too() -> None:
+    def exploding(forward: Callable[..., Tensor], batch: Numbers) -> dict[str, Tensor]:
+        return {"fit": 1e36 * forward(batch.x).mean()}  # a number still
+
+    with pytest.raises(NonFinite, match=r"step 1.*weights"):
+        fit(network(), numbers, exploding, replace(CPU, steps=1, lr=1e5))
+
+
 def test_foreign_checkpoints_are_refused_and_left_alone(tmp_path: Path) -> None:
     for content in (b"garbage", None):
         folder = tmp_path / str(content is None)
@@ -301,8 +309,16 @@ def test_a_resumed_run_remembers_the_best(tmp_path: Path) -> None:
     with open_run(tmp_path, {}, resume=True) as run:
         fit(module, numbers, squares, settings, run=run, evaluate=again, keep_best="quality")
     assert_equal(weights(module), seen[0])
-    times = [entry["seconds"] for entry in read_log(tmp_path)]
+    log = read_log(tmp_path)
+    times = [entry["seconds"] for entry in log]
     assert times == sorted(times)
+    record = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**record, "status": "running"}))  # killed before it was noted
+    late = network()
+    with open_run(tmp_path, {}, resume=True) as run:
+        fit(late, numbers, squares, settings, run=run, evaluate=again, keep_best="quality")
+    assert_equal(weights(late), seen[0])
+    assert read_log(tmp_path) == log
 
 
 def test_a_warning_is_said_when_it_comes_up() -> None:
@@ -326,16 +342,18 @@ def test_a_warning_is_said_when_it_comes_up() -> None:
 
 
 def test_prefetched_batches_are_the_same() -> None:
-    plain, ahead, threads = network(), network(), set()
+    plain, ahead, threads, steps = network(), network(), set(), []
 
     def spy(step: int) -> Numbers:
         threads.add(threading.current_thread().name)
+        steps.append(step)
         return numbers(step)
 
     fit(plain, numbers, squares, CPU)
     fit(ahead, spy, squares, CPU, prefetch=True)
     assert_equal(weights(plain), weights(ahead))
     assert all(name.startswith("batches") for name in threads)
+    assert steps == list(range(CPU.steps))  # none that nobody takes
 
 
 def test_tensorboard_files_are_written_when_asked(tmp_path: Path) -> None:
@@ -352,6 +370,10 @@ def test_tensorboard_files_are_written_when_asked(tmp_path: Path) -> None:
         ({"optimizer": "lion"}, "unknown optimizer 'lion'"),
         ({"schedule": "step"}, "unknown schedule"),
         ({"ema": 1.0}, "ema is 1.0"),
+        ({"clip_norm": -1.0}, "clip_norm is -1.0"),
+        ({"momentum": 1.0}, "momentum is 1.0"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1"),
+        ({"evaluate_every": 0}, "evaluate_every is 0"),
     ],
 )
 def test_impossible_settings_are_refused(change: dict[str, object], said: str) -> None:

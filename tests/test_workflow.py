@@ -1,5 +1,6 @@
 """The functions behind the commands: opening, sampling, checking, sorting, and what a training chooses by itself."""
 
+import errno
 import json
 from dataclasses import fields, replace
 from pathlib import Path
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from constraintmatch import cli, flags, planning, workflow
+from constraintmatch import cli, flags, planning, sorting, workflow
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import Predictions
+from constraintmatch.files import folder_lock
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS
 from constraintmatch.models import build_model, save_model
@@ -135,9 +137,22 @@ def test_closing_happens_after_pairs_are_set_aside(stripes: ImageSet, tmp_path: 
 
 def test_a_share_that_leaves_no_pairs_is_refused(stripes: ImageSet, tmp_path: Path) -> None:
     path = write_pairs(tmp_path / "p.csv", [(0, 1, 1), (1, 2, 1)])
-    for share in (0.01, 0.99, 1.5):
+    for share in (0.01, 0.99, 1.5, -0.5, float("nan"), float("inf")):
         with pytest.raises(InputError, match="holdout-pairs"):
             open_pairs(path, stripes, holdout=share)
+
+
+def test_a_pair_with_an_image_that_was_skipped_says_why(stripes: ImageSet, tmp_path: Path) -> None:
+    write_images(tmp_path / "in", stripes, 2)
+    (tmp_path / "in" / "broken.png").write_bytes(b"")
+    path = write_pairs(tmp_path / "p.csv", [("00.png", "01.png", 1), ("00.png", "broken.png", 0)])
+    with pytest.raises(InputError, match=r"line 3: image 'broken.png' could not be read \(the file is empty\); mend"):
+        open_pairs(path, open_data(tmp_path / "in").images)
+
+
+def test_a_folder_that_is_not_there_may_be_a_data_set_misspelt(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cifar-10: no such folder; .* a data set: digits, cifar10"):
+        open_data(tmp_path / "cifar-10")
 
 
 def test_dropped_contradictions_are_told(stripes: ImageSet, tmp_path: Path) -> None:
@@ -205,7 +220,7 @@ def test_sorted_images_never_collide(tmp_path: Path, stripes: ImageSet) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(stripes.images[0, ..., 0]).save(path)
     data = open_data(tmp_path / "in")
-    workflow.sort_images(data, predictions([1, 1, 1], 11), tmp_path / "out")
+    sorting.sort_images(data, predictions([1, 1, 1], 11), tmp_path / "out")
     links = sorted((tmp_path / "out" / "cluster-01").iterdir())
     assert len(links) == 3
     assert {link.resolve() for link in links} == {tmp_path / "in" / name for name in data.images.names}
@@ -213,7 +228,7 @@ def test_sorted_images_never_collide(tmp_path: Path, stripes: ImageSet) -> None:
 
 def test_copies_are_files_of_their_own(tmp_path: Path, stripes: ImageSet) -> None:
     write_images(tmp_path / "in", stripes, 2)
-    workflow.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "out", link=False)
+    sorting.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "out", link=False)
     copy = tmp_path / "out" / "cluster-1" / "01.png"
     assert not copy.is_symlink()
     assert copy.read_bytes() == (tmp_path / "in" / "01.png").read_bytes()
@@ -221,14 +236,37 @@ def test_copies_are_files_of_their_own(tmp_path: Path, stripes: ImageSet) -> Non
 
 def test_images_of_an_array_are_sorted_as_pictures(tmp_path: Path, stripes: ImageSet) -> None:
     np.save(tmp_path / "x.npy", stripes.images[:2])
-    workflow.sort_images(open_data(tmp_path / "x.npy"), predictions([0, 1], 2), tmp_path / "out")
+    sorting.sort_images(open_data(tmp_path / "x.npy"), predictions([0, 1], 2), tmp_path / "out")
     np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "out/cluster-1/1.png")), stripes.images[1, ..., 0])
+
+
+def test_a_sorting_that_fails_leaves_nothing_behind(
+    tmp_path: Path, stripes: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_images(tmp_path / "in", stripes, 2)
+
+    def full(*_: object) -> None:
+        if any((tmp_path / "out").rglob("*.png")):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        (tmp_path / "out/cluster-0/00.png").write_bytes(b"x")
+
+    monkeypatch.setattr(sorting, "_place_image", full)
+    with pytest.raises(InputError, match="out: no space left"):
+        sorting.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["sorted", "a/sorted"])
+def test_images_are_not_sorted_into_their_own_folder(tmp_path: Path, stripes: ImageSet, place: str) -> None:
+    write_images(tmp_path / "in", stripes, 2)
+    with pytest.raises(InputError, match="lies among the images"):
+        sorting.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "in" / place)
 
 
 def test_a_folder_that_holds_something_is_not_sorted_into(tmp_path: Path, stripes: ImageSet) -> None:
     write_images(tmp_path / "in", stripes, 2)
     with pytest.raises(InputError, match="not an empty folder"):
-        workflow.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "in")
+        sorting.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "in")
 
 
 # Choices of a training
@@ -338,6 +376,18 @@ def test_a_model_without_clusters_still_needs_some(asked: Train, tmp_path: Path)
     plan = plan_training(replace(asked, model=tmp_path / "m"), Quiet())
     assert plan.stages == ("k_means",)
     assert (plan.data.images.side, plan.data.images.channels) == (16, 3)
+
+
+def test_a_run_whose_start_is_being_made_is_in_use(asked: Train, tmp_path: Path) -> None:
+    start = tmp_path / "run" / "start" / "simclr"
+    start.mkdir(parents=True)
+    with folder_lock(start), pytest.raises(InputError, match="in use by another process"):
+        plan_training(asked, Quiet())
+
+
+def test_a_run_folder_under_a_file_is_refused(asked: Train, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="a file is where a folder should be"):
+        plan_training(replace(asked, out=tmp_path / "p.csv" / "run"), Quiet())
 
 
 def test_default_run_folders_count_up(tmp_path: Path) -> None:

@@ -121,6 +121,8 @@ class Shuffled:
         self.items = torch.arange(items) if isinstance(items, int) else torch.from_numpy(np.ascontiguousarray(items))
         if len(self.items) == 0:
             raise InputError("there is nothing to draw batches from: the set is empty")
+        if batch < 1:
+            raise InputError(f"{batch} images or pairs a step: ask for 1 or more")
         self.batch = min(batch, len(self.items))
         self.steps_per_epoch = len(self.items) // self.batch
         self.seed = seed

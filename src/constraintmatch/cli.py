@@ -1,6 +1,6 @@
 """The command line: parses, calls `workflow`, prints. Progress goes to standard error, results to standard output."""
 
-import errno
+import shlex
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from functools import wraps
@@ -13,14 +13,25 @@ from rich.table import Table
 from rich.text import Text
 
 from constraintmatch.errors import InputError
-from constraintmatch.files import write_json
-from constraintmatch.flags import STAGES, GroupedHelp, add_flags, method_flags, methods, settings_flags, stage_flags
-from constraintmatch.progress import Quiet, Reporter, console_reporter
+from constraintmatch.files import check_target, mend, write_json
+from constraintmatch.flags import (
+    STAGES,
+    GroupedHelp,
+    OneLineErrors,
+    add_flags,
+    method_flags,
+    methods,
+    settings_flags,
+    stage_flags,
+)
+from constraintmatch.progress import Quiet, Reporter, console_reporter, print_line, say_error
 
 __all__ = ["app", "main"]
 
+
 app = typer.Typer(
     name="constraintmatch",
+    cls=OneLineErrors,
     help="Turn images and a few same-or-different answers into a clustering model that also places new images.",
     epilog="Start here: constraintmatch demo. Help on a command: constraintmatch train --help.",
     no_args_is_help=True,
@@ -96,19 +107,16 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             _stop(f"error: {error}", 2)
         except KeyboardInterrupt as stop:
             _stop(str(stop) or "stopped", 130)
-        except OSError as error:  # writes that are not atomic: the log, copied images
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        except OSError as error:  # writes that are not atomic: the log
+            if (helps := mend(error)) is None:
                 raise
-            _stop(
-                "error: no space left on the disk; free some and run the same command again (train: with --resume)", 2
-            )
+            _stop(f"error: {error.filename}: {helps}" if error.filename else f"error: {helps}", 2)
 
     return wrapper
 
 
 def _stop(text: str, code: int) -> None:
-    typer.echo(" ".join(text.split()), err=True)
-    raise typer.Exit(code)
+    raise typer.Exit(say_error(text, code))
 
 
 def _reporter(quiet: bool) -> Reporter:
@@ -263,17 +271,18 @@ def predict(
     strict: Strict = False,
 ) -> None:
     """Place images in the clusters of a trained model."""
-    from constraintmatch import workflow
+    from constraintmatch import sorting, workflow
 
+    check_target(out)
     if sort_into is not None:
-        workflow.check_sort_folder(sort_into)
+        sorting.check_sort_folder(sort_into, data)
     opened, found = workflow.predict_images(
         model, data, split=split, data_dir=data_dir, strict=strict, device=device, reporter=_reporter(quiet)
     )
     workflow.write_clusters(out, opened.images.names, found)
     rows = [("clusters", f"{out} ({len(found):,} images in {found.n_clusters} clusters)")]
     if sort_into is not None:
-        workflow.sort_images(opened, found, sort_into, link=link)
+        sorting.sort_images(opened, found, sort_into, link=link)
         rows.append(("sorted", str(sort_into)))
     _print_rows(rows)
 
@@ -306,6 +315,8 @@ def evaluate(
     """
     from constraintmatch import workflow
 
+    if json is not None:
+        check_target(json)
     told = workflow.evaluate_model(
         model,
         data,
@@ -389,7 +400,7 @@ def check(
     )
     _print_rows(found.lines())
     for text in found.contradictions:
-        typer.echo(f"contradiction: {text}")
+        print_line(f"contradiction: {text}")
     if found.n_contradictions:
         raise typer.Exit(2)
 
@@ -465,7 +476,7 @@ def pretrain(
         settings=settings,
     )
     model = workflow.pretrain_model(request, _words(stages), arguments, _reporter(quiet))
-    following = f"constraintmatch train {data} --pairs pairs.csv --model {out}"
+    following = f"constraintmatch train {shlex.quote(data)} --pairs pairs.csv --model {shlex.quote(str(out))}"
     _print_rows([("model", str(model)), ("next", following)])
 
 

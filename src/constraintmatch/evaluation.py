@@ -176,6 +176,10 @@ def agreement(constraints: Constraints, predictions: Predictions) -> dict[str, f
     model. Links above and below 1/2 count as the one and the other. `constraint_loss`: the mean MCL, the paper's
     validation criterion.
     """
+    if constraints.n_images != len(predictions):
+        raise InputError(
+            f"the constraints are over {constraints.n_images:,} images, the predictions over {len(predictions):,}"
+        )
     clusters = predictions.clusters
     together = clusters[constraints.left] == clusters[constraints.right]
     must = _share(together, constraints.weight * (constraints.link > 0.5))
@@ -315,8 +319,8 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, training in modes:  # outer ones first
+            module.train(training)  # not the flag alone: some (LeViT) cache in eval mode and drop that here
 
 
 def _place(model: torch.nn.Module, device: torch.device | str | None) -> torch.device | str:
@@ -342,7 +346,7 @@ def _same_length(labels: ArrayLike, clusters: ArrayLike) -> tuple[NDArray[np.int
         raise InputError("no images to score: give at least one")
     if labels.min() < 0:
         raise InputError(f"image {int(labels.argmin()):,} has the label {labels.min()}: labels count from 0")
-    return labels, clusters
+    return np.unique(labels, return_inverse=True)[1], clusters  # labels such as 1,000,000 shall not make a huge table
 
 
 def _count(numbers: NDArray[np.int64]) -> int:

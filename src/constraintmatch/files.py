@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,15 +14,19 @@ from typing import Any
 
 from constraintmatch.errors import InputError
 
-__all__ = ["folder_lock", "read_json", "write_atomically", "write_json"]
+__all__ = ["check_target", "folder_lock", "mend", "read_json", "write_atomically", "write_json"]
 
 _MENDS = {
-    errno.ENOSPC: "no space left on the disk; free some and run the same command again",
-    errno.EDQUOT: "the disk quota is used up; free some space and run the same command again",
+    errno.ENOSPC: "no space left on the disk; free some and run the same command again (train: with --resume)",
+    errno.EDQUOT: "the disk quota is used up; free some and run the same command again (train: with --resume)",
     errno.EFBIG: "files there may not be so large; choose another place",
     errno.EROFS: "the disk is read-only; choose another place",
     errno.EACCES: "no permission to write there; choose another place",
     errno.EPERM: "no permission to write there; choose another place",
+    errno.EISDIR: "is a folder; name a file in it",
+    errno.ENOTDIR: "a file is where a folder should be; choose another place",
+    errno.EEXIST: "a file is where a folder should be; choose another place",  # what mkdir says
+    errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
 }
 _TOLD_NUMBER = re.compile(r"\b(?:os error|errno) (\d+)", re.IGNORECASE)
 
@@ -30,26 +35,58 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
     """Write a file through `write(temporary path)`, then rename it onto `path`: readers see the old file or the new.
 
     The temporary file lies in the same folder, is flushed to the disk before the rename, and is removed on failure.
+    A link stays one: what it points to is replaced.
     """
-    path = Path(path)
+    check_target(path)
+    path, target = Path(path), Path(os.path.realpath(path))
     temporary, outer = None, sys.exception()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=path.suffix, dir=target.parent)
         os.close(handle)
         temporary = Path(name)
         write(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.chmod(0o666 & ~_umask())  # mkstemp gives 0600; a plain open would have given this
-        temporary.replace(path)
+        temporary.replace(target)
     except BaseException as error:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
-        mend = _mend(error, outer) if isinstance(error, Exception) else None
-        if mend is None or isinstance(error, InputError):
+        helps = _mend(error, outer) if isinstance(error, Exception) else None
+        if helps is None or isinstance(error, InputError):
             raise
-        raise InputError(f"{path}: {mend}") from error
+        raise InputError(f"{path}: {helps}") from error
+
+
+def check_target(path: Path | str) -> None:
+    """An InputError unless a file can be put there: no folder, no device or pipe, no file in place of a folder.
+
+    Replacing /dev/null by a file would harm the whole machine.
+    """
+    path = Path(path)
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        _check_parents(path)
+        return
+    except OSError as error:
+        raise InputError(f"{path}: {mend(error) or error.strerror}") from None
+    if stat.S_ISDIR(mode):
+        raise InputError(f"{path}: {_MENDS[errno.EISDIR]}")
+    if not stat.S_ISREG(mode):
+        raise InputError(f"{path}: a device or pipe, which cannot be replaced at one stroke; name a file")
+
+
+def _check_parents(path: Path) -> None:
+    nearest = next((parent for parent in path.parents if parent.exists()), None)
+    if nearest is not None and not nearest.is_dir():
+        raise InputError(f"{path}: {_MENDS[errno.ENOTDIR]}")
+
+
+def mend(error: OSError) -> str | None:
+    """What a person can do about a failed write; None where that is not known."""
+    return _MENDS.get(error.errno or 0)
 
 
 def write_json(path: Path | str, value: Any) -> None:
@@ -76,8 +113,7 @@ def folder_lock(folder: Path | str) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("a+", encoding="utf-8")
     except OSError as error:
-        mend = _MENDS.get(error.errno or 0, error.strerror)
-        raise InputError(f"{folder}: {mend}") from error
+        raise InputError(f"{folder}: {mend(error) or error.strerror}") from error
     with file:
         if not _try_lock(file.fileno()):
             file.seek(0)
@@ -93,8 +129,8 @@ def folder_lock(folder: Path | str) -> Iterator[None]:
 def _mend(error: BaseException | None, outer: BaseException | None) -> str | None:
     """What helps against a failed write, by the exceptions that led to it (up to the one handled outside); or None."""
     while error is not None and error is not outer:
-        if mend := _MENDS.get(_error_number(error)):
-            return mend
+        if helps := _MENDS.get(_error_number(error)):
+            return helps
         error = error.__cause__ or error.__context__
     return None
 

@@ -6,6 +6,8 @@ test holds that what is read here is what `running.method_arguments` says.
 
 import ast
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -13,9 +15,21 @@ from importlib.resources import files
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["Argument", "GroupedHelp", "add_flags", "flag", "method_flags", "methods", "settings_flags", "stage_flags"]
+from constraintmatch.progress import say_error
+
+__all__ = [
+    "Argument",
+    "GroupedHelp",
+    "OneLineErrors",
+    "add_flags",
+    "flag",
+    "method_flags",
+    "methods",
+    "settings_flags",
+    "stage_flags",
+]
 
 STAGES = ("simclr", "byol", "k_means", "scan", "self_label")  # what `pretrain` can run; `train` runs the other methods
 _NOT_FLAGS = {"n_clusters", "settings", "views", "job"}  # n_clusters is --clusters
@@ -53,7 +67,7 @@ _MEANINGS = {
     "schedule": "Learning rate over time: cosine-7/16, cosine or constant.",
     "seed": "Seed of everything random in the run.",
     "selection": "Images that take part, by entropy or confidence.",
-    "steps": "Training steps; 1,000 without a GPU.",
+    "steps": "Training steps; 500 to 1,000 without a GPU.",
     "target_momentum": "τ: the target network's momentum at first; it rises to 1.",
     "temperature": "Temperature of the contrast.",
     "tensorboard": "Write TensorBoard files too.",
@@ -74,6 +88,36 @@ class GroupedHelp(TyperCommand):
         for heading, records in groups.items():
             with formatter.section(heading):
                 formatter.write_dl(records, col_max=26)
+
+
+class OneLineErrors(TyperGroup):
+    """The commands, where a mistake in the words of a command is one line too, and not four."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            code = super().main(*arguments, **{**options, "standalone_mode": False})
+        except typer.Abort:
+            code = say_error("stopped", 130)
+        except BrokenPipeError:  # the reader had enough, as head has
+            sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 (else Python complains when it flushes at the end)
+            code = 1
+        except Exception as error:
+            code = _usage_error(error)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage_error(error: Exception) -> int:
+    """Say a usage error of typer's parser (old ones have click's own), and its exit code; a bug is raised again."""
+    said = getattr(error, "format_message", None)
+    if said is None:
+        raise error
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        typer.echo(said(), err=True)
+        return 2
+    more = f" (see {context.command_path} --help)" if context is not None else ""
+    text = said().strip().rstrip(".")
+    return say_error(f"error: {text[:1].lower()}{text[1:]}{more}", 2)
 
 
 @dataclass(frozen=True)

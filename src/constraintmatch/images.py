@@ -347,6 +347,8 @@ def _check_size(side: int | None, max_side: int | None, channels: int | None) ->
     for name, pixels in (("side", side), ("max_side", max_side)):
         if pixels is not None and pixels < 8:
             raise InputError(f"{name} {pixels}: images need at least 8 pixels a side")
+        if pixels is not None and pixels > 4_096:  # 50 MB an image: a slip of the keys would fill memory and disk
+            raise InputError(f"{name} {pixels:,}: images can have at most 4,096 pixels a side")
     if channels not in (None, 1, 3):
         raise InputError(f"channels {channels}: must be 1 (grey) or 3 (colour)")
 

@@ -251,7 +251,9 @@ def _tiny(side: int, channels: int) -> tuple[nn.Module, int]:
         wider = min(2 * width, 128)
         layers += block(width, wider, stride=2)
         width, side = wider, (side + 1) // 2
-    return nn.Sequential(*layers, *block(width, width), nn.AdaptiveAvgPool2d(2), nn.Flatten()), 4 * width
+    # of 3 or 4 pixels this is AdaptiveAvgPool2d(2), which Apple's GPUs lack where 2 does not divide the side
+    pool = nn.AvgPool2d(2, stride=side - 2) if side > 2 else nn.AdaptiveAvgPool2d(2)
+    return nn.Sequential(*layers, *block(width, width), pool, nn.Flatten()), 4 * width
 
 
 def _resnet(name: str, side: int, channels: int) -> tuple[nn.Module, int]:

@@ -303,11 +303,7 @@ def turn_hue(images: Tensor, turns: Tensor) -> Tensor:
     from_green = torch.where(top == green, 2 + (blue - red) / per_sixth, 4 + (red - green) / per_sixth)
     hue = torch.where(top == red, (green - blue) / per_sixth, from_green) + 6 * turns[:, None, None]
     channels = []
-    for offset in (
-        5,
-        3,
-        1,
-    ):  # red, green, blue: how many sixths of the circle lie between the hue and the channel's peak
+    for offset in (5, 3, 1):  # red, green, blue: the sixths of the circle between the hue and the channel's peak
         place = (hue + offset).remainder(6)
         channels.append(top - spread * place.minimum(4 - place).clamp(0, 1))
     return torch.stack(channels, 1)

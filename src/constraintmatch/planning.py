@@ -14,7 +14,7 @@ import numpy as np
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, DataSet
 from constraintmatch.errors import InputError
-from constraintmatch.files import folder_lock, read_json
+from constraintmatch.files import check_target, folder_lock, read_json
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS, ViewChoice
 from constraintmatch.models import ClusterModel, build_model, default_backbone, load_model
@@ -92,12 +92,24 @@ class PretrainPlan:
 def plan_pretraining(request: Train, reporter: Reporter) -> PretrainPlan:
     """The images opened, the model built, the views chosen; nothing written."""
     _check_clusters(request)
+    if request.out is not None:
+        _check_start_folder(request.out)
     cpu = choose_device(request.settings.get("device")).type == "cpu"
     views = _views(request, DATASETS.get(str(request.data)))
     data = _open_training_data(request, None, cpu, reporter)
     clusters = _clusters(request, data, None)
     model = _fresh_model(request, data, clusters, cpu, int(request.settings.get("seed", 0)))
     return PretrainPlan(data, clusters, model, views)
+
+
+def _check_start_folder(out: Path) -> None:
+    """An InputError unless the folder is free or holds an earlier start: the model of a run would be overwritten."""
+    if not out.is_dir():
+        check_target(out)
+    held = {entry.name for entry in out.iterdir() if not entry.name.startswith(".")} if out.exists() else set()
+    odd = sorted(held - {*ORDER, "model"}) or (sorted(held) if held == {"model"} else [])
+    if odd:
+        raise InputError(f"{out}: not empty ({odd[0]} is there) and not an earlier start; choose another --out")
 
 
 def plan_training(request: Train, reporter: Reporter) -> Plan:
@@ -161,7 +173,7 @@ def _needs_pairs(method: str) -> bool:
 
 def _check_clusters(request: Train) -> None:
     if request.clusters is not None and request.clusters < 2:
-        raise InputError(f"--clusters {request.clusters}: one cluster holds everything; ask for 2 or more")
+        raise InputError(f"--clusters {request.clusters}: fewer than 2 clusters tell nothing apart; ask for 2 or more")
 
 
 def _flag(name: str) -> str:
@@ -171,11 +183,13 @@ def _flag(name: str) -> str:
 def _out_folder(request: Train) -> Path:
     """The run folder, checked: free, or with --resume one that holds a run; held by nobody else."""
     out = request.out or _default_out(Path("runs"), str(request.data), request.resume)
+    if not out.is_dir():
+        check_target(out)  # no file is in its place or above it
     held = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith(".")) if out.is_dir() else []
     if out.exists() and not out.is_dir():
         raise InputError(f"{out}: is a file; choose another --out")
-    if out.is_dir():
-        with folder_lock(out):  # another process may be at work there
+    for place in (out, *sorted(out.glob("start/*/"))) if out.is_dir() else ():
+        with folder_lock(place):  # another process may be at work there
             pass
     if request.resume and not {"run.json", "start"} & set(held):
         raise InputError(f"{out}: there is no run to resume; leave --resume out to begin one")

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-__all__ = ["Bar", "Lines", "Quiet", "Reporter", "console_reporter"]
+__all__ = ["Bar", "Lines", "Quiet", "Reporter", "console_reporter", "print_line", "say_error"]
 
 
 class Reporter(Protocol):
@@ -106,7 +106,7 @@ class Bar:
             self.values.plain = _values(values)
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, markup=False, highlight=False)  # wraps between words; a terminal would within them
 
     def stop(self) -> None:
         if self.live is not None:
@@ -118,6 +118,21 @@ def console_reporter(console: Console | None = None) -> Bar | Lines:
     """A bar when standard error is a terminal, plain lines otherwise."""
     console = console or Console(file=sys.stderr)
     return Bar(console) if console.is_terminal else Lines(console)
+
+
+def say_error(text: str, code: int) -> int:
+    """Print one line and give back the exit code."""
+    print_line(" ".join(text.split()), err=True)
+    return code
+
+
+def print_line(text: str, *, err: bool = False) -> None:
+    """Print a line that a terminal wraps between words and a pipe gets whole."""
+    console = Console(stderr=err)
+    if console.is_terminal:
+        console.print(text, markup=False, highlight=False)
+    else:
+        print(text, file=console.file, flush=True)
 
 
 def _values(values: Mapping[str, float]) -> str:

@@ -100,8 +100,8 @@ def run_method(
         stage = _stage(request, log[-1]["step"])
         trained.config = replace(trained.config, trained=(*trained.config.trained, stage))
         save_model(trained, run.model)
-        run.checkpoint.unlink(missing_ok=True)
-        return Trained(trained, log)
+    run.checkpoint.unlink(missing_ok=True)  # not before the run is noted as finished: it would begin anew
+    return Trained(trained, log)
 
 
 def _resolved(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

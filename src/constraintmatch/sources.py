@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
 
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, DataSet, load_dataset
@@ -18,7 +15,7 @@ from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet, load_images
 from constraintmatch.progress import Quiet, Reporter
 
-__all__ = ["ClassFolders", "Data", "OnConflict", "Pairs", "open_data", "open_pairs", "place_image"]
+__all__ = ["ClassFolders", "Data", "OnConflict", "Pairs", "open_data", "open_pairs", "read_pairs"]
 
 ClassFolders = bool | Literal["auto"]
 OnConflict = Literal["error", "drop", "keep"]
@@ -55,6 +52,8 @@ def open_data(
     if str(source) in DATASETS:
         return _open_dataset(str(source), side, channels, split, data_dir)
     path = Path(os.path.abspath(source))  # noqa: PTH100 (resolve would follow links)
+    if not path.exists():
+        raise InputError(f"{path}: no such folder; name one that exists, or a data set: {', '.join(DATASETS)}")
     with _decoding(reporter) as progress:
         images = load_images(
             path,
@@ -110,24 +109,6 @@ def _say_skipped(images: ImageSet, reporter: Reporter, limit: int = 10) -> None:
         reporter.say(f"  … and {len(images.skipped) - limit:,} more")
 
 
-def place_image(data: Data, row: int, target: Path, link: bool) -> None:
-    """Put one image at `target`: a link to its file or a copy of it; an image of an array becomes a PNG."""
-    if data.record["kind"] != "folder":
-        from PIL import Image
-
-        pixels = np.asarray(data.images.images[row])
-        Image.fromarray(pixels[..., 0] if data.images.channels == 1 else pixels).save(target)
-        return
-    source = Path(data.record["source"]) / data.images.names[row]
-    if not link:
-        shutil.copy2(source, target)
-        return
-    try:
-        target.symlink_to(source)
-    except (NotImplementedError, PermissionError) as error:  # Windows without the right to make links
-        raise InputError(f"{target}: no links can be made there ({error}); use --copy") from None
-
-
 @dataclass(frozen=True)
 class Pairs:
     """Constraints to train on, and those set aside to judge the model by."""
@@ -148,9 +129,7 @@ def open_pairs(
     reporter: Reporter | None = None,
 ) -> Pairs:
     """The pairs of a file over these images, without contradictions; a share set aside, then the rest closed."""
-    read = Constraints.read(path, names=images.names, columns=columns)
-    if not len(read):
-        raise InputError(f"{path}: there are no pairs in it; sample or answer some first")
+    read = read_pairs(path, images, columns=columns)
     try:
         kept = read.resolve(on_conflict, names=images.names)
     except InputError as error:
@@ -163,9 +142,24 @@ def open_pairs(
     return Pairs(kept.close() if close else kept, held_out)
 
 
+def read_pairs(path: Path | str, images: ImageSet, *, columns: str | None = None) -> Constraints:
+    """The pairs of a file over these images, at least one; a pair with an image that was skipped says so."""
+    try:
+        read = Constraints.read(path, names=images.names, columns=columns)
+    except InputError as error:
+        skip = next((skip for skip in images.skipped if f"no image is named {skip.name!r} (" in str(error)), None)
+        if skip is None:
+            raise
+        where, mend = str(error).split(": no image is named ")[0], "mend that file, or take its pairs out"
+        raise InputError(f"{where}: image {skip.name!r} could not be read ({skip.reason}); {mend}") from None
+    if not len(read):
+        raise InputError(f"{path}: there are no pairs in it; sample or answer some first")
+    return read
+
+
 def _set_aside(constraints: Constraints, share: float, seed: int) -> tuple[Constraints, Constraints]:
     merged = constraints.merged()  # else a pair may stand in both parts
-    n = round(share * len(merged))
-    if not 0 < share < 1 or not 0 < n < len(merged):
+    n = round(share * len(merged)) if 0 < share < 1 else 0
+    if not 0 < n < len(merged):
         raise InputError(f"--holdout-pairs {share:g} of {len(merged):,} pairs leaves none on one side; try 0.2")
     return merged.split(n, seed=seed)

@@ -198,7 +198,8 @@ class Stepper(Generic[B]):
         self.static = map_tensors(batch, torch.clone)
         self.optimizer.zero_grad(set_to_none=True)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        # other threads may go on allocating: the next batch is made by one where images are streamed
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self._step(self.static)
         self.graph.replay()  # a capture records the step and does not do it
 

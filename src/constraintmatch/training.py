@@ -60,6 +60,14 @@ class TrainSettings:
         for name in ("steps", "log_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.evaluate_every is not None and self.evaluate_every < 1:
+            raise InputError(f"evaluate_every is {self.evaluate_every}; it must be 1 or more")
+        if not 0 <= self.momentum < 1:
+            raise InputError(f"momentum is {self.momentum}; it must be 0 or more and under 1")
+        if not 0 <= self.weight_decay < math.inf:
+            raise InputError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
+        if self.clip_norm is not None and not self.clip_norm > 0:  # a negative one would turn the gradient round
+            raise InputError(f"clip_norm is {self.clip_norm}; it must be positive")
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise InputError(f"lr is {self.lr}; it must be a positive number")
         if self.optimizer not in ("sgd", "adam"):
@@ -136,7 +144,8 @@ def fit(
     module.to(device=device, memory_format=layout).train()  # type: ignore[call-overload]
     loop = _Loop(module, loss, settings, device, run, reporter or Quiet(), keep_best)
     with torch.backends.cudnn.flags(enabled=True, benchmark=device.type == "cuda", allow_tf32=True):
-        return loop.run(title, _prefetched(next_batch) if prefetch else next_batch, measure, evaluate)
+        ahead = _prefetched(next_batch, settings.steps) if prefetch else next_batch
+        return loop.run(title, ahead, measure, evaluate)
 
 
 @dataclass(frozen=True)
@@ -168,7 +177,7 @@ class _Loop(Generic[B]):
         self.stepper: Stepper[B] = Stepper(module, loss, settings, device)
         self.log: list[dict[str, Any]] = []
         self.saved = 0
-        self.writer = _tensorboard(run) if settings.tensorboard else None
+        self.writer: Any = None
 
     def run(
         self,
@@ -178,6 +187,8 @@ class _Loop(Generic[B]):
         evaluate: Callable[[], Mapping[str, Any]] | None,
     ) -> list[dict[str, Any]]:
         settings, first = self.settings, self._resume()
+        if settings.tensorboard and self.run_folder is not None:
+            self.writer = _tensorboard(self.run_folder, first)
         self.reporter.start(title, settings.steps, first)
         self.began = time.monotonic() - self._seconds_before()
         try:
@@ -234,6 +245,8 @@ class _Loop(Generic[B]):
         if best is None or best.step == self.settings.steps:
             return
         self.module.load_state_dict(best.weights)
+        if self.log and self.log[-1]["kind"] == "kept":  # resumed after its last step: it is said already
+            return
         said = f"{title}: kept the weights of step {best.step:,}, where {self.keep_best} was highest ({best.score:.3g})"
         self.reporter.say(said)
         self._log(self.settings.steps, {"kept_step": best.step, f"kept_{self.keep_best}": best.score}, kind="kept")
@@ -279,13 +292,13 @@ class _Loop(Generic[B]):
         self.warned = set(words)
 
     def _save(self, done: int) -> None:
+        tensors = self.stepper.state()
+        if not all(bool(torch.isfinite(value).all()) for value in tensors.values() if value.is_floating_point()):
+            self._stop_for(done, "weights")
         if self.run_folder is None:
             return
         from safetensors.torch import save_file
 
-        tensors = self.stepper.state()
-        if not all(bool(torch.isfinite(value).all()) for value in tensors.values() if value.is_floating_point()):
-            self._stop_for(done, "weights")
         saved = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
         metadata = {"step": str(done), "terms": "\n".join(self.stepper.terms)}
         if self.best is not None:
@@ -334,15 +347,16 @@ def frozen_statistics(module: nn.Module) -> Iterator[None]:
             buffer.copy_(before[name])
 
 
-def _prefetched(next_batch: Callable[[int], B]) -> Callable[[int], B]:
-    """The same batches, each made by a thread while the step before it runs."""
+def _prefetched(next_batch: Callable[[int], B], steps: int) -> Callable[[int], B]:
+    """The same batches, each made by a thread while the step before it runs, and none after the last step."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="batches")
     waiting: dict[int, Future[B]] = {}
 
     def take(step: int) -> B:
         future = waiting.pop(step, None) or executor.submit(next_batch, step)
         batch = future.result()
-        waiting[step + 1] = executor.submit(next_batch, step + 1)
+        if step + 1 < steps:
+            waiting[step + 1] = executor.submit(next_batch, step + 1)
         return batch
 
     return take
@@ -369,13 +383,12 @@ def _stop_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _tensorboard(run: RunFolder | None) -> Any:
-    if run is None:
-        return None
+def _tensorboard(run: RunFolder, done: int) -> Any:
+    """A writer of scalars; what an interrupted run wrote after the step it goes on from is taken back."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise InputError(
             "--tensorboard needs the package tensorboard: pip install constraintmatch[tensorboard]"
         ) from None
-    return SummaryWriter(str(run.path / "tensorboard"))
+    return SummaryWriter(str(run.path / "tensorboard"), purge_step=done + 1 if done else None)

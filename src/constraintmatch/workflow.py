@@ -7,7 +7,7 @@ functions that need it, so that drawing and checking pairs start at once.
 from __future__ import annotations
 
 import csv
-import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,11 +20,11 @@ from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import Predictions
-from constraintmatch.files import read_json, write_atomically, write_json
+from constraintmatch.files import check_target, read_json, write_atomically, write_json
 from constraintmatch.images import ImageSet
 from constraintmatch.pairs_file import names_in
 from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.sources import ClassFolders, Data, open_data, place_image
+from constraintmatch.sources import ClassFolders, Data, open_data, read_pairs
 
 if TYPE_CHECKING:
     from constraintmatch.models import ClusterModel
@@ -35,7 +35,6 @@ __all__ = [
     "Check",
     "TrainResult",
     "check_pairs",
-    "check_sort_folder",
     "evaluate_images",
     "evaluate_model",
     "evaluation_rows",
@@ -43,7 +42,6 @@ __all__ = [
     "pretrain_model",
     "sample_pairs",
     "score_lines",
-    "sort_images",
     "train",
     "write_clusters",
     "write_run_report",
@@ -72,8 +70,11 @@ def sample_pairs(
         raise InputError("say how many pairs: --n PAIRS or --per-image PARTNERS, and not both")
     if balanced and per_image is not None:
         raise InputError("--balanced goes with --n; --per-image draws its partners from all images")
+    if flip_only is not None and flip is None:
+        raise InputError(f"--flip-only {flip_only} goes with --flip SHARE")
     if Path(out).exists():
         raise InputError(f"{out}: exists already; remove it or choose another --out")
+    check_target(out)
     chosen = (split or "train") if str(source) in DATASETS else None
     images = open_data(source, split=chosen, data_dir=data_dir, reporter=reporter).images
     if images.labels is None:
@@ -139,10 +140,11 @@ def check_pairs(
     """What a pairs file holds, by itself or over images."""
     if source is None:
         names: Sequence[str] | None = names_in(path, columns=columns)
+        pairs = Constraints.read(path, names=names, columns=columns)
     else:
         chosen = (split or "train") if str(source) in DATASETS else None
-        names = open_data(source, split=chosen, data_dir=data_dir, reporter=reporter).images.names
-    pairs = Constraints.read(path, names=names, columns=columns)
+        images = open_data(source, split=chosen, data_dir=data_dir, reporter=reporter).images
+        names, pairs = images.names, read_pairs(path, images, columns=columns)
     groups = np.bincount(pairs.components()) if pairs.n_images else np.zeros(1, np.int64)
     seen = len(np.union1d(pairs.left, pairs.right))
     return Check(
@@ -184,7 +186,7 @@ class TrainResult:
             ("model", str(self.out / "model")),
             ("report", str(self.out / "report.html")),
             *score_lines(told),
-            ("next", f"constraintmatch predict {self.out} NEW_IMAGES --out new.csv"),
+            ("next", f"constraintmatch predict {shlex.quote(str(self.out))} NEW_IMAGES --out new.csv"),
         ]
 
 
@@ -326,35 +328,6 @@ def write_clusters(path: Path | str, names: Sequence[str], predictions: Predicti
     write_atomically(path, write)
 
 
-def check_sort_folder(folder: Path) -> None:
-    """An InputError unless the folder is new or empty: nothing is overwritten, and no old clusters are mixed in."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder}: not an empty folder; choose another --sort-into")
-
-
-def sort_images(data: Data, predictions: Predictions, folder: Path, *, link: bool = True) -> None:
-    """Put each image into a folder for its cluster: as a link, as a copy, or (from arrays) as a PNG."""
-    check_sort_folder(folder)
-    width, taken = len(str(predictions.n_clusters - 1)), set[str]()
-    for row, (name, cluster) in enumerate(zip(data.images.names, predictions.clusters.tolist(), strict=True)):
-        flat = name.replace("/", "__").replace(os.sep, "__")
-        file = f"cluster-{cluster:0{width}d}/" + (flat if data.record["kind"] == "folder" else f"{flat}.png")
-        target = folder / _untaken(file, taken)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        place_image(data, row, target, link)
-
-
-def _untaken(file: str, taken: set[str]) -> str:
-    """The name, with a number before its suffix where it is taken; case is ignored, as some disks do."""
-    stem, suffix = os.path.splitext(file)  # noqa: PTH122 (the folder must stay in the stem)
-    number, free = 1, file
-    while free.casefold() in taken:
-        number += 1
-        free = f"{stem}-{number}{suffix}"
-    taken.add(free.casefold())
-    return free
-
-
 def evaluate_model(
     model: Path | str,
     source: Path | str,
@@ -375,7 +348,7 @@ def evaluate_model(
     )
     constraints = None
     if pairs is not None:
-        constraints = Constraints.read(pairs, names=data.images.names, columns=columns)
+        constraints = read_pairs(pairs, data.images, columns=columns)
     return evaluate_images(data.images, predictions, constraints)
 
 

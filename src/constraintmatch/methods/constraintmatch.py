@@ -45,6 +45,8 @@ def constraintmatch(
     """
     if links not in ("soft", "hard"):
         raise InputError(f"unknown links {links!r}; known are soft, hard")
+    if not 0 <= hard_threshold <= 1:
+        raise InputError(f"hard_threshold is {hard_threshold}; it must lie in [0, 1]")
 
     def pseudo_links(guess: Tensor) -> Tensor:
         soft = soft_links(guess)

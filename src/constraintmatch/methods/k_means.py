@@ -1,5 +1,7 @@
 """A cluster head from k-means: the quickest start with clusters, on small sets better than a short SCAN."""
 
+import warnings
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -32,6 +34,8 @@ def k_means(
     head, which reads the features before them, is a logistic regression on these clusters.
     """
     check_clusters(n_clusters, images)
+    if restarts < 1:
+        raise InputError(f"restarts is {restarts}; k_means needs 1 or more")
     device = prepare(model, images, settings, need_clusters=False).device
     sample = images.take(spread(len(images), most_images))
     seed = derive_seed(settings.seed, "k-means") % 2**32
@@ -40,18 +44,23 @@ def k_means(
     placed = with_clusters(model, n_clusters)
     assert placed.head is not None
     with torch.no_grad():
-        placed.head.weight.copy_(torch.from_numpy(weight))
-        placed.head.bias.copy_(torch.from_numpy(bias))
+        placed.head.weight.copy_(torch.from_numpy(weight).float())  # Apple's GPUs take no float64
+        placed.head.bias.copy_(torch.from_numpy(bias).float())
     entry = {"step": 1, "kind": "evaluation", **evaluate_now(placed, images, job), "seconds": 0.0}
     return Trained(placed, [entry])
 
 
 def _clusters(features: NDArray[np.float32], n_clusters: int, restarts: int, seed: int) -> NDArray[np.int64]:
     from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
 
     unit = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
-    _refuse_equal(unit, n_clusters)
-    return np.asarray(KMeans(n_clusters, n_init=restarts, random_state=seed).fit_predict(unit), np.int64)
+    _refuse_equal(len(np.unique(unit.round(5), axis=0)), n_clusters)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # of fewer clusters than asked for: refused below
+        clusters = KMeans(n_clusters, n_init=restarts, random_state=seed).fit_predict(unit)
+    _refuse_equal(len(np.unique(clusters)), n_clusters)
+    return np.asarray(clusters, np.int64)
 
 
 def _linear_head(
@@ -61,7 +70,9 @@ def _linear_head(
     from sklearn.linear_model import LogisticRegression
 
     mean, scale = features.mean(0), features.std(0) + 1e-6
-    fitted = LogisticRegression(C=0.1, max_iter=200, tol=1e-3).fit((features - mean) / scale, clusters)
+    with warnings.catch_warnings():  # of many clusters for few images, or of a fit that could be closer: both will do
+        warnings.simplefilter("ignore", UserWarning)
+        fitted = LogisticRegression(C=0.1, max_iter=200, tol=1e-3).fit((features - mean) / scale, clusters)
     weight, bias = fitted.coef_, fitted.intercept_
     if n_clusters == 2:  # scikit-learn keeps one row for two classes; half of it on each side is the same softmax
         weight, bias = np.concatenate((-weight, weight)) / 2, np.concatenate((-bias, bias)) / 2
@@ -69,7 +80,6 @@ def _linear_head(
     return weight, bias - weight @ mean
 
 
-def _refuse_equal(unit: NDArray[np.float32], n_clusters: int) -> None:
-    distinct = len(np.unique(unit.round(5), axis=0))
+def _refuse_equal(distinct: int, n_clusters: int) -> None:
     if distinct < n_clusters:
         raise InputError(f"{n_clusters} clusters, but the model tells only {distinct} kinds of images apart")

@@ -3,6 +3,7 @@
 The paper's ablation is the `unconstrained` argument: none (constrained), pseudo-labels, pseudo-constraints.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,9 @@ class Selection:
     def __post_init__(self) -> None:
         if self.by not in ("entropy", "confidence"):
             raise InputError(f"unknown selection {self.by!r}; known are entropy, confidence")
+        for name in ("max_entropy", "min_confidence"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
 
     def __call__(self, guess: Tensor) -> Tensor:
         return informative(guess, self.max_entropy) if self.by == "entropy" else confident(guess, self.min_confidence)
@@ -213,13 +217,22 @@ def _check(
 ) -> None:
     if len(constraints) == 0:
         raise InputError(f"{title} needs constraints and there are none; sample or answer some pairs first")
+    if not constraints.weight.any():
+        raise InputError(f"{title}: every constraint has the weight 0; give some of them a weight above 0")
     if constraints.n_images != len(images):
         raise InputError(f"the constraints are over {constraints.n_images:,} images, the set has {len(images):,}")
     if objective not in PAIR_OBJECTIVES:
         raise InputError(f"unknown pair objective {objective!r}; known are {', '.join(PAIR_OBJECTIVES)}")
-    if unconstrained is not None and unconstrained.pool not in ("all", "combined"):
-        raise InputError(f"unknown pool {unconstrained.pool!r}; known are all, combined")
-    if unconstrained is not None and not 0 <= unconstrained.warm_up <= 1:
-        raise InputError(f"warm_up is {unconstrained.warm_up}; it is a share of the steps, in [0, 1]")
-    if unconstrained is not None and not 0 <= unconstrained.flip_fraction <= 1:
-        raise InputError(f"flip_fraction is {unconstrained.flip_fraction}; it must lie in [0, 1]")
+    if unconstrained is not None:
+        _check_term(unconstrained)
+
+
+def _check_term(term: Unconstrained) -> None:
+    if term.pool not in ("all", "combined"):
+        raise InputError(f"unknown pool {term.pool!r}; known are all, combined")
+    if not 0 <= term.weight < math.inf:
+        raise InputError(f"pseudo_weight is {term.weight}; it must be 0 or more")
+    if not 0 <= term.warm_up <= 1:
+        raise InputError(f"warm_up is {term.warm_up}; it is a share of the steps, in [0, 1]")
+    if not 0 <= term.flip_fraction <= 1:
+        raise InputError(f"flip_fraction is {term.flip_fraction}; it must lie in [0, 1]")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from constraintmatch.batches import Shuffled, derive_seed
+from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.neighbours import nearest_neighbours
@@ -60,6 +61,8 @@ def scan(
     `epochs`.
     """
     check_clusters(n_clusters, images)
+    if n_neighbours < 1 or n_heads < 1:
+        raise InputError(f"scan needs a neighbour and a head at least, not {n_neighbours} and {n_heads}")
     bench = prepare(model, images, settings, need_clusters=False)
     quality = quality_judge(model, images, bench.device)
     batches = _NeighbourSource(bench, model, images, n_neighbours, images_per_step, views.scan_strong())

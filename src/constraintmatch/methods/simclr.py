@@ -48,6 +48,10 @@ def simclr(
     """
     if len(images) < 4:
         raise InputError(f"simclr compares images with each other and needs at least 4; there are {len(images)}")
+    if images_per_step < 2:
+        raise InputError(f"images_per_step is {images_per_step}; simclr tells images apart and needs 2 or more")
+    if not temperature > 0:
+        raise InputError(f"temperature is {temperature}; it must be positive")
     bench = prepare(model, images, settings, need_clusters=False)
     rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
     settings = replace(settings, steps=epochs * rows.steps_per_epoch, lr=settings.lr * rows.batch / 512)

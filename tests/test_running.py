@@ -1,0 +1,86 @@
+"""Whole runs of a method: interrupted at bad moments, streamed, with averaged weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from constraintmatch import batches
+from constraintmatch.constraints import Constraints
+from constraintmatch.images import ImageSet
+from constraintmatch.methods import Trained
+from constraintmatch.models import build_model
+from constraintmatch.running import Around, run_method
+from constraintmatch.runs import RunFolder
+from constraintmatch.stepping import Stepper
+from constraintmatch.training import TrainSettings
+
+SETTINGS = TrainSettings(
+    steps=9, lr=0.05, device="cpu", ema=0.9, log_every=4, evaluate_every=2, checkpoint_every=3, optimizer="adam"
+)
+ARGUMENTS = {"pairs_per_step": 5, "images_per_step": 8, "max_entropy": 0.99, "flip_fraction": 0.3, "warm_up": 0.5}
+
+
+def run(images: ImageSet, out: Path | None = None, *, resume: bool = False) -> Trained:
+    assert images.labels is not None
+    return run_method(
+        "constraintmatch",
+        build_model(n_clusters=3, side=8, channels=1, seed=1),
+        images,
+        Constraints.sample(images.labels, 40, seed=0),
+        arguments={**ARGUMENTS, "pool": "combined"},
+        settings=SETTINGS,
+        around=Around(out, resume=resume),
+    )
+
+
+def assert_same(left: Trained, right: Trained) -> None:
+    for name, value in left.model.state_dict().items():
+        assert torch.equal(value, right.model.state_dict()[name]), name
+    logs = [[{k: v for k, v in entry.items() if k != "seconds"} for entry in each.log] for each in (left, right)]
+    assert logs[0] == logs[1]
+
+
+def test_a_broken_off_run_of_a_method_goes_on_bit_for_bit(
+    stripes: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Stepper.__call__
+
+    def failing(self: Stepper[Any], batch: Any, lr: float) -> None:
+        if int(self.count) == 7:
+            raise OSError("the machine went away")
+        step(self, batch, lr)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stepper, "__call__", failing)
+        with pytest.raises(OSError, match="went away"):
+            run(stripes, tmp_path)
+    assert_same(run(stripes, tmp_path, resume=True), run(stripes))
+
+
+def test_a_run_that_ends_before_it_is_noted_as_finished_is_not_trained_again(
+    stripes: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = RunFolder.note
+
+    def failing(self: RunFolder, **changes: Any) -> None:
+        if changes.get("status") == "finished":
+            raise OSError("the machine went away")
+        note(self, **changes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "note", failing)
+        with pytest.raises(OSError, match="went away"):
+            run(stripes, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Stepper, "__call__", lambda *_: pytest.fail("a step was done again"))
+        again = run(stripes, tmp_path, resume=True)
+    assert_same(again, run(stripes))
+    assert not (tmp_path / "checkpoint.safetensors").exists()
+
+
+def test_streamed_images_train_the_same_model(stripes: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    resident = run(stripes)
+    monkeypatch.setattr(batches, "_fits", lambda *_: False)
+    assert_same(run(stripes), resident)
