@@ -33,11 +33,13 @@ def smoke(stages: list[str], n_clusters: int, steps: int) -> None:
     for stage in stages:
         model = build_model(n_clusters=n_clusters, side=32, backbone="resnet18")
         arguments: dict[str, float] = {}
-        batch = {"simclr": 512, "scan": 128, "self_label": 1000}.get(stage)
+        batch = {"simclr": 512, "byol": 512, "scan": 128, "self_label": 1000}.get(stage)
         if batch:
             arguments["epochs"] = -(-steps // (len(images) // batch))
         if stage == "scan":
             arguments["n_clusters"] = n_clusters
+        if stage == "self_label":
+            arguments["min_confidence"] = 0.0  # a fresh network is sure of nothing
         settings = replace(method_settings(stage), log_every=max(steps // 4, 1), steps=steps)
         constraints = Constraints.sample(images.labels, 1000, seed=0)
         began = time.monotonic()

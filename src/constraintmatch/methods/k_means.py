@@ -1,4 +1,4 @@
-"""A cluster head from k-means: the quickest start with clusters, on small sets better than a short SCAN."""
+"""A cluster head from k-means: the quickest start with clusters, and a steady one."""
 
 import warnings
 

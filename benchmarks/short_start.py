@@ -1,0 +1,61 @@
+"""Which short start is better on a small set: k-means or a short SCAN, after the same SimCLR, on the digits.
+
+    python benchmarks/short_start.py --out results/short-start-digits.json
+
+Scores are on the training and validation images; the test images stay out of it.
+"""
+
+import argparse
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+from constraintmatch.batches import derive_seed
+from constraintmatch.datasets import DATASETS, load_dataset
+from constraintmatch.evaluation import predict, scores
+from constraintmatch.methods import ViewChoice
+from constraintmatch.models import ClusterModel, build_model
+from constraintmatch.pretraining import pretrain, short_start
+from constraintmatch.running import Around
+from constraintmatch.runs import write_result
+
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "k_means": ("k_means", {}),
+    "scan, 540 steps, lr 1e-4": ("scan", {"epochs": 60, "lr": 1e-4}),
+    "scan, 540 steps, lr 3e-3": ("scan", {"epochs": 60, "lr": 3e-3}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    row, parts = DATASETS["digits"], {split: load_dataset("digits", split) for split in ("train", "val")}
+    around = Around(views=ViewChoice(row.flip, tuple(sorted(row.without))))
+
+    def accuracies(model: ClusterModel) -> dict[str, float]:
+        return {split: round(scores(part.labels, predict(model, part))["acc"], 4) for split, part in parts.items()}
+
+    found = []
+    for seed in range(asked.seeds):
+        settings = {"device": "cpu", "seed": seed}
+        fresh = build_model(
+            n_clusters=0, side=8, channels=1, mean=row.mean, std=row.std, seed=derive_seed(seed, "model")
+        )
+        simclr = short_start(len(parts["train"]), cpu=True)["simclr"]
+        given = {"settings": settings, "around": around}
+        features = pretrain(fresh, parts["train"], 10, stages=("simclr",), recipe={"simclr": simclr}, **given)
+        for name, (stage, options) in RECIPES.items():
+            began = time.monotonic()
+            start = copy.deepcopy(features)
+            model = pretrain(start, parts["train"], 10, stages=(stage,), recipe={stage: options}, **given)
+            found.append({"seed": seed, "start": name, "acc": accuracies(model), "seconds": time.monotonic() - began})
+            print(found[-1], flush=True)
+    if asked.out:
+        write_result(asked.out, {"data": "digits", "simclr": simclr, "rows": found})
+
+
+if __name__ == "__main__":
+    main()
