@@ -7,9 +7,11 @@ prints ms per step.
 """
 
 import argparse
+import ast
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -21,10 +23,20 @@ from constraintmatch.images import ImageSet
 from constraintmatch.models import build_model, load_model, save_model
 from constraintmatch.pretraining import STAGES, pretrain
 from constraintmatch.progress import Lines
-from constraintmatch.running import Around, method_settings, run_method
+from constraintmatch.running import Around, method_settings, run_method, split_options
 
 
-def smoke(stages: list[str], n_clusters: int, steps: int) -> None:
+def recipe_of(options: list[str]) -> dict[str, dict[str, Any]]:
+    """Options by stage from words like simclr.epochs=500."""
+    recipe: dict[str, dict[str, Any]] = {}
+    for word in options:
+        name, value = word.split("=")
+        stage, option = name.split(".")
+        recipe.setdefault(stage, {})[option] = ast.literal_eval(value)
+    return recipe
+
+
+def smoke(stages: list[str], n_clusters: int, steps: int, recipe: dict[str, dict[str, Any]]) -> None:
     """A few steps of each stage on random images, and the time of one when all is warm."""
     rng = np.random.Generator(np.random.Philox(0))
     images = ImageSet.from_arrays(
@@ -32,7 +44,7 @@ def smoke(stages: list[str], n_clusters: int, steps: int) -> None:
     )
     for stage in stages:
         model = build_model(n_clusters=n_clusters, side=32, backbone="resnet18")
-        arguments: dict[str, float] = {}
+        arguments: dict[str, Any] = {}
         batch = {"simclr": 512, "byol": 512, "scan": 128, "self_label": 1000}.get(stage)
         if batch:
             arguments["epochs"] = -(-steps // (len(images) // batch))
@@ -40,7 +52,9 @@ def smoke(stages: list[str], n_clusters: int, steps: int) -> None:
             arguments["n_clusters"] = n_clusters
         if stage == "self_label":
             arguments["min_confidence"] = 0.0  # a fresh network is sure of nothing
-        settings = replace(method_settings(stage), log_every=max(steps // 4, 1), steps=steps)
+        own, changes = split_options(stage, recipe.get(stage, {}))
+        arguments = {**own, **arguments}
+        settings = replace(method_settings(stage, changes), log_every=max(steps // 4, 1), steps=steps)
         constraints = Constraints.sample(images.labels, 1000, seed=0)
         began = time.monotonic()
         log = run_method(stage, model, images, constraints, arguments=arguments, settings=settings).log
@@ -59,7 +73,9 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/scan"))
     parser.add_argument("--stages", default=",".join(STAGES))
-    parser.add_argument("--epochs", default="", help="by stage, for example simclr=500,scan=50")
+    parser.add_argument(
+        "--set", nargs="*", default=[], help="by stage, for example simclr.epochs=500 self_label.ema=0.999"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, help="model folder to start from, for example a finished SimCLR stage")
     parser.add_argument("--smoke", type=int)
@@ -67,13 +83,10 @@ def main() -> None:
     stages = arguments.stages.split(",")
     row = DATASETS[arguments.name]
     if arguments.smoke:
-        smoke(stages, row.n_clusters, arguments.smoke)
+        smoke(stages, row.n_clusters, arguments.smoke, recipe_of(arguments.set))
         return
     images = load_dataset(arguments.name, "train+val", arguments.data_dir)
     test = load_dataset(arguments.name, "test", arguments.data_dir)
-    epochs = {
-        stage: {"epochs": int(n)} for stage, n in (part.split("=") for part in arguments.epochs.split(",") if part)
-    }
     model = (
         load_model(arguments.model)
         if arguments.model
@@ -97,8 +110,8 @@ def main() -> None:
         images,
         row.n_clusters,
         stages=stages,
-        recipe=epochs,
-        settings={"seed": arguments.seed, "evaluate_every": 4000, "checkpoint_every": 5000, "log_every": 500},
+        recipe=recipe_of(arguments.set),
+        settings={"seed": arguments.seed, "checkpoint_every": 5000, "log_every": 500},
         around=around,
         results=arguments.out / "results",
         name=f"start-{arguments.name}",

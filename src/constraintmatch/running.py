@@ -16,7 +16,7 @@ from constraintmatch.progress import Quiet, Reporter
 from constraintmatch.runs import open_run, read_log
 from constraintmatch.training import TrainSettings
 
-__all__ = ["Around", "method_arguments", "method_settings", "run_method", "split_options"]
+__all__ = ["Around", "method_arguments", "method_settings", "run_method", "split_options", "weights_hash"]
 
 NOT_ARGUMENTS = {"model", "images", "constraints", "settings", "views", "job"}
 
@@ -104,6 +104,15 @@ def run_method(
     return Trained(trained, log)
 
 
+def weights_hash(model: ClusterModel) -> str:
+    """A short name of the weights: the same numbers have the same, on every machine."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().numpy().tobytes())  # in row order, whatever the memory format
+    return digest.hexdigest()
+
+
 def _resolved(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     known = method_arguments(name)
     if unknown := sorted(arguments.keys() - known.keys()):
@@ -131,7 +140,7 @@ def _request(
         "views": around.views.request(),
         "data": {**around.data, "images": len(images), "fingerprint": images.fingerprint()},
         "constraints": _constraints_summary(constraints),
-        "model": {"weights": _weights_hash(model), **_architecture(model)},
+        "model": {"weights": weights_hash(model), **_architecture(model)},
     }
 
 
@@ -146,14 +155,6 @@ def _constraints_summary(constraints: Constraints | None) -> dict[str, Any] | No
     for part in (constraints.left, constraints.right, constraints.link, constraints.weight):
         digest.update(part.tobytes())
     return {"pairs": len(constraints), "must_links": constraints.n_must_links, "fingerprint": digest.hexdigest()}
-
-
-def _weights_hash(model: ClusterModel) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(value.detach().cpu().numpy().tobytes())  # in row order, whatever the memory format
-    return digest.hexdigest()
 
 
 def _stage(request: Mapping[str, Any], steps: int) -> dict[str, Any]:

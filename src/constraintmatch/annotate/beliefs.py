@@ -1,0 +1,99 @@
+"""What is believed of the images before anybody is asked: by a model, or without one by their pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from constraintmatch.answers import Answer, constraints_of
+from constraintmatch.errors import InputError
+from constraintmatch.questions import Belief
+
+if TYPE_CHECKING:
+    from constraintmatch.images import ImageSet
+    from constraintmatch.models import ClusterModel
+
+__all__ = ["CERTAIN", "certain_images", "model_belief", "open_model", "pixel_belief"]
+
+CERTAIN = 0.95  # a model that says so is believed, while no answer speaks against it
+BLOCK = 4_096  # images whose pixels are turned into numbers at once
+
+
+def pixel_belief(images: ImageSet, *, side: int = 12, width: int = 48) -> Belief:
+    """Features without a model: the images made small, their principal components, rows of length 1.
+
+    Good enough to find near-duplicates and the dense places; 50,000 images take a few seconds.
+    """
+    cells = np.concatenate([_small(images.images[at : at + BLOCK], side) for at in range(0, len(images), BLOCK)])
+    cells -= cells.mean(0)
+    directions = np.linalg.eigh(cells.T @ cells)[1][:, ::-1]
+    features = cells @ directions[:, :width].astype(np.float32)
+    features[:, 0] += 1e-6  # an image that is the mean of all has no direction of its own
+    return Belief(np.asarray(features / np.linalg.norm(features, axis=1, keepdims=True), np.float32))
+
+
+def _small(images: NDArray[np.uint8], side: int) -> NDArray[np.float32]:
+    """Images (n, h, w, c) as means over at most side × side cells: (n, cells)."""
+    edges = np.linspace(0, images.shape[1], min(side, images.shape[1]) + 1).astype(np.int64)
+    sums = np.add.reduceat(np.add.reduceat(images.astype(np.float32), edges[:-1], axis=1), edges[:-1], axis=2)
+    area = np.diff(edges)[:, None] * np.diff(edges)
+    return np.asarray(sums / (255 * area[..., None]), np.float32).reshape(len(images), -1)
+
+
+def open_model(path: Path | str, images: ImageSet) -> ClusterModel:
+    """The model of a model or run folder, if it takes such images."""
+    from constraintmatch.models import load_model
+
+    model = load_model(path)
+    takes, given = (model.config.side, model.config.channels), (images.side, images.channels)
+    if takes != given:
+        said = [f"{side}×{side} {'grey' if channels == 1 else 'colour'} images" for side, channels in (takes, given)]
+        raise InputError(f"{path}: takes {said[0]}, these are {said[1]}; name a model that was trained on such images")
+    return model
+
+
+def model_belief(
+    model: ClusterModel,
+    images: ImageSet,
+    *,
+    device: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Belief:
+    """What a model says of the images; one that has no clusters yet gives features alone."""
+    from constraintmatch.evaluation import embed, predict
+    from constraintmatch.training import choose_device
+
+    place = choose_device(device)
+    if model.config.n_clusters == 0 or model.config.n_heads > 1:
+        return Belief(_unit(embed(model, images, device=place, progress=progress)))
+    found = predict(model, images, features=True, device=place, progress=progress)
+    if found.features is None or not np.isfinite(found.probabilities).all():
+        raise InputError("the model gives no finite probabilities for these images; train it again")
+    return Belief(_unit(found.features), found.probabilities)
+
+
+def _unit(features: NDArray[np.float32]) -> NDArray[np.float32]:
+    lengths = np.linalg.norm(features, axis=1, keepdims=True)
+    return np.asarray(features / np.maximum(lengths, 1e-12), np.float32)
+
+
+def certain_images(belief: Belief | None, answers: Sequence[Answer], n_images: int) -> NDArray[np.bool_]:
+    """(n,): whether an image's cluster is certain by now.
+
+    It is for an image that answers link to others, and for one of which the model is at least 95 % sure, unless an
+    answer parts it from an image that the model puts into the same cluster.
+    """
+    links = constraints_of(answers, n_images)
+    together, apart = links.link == 1, links.link == 0
+    certain = np.zeros(n_images, bool)
+    if belief is not None and belief.probabilities is not None:
+        clusters = belief.probabilities.argmax(1)
+        certain = np.asarray(belief.probabilities.max(1) >= CERTAIN)
+        wrong = apart & (clusters[links.left] == clusters[links.right])
+        certain[links.left[wrong]] = certain[links.right[wrong]] = False
+    certain[links.left[together]] = certain[links.right[together]] = True
+    return certain

@@ -1,0 +1,585 @@
+// The page: asks, takes answers by key or touch, never loses one. No libraries, nothing from elsewhere.
+
+const NONE = -1, UNSURE = -2;
+const AHEAD = 4;                 // questions held, so that the next images are there before they are needed
+const TINY = 64;                 // pixels; smaller images are scaled up with hard edges
+const ROWS = 24;                 // images of a cluster shown at first
+
+const by = (id) => document.getElementById(id);
+const page = {
+  annotator: "", database: "", current: null, shownAt: 0, queue: [], outbox: [], sending: false, failed: 0, busy: false,
+  loading: false, clash: null, order: "typical", state: null,
+};
+
+// Talking to the server
+
+class Refused extends Error {
+  constructor(status, message) { super(message); this.status = status; }
+}
+
+async function call(method, path, body) {
+  const controller = new AbortController();
+  const timer = setTimeout(() => controller.abort(), 15000);
+  try {
+    const options = { method, signal: controller.signal };
+    if (body !== undefined) Object.assign(options, { body: JSON.stringify(body), headers: { "Content-Type": "application/json" } });
+    const response = await fetch(path, options);
+    if (!response.ok) throw new Refused(response.status, await reason(response));
+    return await response.json();
+  } finally {
+    clearTimeout(timer);
+  }
+}
+
+async function reason(response) {
+  try {
+    const { detail } = await response.json();
+    return typeof detail === "string" ? detail : detail.map((part) => part.msg).join("; ");
+  } catch {
+    return `the server answered ${response.status}`;
+  }
+}
+
+const wait = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
+
+// Memory of this browser: the annotator's name, and answers that the server has not confirmed yet
+
+function recall(key) {
+  try { return localStorage.getItem(key); } catch { return null; }
+}
+
+function remember(key, value) {
+  try { value === null ? localStorage.removeItem(key) : localStorage.setItem(key, value); } catch { /* a private window: the page itself still holds it */ }
+}
+
+const entryKey = (entry) => `constraintmatch:${page.database}:${entry.question}`;
+
+function unconfirmed() {
+  const found = [];
+  try {
+    for (let at = 0; at < localStorage.length; at++) {
+      const key = localStorage.key(at);
+      if (key.startsWith(`constraintmatch:${page.database}:`)) found.push(JSON.parse(localStorage.getItem(key)));
+    }
+  } catch { /* nothing kept */ }
+  return found.sort((one, other) => one.at - other.at);
+}
+
+// Counts and the line that says whether all is saved
+
+function showState(state) {
+  if (!state) return;
+  page.state = state;
+  const { counts } = state;
+  const number = (value) => Math.round(value).toLocaleString("en");
+  by("answered").textContent = number(counts.answered);
+  by("same").textContent = number(counts.same);
+  by("different").textContent = number(counts.different);
+  by("unsure").textContent = number(counts.unsure);
+  by("per-minute").textContent = counts.per_minute < 10 ? counts.per_minute.toFixed(1) : number(counts.per_minute);
+  by("certain").textContent = `${(100 * state.certain).toFixed(state.certain < 0.1 ? 1 : 0)} %`;
+  by("contradictions").textContent = number(state.contradictions);
+  by("contradictions").disabled = state.contradictions === 0;
+  by("activity").textContent = state.activity ?? "";
+  by("activity").hidden = !state.activity;
+  by("folder").textContent = `· ${number(state.images)} images of ${state.source}${state.model ? `, model ${state.model}` : ", no model"}`;
+}
+
+function showSaved() {
+  const line = by("saved"), waiting = page.outbox.length;
+  line.className = `saved ${waiting === 0 ? "" : page.failed ? "unsaved" : "saving"}`;
+  const text = waiting === 0 ? "Saved" : page.failed ? `Not saved: ${waiting} – trying again` : "Saving";
+  if (line.textContent !== text) line.textContent = text;
+}
+
+function notice(text) {
+  by("notice").textContent = text;
+  by("notice").hidden = !text;
+}
+
+const say = (text) => { by("heard").textContent = text; };
+
+// Answers go out one after the other, and again until the server has them
+
+async function send() {
+  if (page.sending) return;
+  page.sending = true;
+  while (page.outbox.length) {
+    const entry = page.outbox[0];
+    try {
+      const { at, ...body } = entry;
+      confirmed(entry, await call("POST", "/api/answers", body));
+    } catch (error) {
+      if (error instanceof Refused && error.status < 500 && ![401, 408, 429].includes(error.status)) {
+        forget(entry);
+        notice(`An answer was not taken: ${error.message}.`);
+        continue;
+      }
+      page.failed += 1;
+      if (error instanceof Refused && error.status === 401) notice(error.message);
+      else if (error instanceof Refused) notice(`The server cannot save: ${error.message}.`);
+      showSaved();
+      await wait(Math.min(500 * 2 ** Math.min(page.failed, 4), 5000));
+    }
+  }
+  page.sending = false;
+  showSaved();
+}
+
+function forget(entry) {
+  page.outbox.shift();
+  remember(entryKey(entry), null);
+}
+
+function confirmed(entry, told) {
+  forget(entry);
+  if (page.failed) notice("");
+  page.failed = 0;
+  showState(told.state);
+  showSaved();
+  drop(told.settled);
+  if (told.contradictions.length) showClash(told.contradictions[0], told.answer);
+}
+
+// Questions that an answer has settled meanwhile are not asked any more
+function drop(settled) {
+  const gone = new Set(settled);
+  page.queue = page.queue.filter((question) => !gone.has(question.id));
+  if (page.current && gone.has(page.current.id)) next();
+}
+
+async function saved() {
+  while (page.outbox.length || page.sending) await wait(50);
+}
+
+// Asking
+
+async function fill() {
+  if (page.loading) return;
+  page.loading = true;
+  let pause = 400;
+  while (page.queue.length < AHEAD) {
+    try {
+      const told = await call("POST", "/api/questions", { annotator: page.annotator, n: AHEAD, holding: holding() });
+      add(told.questions);
+      if (page.failed === 0 && !told.problem) notice("");
+      if (told.problem) notice(told.problem);
+      if (!page.current) next();
+      if (told.questions.length === 0 && (told.done || page.current)) {
+        if (!page.current) finished();
+        break;
+      }
+      pause = 400;
+    } catch (error) {
+      notice(error instanceof Refused ? error.message : "The server does not answer. Is it still running? Trying again …");
+      pause = Math.min(2 * pause, 5000);
+    }
+    if (page.queue.length < AHEAD) await wait(pause);
+  }
+  page.loading = false;
+}
+
+// What this page has already: held, on the screen, or answered but not confirmed
+function holding() {
+  const held = [...page.queue, ...(page.current ? [page.current] : [])].map((question) => question.id);
+  return [...held, ...page.outbox.map((entry) => entry.question)].slice(0, 100);
+}
+
+function add(questions) {
+  const known = new Set(holding());
+  for (const question of questions.filter((one) => !known.has(one.id))) {
+    page.queue.push(question);
+    preload(question);
+  }
+}
+
+const preloaded = new Map();
+function preload(question) {
+  for (const { row } of [question.image, ...question.shown]) {
+    if (preloaded.has(row)) continue;
+    const image = new Image();
+    image.src = `/api/images/${row}`;
+    preloaded.set(row, image);
+    if (preloaded.size > 100) preloaded.delete(preloaded.keys().next().value);
+  }
+}
+
+function next() {
+  page.current = page.queue.shift() ?? null;
+  if (page.current) show(page.current);
+  else if (!page.loading) fill();
+  else waiting();
+  if (page.current && page.queue.length < AHEAD) fill();
+}
+
+function waiting() {
+  by("prompt").textContent = "Looking for the next question …";
+  by("stage").hidden = true;
+  setKeys(null);
+}
+
+function finished() {
+  by("prompt").textContent = page.state?.counts.answered ? "Nothing is left to ask. Thank you." : "There is nothing to ask.";
+  by("stage").hidden = true;
+  setKeys(null);
+  say(by("prompt").textContent);
+  setTimeout(() => { if (!page.current) fill(); }, 5000);  // another annotator's undo, or a better model, may bring more
+}
+
+function show(question) {
+  const pair = question.kind === "pair";
+  by("prompt").textContent = pair ? "Are these two of the same kind?" : "Which of these is of the same kind?";
+  const stage = by("stage");
+  stage.className = `stage ${question.kind}`;
+  stage.hidden = false;
+  void stage.offsetWidth;  // so that the animation starts anew
+  stage.classList.add("fresh");
+  setImage(by("image").querySelector("img"), question.image, "The image in question");
+  by("image").querySelector("figcaption").textContent = question.image.name;
+  by("shown").replaceChildren(...question.shown.map((image, at) => (pair ? companion(image) : option(image, at))));
+  setKeys(question.kind);
+  page.shownAt = performance.now();
+  const place = page.state ? ` ${page.state.counts.answered + page.outbox.length + 1}` : "";
+  say(`Question${place}: ${question.image.name}. ${by("prompt").textContent} ${question.shown.map((image, at) => (pair ? image.name : `${at + 1}: ${image.name}`)).join(", ")}`);
+}
+
+function setImage(element, image, alt) {
+  element.classList.remove("tiny");
+  element.onload = () => element.classList.toggle("tiny", Math.max(element.naturalWidth, element.naturalHeight) < TINY);
+  element.src = `/api/images/${image.row}`;
+  element.alt = `${alt}: ${image.name}`;
+  if (element.complete && element.naturalWidth) element.onload();
+}
+
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name in element && name !== "list") element[name] = value;
+    else element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+function companion(image) {
+  const picture = make("img");
+  setImage(picture, image, "Held against");
+  return make("figure", { className: "frame" }, picture, make("figcaption", {}, image.name));
+}
+
+function option(image, at) {
+  const picture = make("img");
+  setImage(picture, image, `Choice ${at + 1}`);
+  const label = image.cluster ? `${image.cluster} · ${image.name}` : image.name;
+  const button = make("button", { className: "tile", type: "button", title: label }, make("kbd", {}, String(at + 1)), picture, make("span", {}, image.cluster ?? image.name));
+  button.setAttribute("aria-keyshortcuts", String(at + 1));
+  button.addEventListener("click", () => answer(at));
+  return button;
+}
+
+function setKeys(kind) {
+  by("keys").hidden = kind === null && !page.state?.counts.answered;
+  by("key-same").hidden = by("key-different").hidden = kind !== "pair";
+  by("key-none").hidden = kind !== "which";
+  by("key-unsure").hidden = kind === null;
+}
+
+function answer(choice) {
+  const question = page.current;
+  if (!question || page.busy || choice >= question.shown.length) return;
+  const milliseconds = Math.min(Math.round(performance.now() - page.shownAt), 86400000);
+  const entry = { question: question.id, choice, annotator: page.annotator, milliseconds, at: Date.now() };
+  remember(entryKey(entry), JSON.stringify(entry));
+  page.outbox.push(entry);
+  showSaved();
+  next();
+  send();
+}
+
+async function undo() {
+  if (page.busy) return;
+  page.busy = true;
+  if (page.failed && page.outbox.length) say("Undo waits until the answers are saved.");
+  await saved();
+  try {
+    const told = await call("POST", "/api/undo", { annotator: page.annotator });
+    showState(told.state);
+    if (told.question) takeBack(told.question);
+    else say("There is nothing of yours to take back.");
+  } catch (error) {
+    notice(error instanceof Refused ? error.message : "The undo did not arrive; look at the counts, then try again.");
+  }
+  page.busy = false;
+}
+
+function takeBack(question) {
+  page.queue = page.queue.filter((one) => one.id !== question.id);
+  if (page.current && page.current.id !== question.id) page.queue.unshift(page.current);
+  page.current = question;
+  if (page.clash) hideClash();
+  show(question);
+  say("Taken back. " + by("heard").textContent);
+}
+
+// Contradictions
+
+function showClash(clash, newest = null) {
+  page.clash = clash;
+  by("clash-text").textContent = clash.text;
+  by("clash-answers").replaceChildren(...clash.answers.map((said) => clashItem(said, newest)));
+  by("clash").hidden = false;
+  by("clash-title").focus({ preventScroll: true });
+  by("clash").scrollIntoView({ block: "nearest" });
+  notice("");
+}
+
+function hideClash() {
+  page.clash = null;
+  by("clash").hidden = true;
+}
+
+function clashItem(said, newest) {
+  const word = said.link ? "same" : "different";
+  const pictures = [said.left, said.right].map((image) => {
+    const picture = make("img");
+    setImage(picture, image, "Image");
+    return make("figure", { className: "frame" }, picture, make("figcaption", { title: image.name }, image.name));
+  });
+  const couple = make("div", { className: "couple" }, pictures[0], make("b", { "aria-hidden": "true" }, said.link ? "=" : "≠"), pictures[1]);
+  const who = said.annotator === page.annotator ? "You" : said.annotator || "Somebody";
+  const text = make("p", { className: "said" }, make("strong", {}, `${who}: ${word}`), ` · ${when(said.time)}${said.answer === newest ? " · just now" : ""}`);
+  const does = make("div", { className: "does" });
+  const what = `${said.left.name} and ${said.right.name}`;
+  if (said.kind === "pair") does.append(settleButton(said, said.link ? NONE : 0, said.link ? "Change to different" : "Change to same", what));
+  else if (said.link) does.append(settleButton(said, NONE, "Change to none of these", what));
+  does.append(settleButton(said, null, "Take back", what));
+  return make("li", { className: said.answer === newest ? "newest" : "" }, couple, text, does);
+}
+
+function settleButton(said, choice, text, what) {
+  const button = make("button", { type: "button" }, text);
+  button.setAttribute("aria-label", `${text}: ${what}`);
+  button.addEventListener("click", () => settle(said.answer, choice));
+  return button;
+}
+
+async function settle(answerId, choice) {
+  if (page.busy) return;
+  page.busy = true;
+  try {
+    await saved();
+    const told = await call("POST", "/api/settle", { answer: answerId, choice, annotator: page.annotator });
+    showState(told.state);
+    hideClash();
+    if (told.contradictions.length) showClash(told.contradictions[0]);
+    else { say("Settled."); by("prompt").focus({ preventScroll: true }); }
+  } catch (error) {
+    notice(error instanceof Refused ? error.message : "That did not arrive; try again.");
+  }
+  page.busy = false;
+  if (!page.current) fill();
+}
+
+async function openClashes() {
+  try {
+    const told = await call("GET", "/api/contradictions");
+    showState(told.state);
+    if (told.contradictions.length) showClash(told.contradictions[0]);
+  } catch (error) {
+    notice(error instanceof Refused ? error.message : "The server does not answer.");
+  }
+}
+
+function when(time) {
+  const minutes = (Date.now() - new Date(time).getTime()) / 60000;
+  if (!(minutes >= 0)) return time;
+  if (minutes < 1) return "less than a minute ago";
+  if (minutes < 90) return `${Math.round(minutes)} min ago`;
+  return new Date(time).toLocaleString();
+}
+
+// Clusters
+
+async function showClusters() {
+  try {
+    const told = await call("GET", `/api/clusters?order=${page.order}&n=${ROWS}`);
+    by("clusters-title").textContent = told.model ? "What the model believes" : "What the answers say so far";
+    by("clusters-text").textContent = told.clusters.length
+      ? "An image that is in the wrong place? Choose it, and it becomes the next question."
+      : told.model ? "The model puts no image anywhere." : "No two images are linked yet: answer some questions first.";
+    by("galleries").replaceChildren(...told.clusters.map((cluster) => gallery(cluster, told.model)));
+  } catch (error) {
+    notice(error instanceof Refused ? error.message : "The server does not answer.");
+  }
+}
+
+function gallery(cluster, model) {
+  const grid = make("div", { className: "grid" }, ...cluster.images.map(tile));
+  const head = make("div", { className: "head" }, model ? nameField(cluster) : make("h2", {}, cluster.name));
+  const share = cluster.confidence === null ? "" : `, ${Math.round(100 * cluster.confidence)} % sure on average`;
+  head.append(make("span", { className: "quiet" }, `${cluster.size.toLocaleString("en")} images${share}`));
+  const section = make("section", { className: "gallery", "aria-label": cluster.name }, head, grid);
+  section.setAttribute("aria-label", cluster.name);
+  if (cluster.images.length < cluster.size) section.append(moreButton(cluster, grid));
+  return section;
+}
+
+function moreButton(cluster, grid) {
+  const button = make("button", { className: "more", type: "button" }, "Show more");
+  button.addEventListener("click", async () => {
+    try {
+      const offset = grid.children.length;
+      const told = await call("GET", `/api/clusters/${cluster.cluster}?order=${page.order}&offset=${offset}&n=${4 * ROWS}`);
+      grid.append(...told.images.map(tile));
+      if (grid.children.length >= told.size || !told.images.length) button.remove();
+    } catch (error) {
+      notice(error instanceof Refused ? error.message : "The server does not answer.");
+    }
+  });
+  return button;
+}
+
+function nameField(cluster) {
+  const field = make("input", { value: cluster.name, maxLength: 80, spellcheck: false });
+  field.setAttribute("aria-label", `Name of cluster ${cluster.cluster}`);
+  const rename = async () => {
+    const name = field.value.trim();
+    if (name === cluster.name) return;
+    try {
+      const told = await call("PUT", `/api/clusters/${cluster.cluster}/name`, { name });
+      field.value = cluster.name = told.name;
+      say(`Cluster ${cluster.cluster} is now called ${told.name}.`);
+      notice("");
+    } catch (error) {
+      notice(error instanceof Refused ? `The name was not saved: ${error.message}` : "The name was not saved: the server does not answer.");
+    }
+  };
+  field.addEventListener("change", rename);
+  field.addEventListener("keydown", (event) => { if (event.key === "Enter") field.blur(); });
+  return field;
+}
+
+function tile(image) {
+  const picture = make("img", { loading: "lazy", alt: "" });
+  picture.addEventListener("load", () => picture.classList.toggle("tiny", picture.naturalWidth < TINY));
+  picture.src = `/api/images/${image.row}/small`;
+  const share = image.confidence === null ? "" : `${Math.round(100 * image.confidence)} %`;
+  const doubtful = image.confidence !== null && !image.certain;
+  const button = make("button", { className: `tile${doubtful ? " doubtful" : ""}`, type: "button", title: image.name }, picture, make("span", {}, share || image.name));
+  button.setAttribute("aria-label", `Ask about ${image.name}${share && `, ${share} sure`}`);
+  button.addEventListener("click", () => ask(image));
+  return button;
+}
+
+async function ask(image) {
+  try {
+    const told = await call("POST", "/api/ask", { image: image.row, annotator: page.annotator });
+    location.hash = "#questions";
+    takeBack(told.question);
+    say(`A question about ${image.name}. ` + by("prompt").textContent);
+    by("prompt").focus({ preventScroll: true });
+  } catch (error) {
+    notice(error instanceof Refused ? error.message : "The server does not answer.");
+  }
+}
+
+// Views and keys
+
+function route() {
+  const clusters = location.hash === "#clusters";
+  by("questions").hidden = clusters;
+  by("clusters").hidden = !clusters;
+  by(clusters ? "to-clusters" : "to-questions").setAttribute("aria-current", "page");
+  by(clusters ? "to-questions" : "to-clusters").removeAttribute("aria-current");
+  document.title = `${clusters ? "Clusters" : "Questions"} – constraintmatch`;
+  window.scrollTo(0, 0);
+  if (clusters) showClusters();
+  else page.shownAt = performance.now();
+}
+
+function key(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
+  if (event.key === "Escape" && page.clash) return hideClash();
+  if (event.target.matches("input") || by("questions").hidden || event.repeat) return;
+  const pair = page.current?.kind === "pair", which = page.current?.kind === "which";
+  const pressed = event.key.toLowerCase();
+  if (pressed === "z") undo();
+  else if (pressed === "u") answer(UNSURE);
+  else if (pair && pressed === "s") answer(0);
+  else if (pair && pressed === "d") answer(NONE);
+  else if (which && pressed === "0") answer(NONE);
+  else if (which && /^[1-5]$/.test(pressed)) answer(Number(pressed) - 1);
+  else return;
+  event.preventDefault();
+}
+
+function setAnnotator() {
+  const name = by("annotator").value.trim().replace(/\s+/g, " ");
+  if (!name) { by("annotator").value = page.annotator; return; }
+  page.annotator = by("annotator").value = name;
+  remember("constraintmatch:annotator", name);
+}
+
+function setOrder(order) {
+  page.order = order;
+  for (const one of ["typical", "doubtful"]) by(`order-${one}`).setAttribute("aria-pressed", String(one === order));
+  showClusters();
+}
+
+function listen() {
+  document.addEventListener("keydown", key);
+  window.addEventListener("hashchange", route);
+  window.addEventListener("beforeunload", (event) => { if (page.outbox.length && page.failed) event.preventDefault(); });
+  window.addEventListener("online", () => send());
+  by("key-same").addEventListener("click", () => answer(0));
+  by("key-different").addEventListener("click", () => answer(NONE));
+  by("key-none").addEventListener("click", () => answer(NONE));
+  by("key-unsure").addEventListener("click", () => answer(UNSURE));
+  by("key-undo").addEventListener("click", undo);
+  by("clash-later").addEventListener("click", hideClash);
+  by("contradictions").addEventListener("click", openClashes);
+  by("annotator").addEventListener("change", setAnnotator);
+  by("annotator").addEventListener("keydown", (event) => { if (event.key === "Enter") event.target.blur(); });
+  by("order-typical").addEventListener("click", () => setOrder("typical"));
+  by("order-doubtful").addEventListener("click", () => setOrder("doubtful"));
+}
+
+function ownName() {
+  const known = recall("constraintmatch:annotator");
+  if (known) return known;
+  const name = `guest-${crypto.getRandomValues(new Uint32Array(1))[0].toString(36).slice(0, 5)}`;
+  remember("constraintmatch:annotator", name);
+  return name;
+}
+
+async function refresh() {
+  for (;;) {
+    await wait(10000);
+    if (document.hidden || page.outbox.length) continue;
+    try { showState((await call("GET", "/api/state"))); } catch { /* the next answer will tell */ }
+  }
+}
+
+async function start() {
+  history.replaceState(null, "", location.pathname + location.hash);  // the token is in the cookie now
+  page.annotator = by("annotator").value = ownName();
+  listen();
+  for (;;) {
+    try {
+      const state = await call("GET", "/api/state");
+      page.database = state.database;
+      showState(state);
+      break;
+    } catch (error) {
+      notice(error instanceof Refused ? error.message : "The server does not answer. Is it still running? Trying again …");
+      await wait(1500);
+    }
+  }
+  page.outbox = unconfirmed();
+  send();
+  route();
+  await fill();
+  refresh();
+}
+
+start();

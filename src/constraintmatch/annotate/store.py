@@ -1,0 +1,558 @@
+"""The answers in SQLite: one row each, on the disk before it is acknowledged, never deleted.
+
+One server holds a database and keeps what stands in memory beside it; any number of threads may use one store. Images
+are stored by name, with a tiny thumbnail: a moved or replaced image is noticed, and its answers are set aside.
+"""
+
+import json
+import sqlite3
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from constraintmatch.annotate.clashes import Clash, LinkGraph
+from constraintmatch.annotate.database import connect, sole_server, told
+from constraintmatch.annotate.looks import Looks
+from constraintmatch.answers import NONE, UNSURE, Answer, Question
+from constraintmatch.errors import InputError
+from constraintmatch.images import ImageSet
+
+__all__ = ["AnswerRow", "Asked", "Counts", "Given", "Recorded", "Store", "TakenIn", "open_store"]
+
+_LONGEST = 100  # characters of an annotator's or a cluster's name
+_RECENT = 50  # answers that tell the speed
+_PAUSE = 60_000  # milliseconds; who takes longer has left the desk
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question with its number in the store."""
+
+    id: int
+    question: Question
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An answer's number in the store, and what the other answers say against it."""
+
+    id: int
+    contradictions: list[Clash]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many answers stand, by kind; `answered` is the sum of the next five."""
+
+    answered: int
+    same: int
+    different: int
+    which: int
+    none: int
+    unsure: int
+    withdrawn: int
+    set_aside: int
+    waiting: int
+    per_minute: float
+
+
+@dataclass(frozen=True)
+class AnswerRow:
+    """One row of the store, images by name; `answer` has them by row number, None where it is set aside."""
+
+    id: int
+    question: int
+    image: str
+    shown: tuple[str, ...]
+    choice: int
+    annotator: str
+    milliseconds: int | None
+    time: str
+    model: str
+    weight: float
+    origin: str
+    withdrawn: Literal["", "undo", "withdrawn", "changed"]
+    answer: Answer | None
+
+
+@dataclass(frozen=True)
+class Given:
+    """An answer that comes from a file; without a time, that of its arrival."""
+
+    answer: Answer
+    annotator: str
+    time: str = ""
+    milliseconds: int | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class TakenIn:
+    """What became of answers from a file: new ones, and ones that the store had."""
+
+    n_new: int
+    n_known: int
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """What memory keeps of an answer that stands."""
+
+    answer: Answer
+    question: int
+    annotator: str
+    milliseconds: int | None
+    origin: str
+
+
+@contextmanager
+def open_store(
+    path: Path | str,
+    images: ImageSet,
+    *,
+    source: Path | str = "",
+    read_only: bool = False,
+    claim_seconds: float = 300.0,
+    clock: Callable[[], float] = time.time,
+) -> Iterator["Store"]:
+    """The answers about these images, made when the file is not there.
+
+    `source` is the folder the images come from, for messages. A database that belongs to other images, is of another
+    version or held by another server is an InputError. `read_only`: to look or export while a server runs. A question
+    that an annotator took and did not answer is given to others after `claim_seconds`.
+    """
+    path = Path(path)
+    with ExitStack() as stack:
+        if not read_only:
+            stack.enter_context(sole_server(path))
+        connection = stack.enter_context(closing(connect(path, read_only=read_only)))
+        store = Store(connection, path, images, claim_seconds=claim_seconds, clock=clock)
+        store.load(str(source), read_only=read_only)
+        yield store
+
+
+class Store:
+    """Open it with `open_store`. Every method may be called from any thread."""
+
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        path: Path,
+        images: ImageSet,
+        *,
+        claim_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.path = path
+        self.image_names = images.names
+        self.notice: str | None = None  # what was set aside and why, in one line
+        self._connection = connection
+        self._looks = Looks(images)
+        self._claim_seconds = claim_seconds
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._graph = LinkGraph()
+        self._standing: dict[int, _Standing] = {}
+
+    # Opening
+
+    def load(self, source: str, *, read_only: bool) -> None:
+        """Check that the database belongs to these images, and take what stands into memory."""
+        with self._lock, told(self.path):
+            questions = {row["id"]: row for row in self._select("SELECT id, image, shown, look FROM questions")}
+            about = {row["key"]: row["value"] for row in self._select("SELECT key, value FROM about")}
+            kept = self._looks.check(questions.values())
+            if kept.is_another_set:
+                raise InputError(f"{self.path}: {kept.refusal(about.get('folder', ''), source)}")
+            here = {number: self._looks.question(row) for number, row in questions.items()}
+            for row in self._select("SELECT * FROM answers WHERE withdrawn = '' ORDER BY id"):
+                if (question := here[row["question"]]) is not None:
+                    self._remember(row["id"], _standing(row, question))
+            self.notice = self._set_aside_line(kept.reason())
+        if not read_only:
+            self._settle_in(source, [number for number, question in here.items() if question is None])
+
+    def _settle_in(self, source: str, unaskable: list[int]) -> None:
+        retire = "UPDATE questions SET state = 'retired' WHERE id = ? AND state = 'waiting'"
+        with self._writing() as connection:
+            connection.executemany(retire, [(number,) for number in unaskable])
+            if source:
+                folder = str(Path(source).resolve()) if Path(source).exists() else source
+                connection.execute("INSERT OR REPLACE INTO about VALUES ('folder', ?)", (_clean(folder),))
+
+    def _set_aside_line(self, reason: str) -> str | None:
+        n = self._n_set_aside()
+        return (
+            f"{self.path}: {n:,} {'answer is' if n == 1 else 'answers are'} kept but set aside: {reason}" if n else None
+        )
+
+    def _n_set_aside(self) -> int:
+        return self._number("SELECT count(*) FROM answers WHERE withdrawn = ''") - len(self._standing)
+
+    # Asking
+
+    def add_questions(
+        self, questions: Iterable[Question], *, model: str = "", urgent: bool = False, replace: bool = False
+    ) -> int:
+        """Queue questions for asking; how many were new.
+
+        A question (same image, same shown images in any order) that waits or is answered is not queued again; one
+        answered with unsure or withdrawn is. `urgent`: asked first, and even if the answers imply it. `replace`: those
+        that wait and that nobody holds are dropped first, because a newer model chose better ones.
+        """
+        with self._writing() as connection:
+            if replace:
+                connection.execute(
+                    "UPDATE questions SET state = 'retired' WHERE state = 'waiting' AND NOT urgent "
+                    "AND (holder IS NULL OR held_until <= ?)",
+                    (self._clock(),),
+                )
+            return sum(self._queue(question, model, urgent) for question in questions)
+
+    def _queue(self, question: Question, model: str, urgent: bool) -> bool:
+        key = self._looks.key(question)
+        known = self._select(
+            "SELECT questions.id, state FROM questions LEFT JOIN answers ON question = questions.id AND withdrawn = '' "
+            "WHERE key = ? AND (state = 'waiting' OR (state = 'answered' AND choice != ?))",
+            (key, UNSURE),
+        )
+        if urgent and known:  # waiting: sooner now
+            self._connection.execute("UPDATE questions SET urgent = 1 WHERE key = ? AND state = 'waiting'", (key,))
+        if known:
+            return False
+        self._insert_question(question, model, "waiting", urgent=urgent)
+        return True
+
+    def _insert_question(self, question: Question, model: str, state: str, *, urgent: bool = False) -> int:
+        image, shown = self._looks.names(question)
+        values = (image, json.dumps(shown, ensure_ascii=False), self._looks.look(question), self._looks.key(question))
+        made = self._connection.execute(
+            "INSERT INTO questions (image, shown, look, key, model, added, urgent, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (*values, _clean(model), self._now(), urgent, state),
+        )
+        return int(made.lastrowid or 0)
+
+    def claim(self, annotator: str, n: int = 1) -> list[Asked]:
+        """Up to n questions for this annotator, who holds them until they are answered or the claim times out.
+
+        Those held already come first, so asking again (a page loaded anew) gives the same ones. Questions that the
+        answers imply by now are retired on the way.
+        """
+        who, now = _person(annotator), self._clock()
+        claimed: list[Asked] = []
+        with self._writing() as connection:
+            for row in self._askable(who, now):
+                if len(claimed) == n:
+                    break
+                question = self._looks.question(row)
+                if question is None or (not row["urgent"] and self._graph.settles(question)):
+                    connection.execute("UPDATE questions SET state = 'retired' WHERE id = ?", (row["id"],))
+                else:
+                    claimed.append(Asked(row["id"], question))
+            held = [(who, now + self._claim_seconds, asked.id) for asked in claimed]
+            connection.executemany("UPDATE questions SET holder = ?, held_until = ? WHERE id = ?", held)
+        return claimed
+
+    def _askable(self, who: str, now: float) -> list[sqlite3.Row]:
+        return self._select(
+            "SELECT id, image, shown, look, urgent FROM questions WHERE state = 'waiting' "
+            "AND (holder IS NULL OR holder = :who OR held_until <= :now) "
+            "ORDER BY (holder IS :who AND held_until > :now) DESC, urgent DESC, id",
+            {"who": who, "now": now},
+        )
+
+    def release(self, annotator: str) -> None:
+        """Give back what this annotator holds, for others to answer."""
+        with self._writing() as connection:
+            connection.execute("UPDATE questions SET holder = NULL WHERE holder = ?", (_person(annotator),))
+
+    # Answering
+
+    def answer(self, asked_id: int, choice: int, annotator: str, milliseconds: int | None = None) -> Recorded:
+        """Store an answer; it is on the disk when this returns.
+
+        The same answer sent twice (a lost reply) is stored once; another answer to an answered question is an
+        InputError, whoever gives it: the first one counts until it is undone or settled.
+        """
+        who, pace = _person(annotator), _milliseconds(milliseconds)
+        with self._lock:
+            question, state = self._asked(asked_id)
+            answer = Answer(question, choice)
+            if state == "answered":
+                return self._again(asked_id, answer, who)
+            standing = _Standing(answer, asked_id, who, pace, "")
+            with self._writing() as connection:
+                number = self._insert_answer(standing)
+                connection.execute("UPDATE questions SET state = 'answered', holder = NULL WHERE id = ?", (asked_id,))
+            self._remember(number, standing)
+            return Recorded(number, self._graph.clashes_of(number, answer))
+
+    def _again(self, asked_id: int, answer: Answer, who: str) -> Recorded:
+        for number, known in reversed(self._standing.items()):
+            if known.question == asked_id:
+                if (known.answer, known.annotator) == (answer, who):
+                    return Recorded(number, self._graph.clashes_of(number, answer))
+                raise InputError(f"question {asked_id:,} is already answered (by {known.annotator}); undo that first")
+        raise InputError(f"question {asked_id:,} is already answered")
+
+    def _asked(self, asked_id: int) -> tuple[Question, str]:
+        found = self._select("SELECT * FROM questions WHERE id = ?", (asked_id,)) if 0 < asked_id < 2**63 else []
+        question = self._looks.question(found[0]) if found else None
+        if question is None:
+            raise InputError(f"question {asked_id} is not in {self.path}; reload the page")
+        return question, found[0]["state"]
+
+    def _insert_answer(
+        self, standing: _Standing, *, at: str = "", weight: float = 1.0, replaces: int | None = None
+    ) -> int:
+        made = self._connection.execute(
+            "INSERT INTO answers (question, choice, annotator, milliseconds, time, weight, origin, replaces) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                standing.question,
+                standing.answer.choice,
+                standing.annotator,
+                standing.milliseconds,
+                at or self._now(),
+                weight,
+                standing.origin,
+                replaces,
+            ),
+        )
+        return int(made.lastrowid or 0)
+
+    def undo(self, annotator: str) -> Asked | None:
+        """Take back this annotator's last answer that stands and give the question back; None when there is none.
+
+        Answers that came from a file are not reached.
+        """
+        who = _person(annotator)
+        with self._lock:
+            last = next((n for n, s in reversed(self._standing.items()) if s.annotator == who and not s.origin), None)
+            if last is None:
+                return None
+            standing = self._standing[last]
+            with self._writing() as connection:
+                self._withdraw(last, who, "undo")
+                connection.execute(
+                    "UPDATE questions SET state = 'waiting', urgent = 1, holder = ?, held_until = ? WHERE id = ?",
+                    (who, self._clock() + self._claim_seconds, standing.question),
+                )
+            self._forget(last)
+            return Asked(standing.question, standing.answer.question)
+
+    def settle(self, answer_id: int, annotator: str, choice: int | None = None) -> Recorded:
+        """Settle a contradiction by withdrawing an answer, or by changing it to another choice.
+
+        The old row stays, marked; a change is a new row. Comes back with the number of the answer that stands now (the
+        withdrawn one's where none does) and the contradictions that are left.
+        """
+        who = _person(annotator)
+        with self._lock:
+            old = self._standing.get(answer_id)
+            if old is None:
+                raise InputError(f"answer {answer_id} does not stand in {self.path}; reload the page")
+            answer = None if choice is None else Answer(old.answer.question, choice)
+            if answer == old.answer:
+                return Recorded(answer_id, self.clashes())
+            number = answer_id
+            with self._writing() as connection:
+                self._withdraw(answer_id, who, "withdrawn" if answer is None else "changed")
+                if answer is None:
+                    connection.execute("UPDATE questions SET state = 'retired' WHERE id = ?", (old.question,))
+                else:
+                    new = _Standing(answer, old.question, who, None, "")
+                    number = self._insert_answer(new, replaces=answer_id)
+            self._forget(answer_id)
+            if answer is not None:
+                self._remember(number, new)
+            return Recorded(number, self.clashes())
+
+    def _withdraw(self, answer_id: int, who: str, why: str) -> None:
+        self._connection.execute(
+            "UPDATE answers SET withdrawn = ?, withdrawn_by = ?, withdrawn_at = ? WHERE id = ?",
+            (why, who, self._now(), answer_id),
+        )
+
+    def take_in(self, given: Iterable[Given], origin: str) -> TakenIn:
+        """Store answers that come from a file, all of them or none.
+
+        What the same annotator has said of the same images, even if withdrawn since, is known and not stored again: a
+        file can be imported twice.
+        """
+        with self._lock:
+            said = {fact for row in self.rows() for fact in _facts(row.image, row.shown, row.choice, row.annotator)}
+            taken: list[tuple[int, _Standing]] = []
+            n_known = 0
+            with self._writing():
+                for one in given:
+                    who = _person(one.annotator)
+                    image, shown = self._looks.names(one.answer.question)
+                    facts = _facts(image, shown, one.answer.choice, who)
+                    if facts <= said:
+                        n_known += 1
+                        continue
+                    said |= facts
+                    question = self._insert_question(one.answer.question, "", "answered")
+                    standing = _Standing(one.answer, question, who, _milliseconds(one.milliseconds), _clean(origin))
+                    taken.append((self._insert_answer(standing, at=_clean(one.time), weight=one.weight), standing))
+            for number, standing in taken:
+                self._remember(number, standing)
+            return TakenIn(len(taken), n_known)
+
+    # Looking
+
+    def answers(self) -> list[Answer]:
+        """The answers that stand, in their order; those set aside are not among them."""
+        with self._lock:
+            return [standing.answer for standing in self._standing.values()]
+
+    def rows(self) -> list[AnswerRow]:
+        """Every answer ever given, withdrawn ones and those set aside too, in their order."""
+        with self._lock, told(self.path):
+            return [self._row(row) for row in self._select(f"{_ROWS} ORDER BY answers.id")]
+
+    def row(self, answer_id: int) -> AnswerRow:
+        """One answer, whether it stands or not."""
+        with self._lock, told(self.path):
+            found = self._select(f"{_ROWS} WHERE answers.id = ?", (answer_id,)) if 0 < answer_id < 2**63 else []
+            if not found:
+                raise InputError(f"answer {answer_id} is not in {self.path}; reload the page")
+            return self._row(found[0])
+
+    def _row(self, row: sqlite3.Row) -> AnswerRow:
+        values = {name: row[name] for name in row.keys() if name != "look"}  # noqa: SIM118 (a Row iterates its values)
+        question = self._looks.question(row)
+        answer = None if question is None else Answer(question, row["choice"])
+        return AnswerRow(**(values | {"shown": tuple(json.loads(row["shown"]))}), answer=answer)
+
+    def clashes(self, limit: int | None = 10) -> list[Clash]:
+        """The contradictions that stand, oldest first."""
+        with self._lock:
+            return self._graph.clashes(limit)
+
+    def counts(self, annotator: str | None = None) -> Counts:
+        """How many answers of each kind stand, of everybody or of one annotator."""
+        who = None if annotator is None else _person(annotator)
+        with self._lock, told(self.path):
+            mine = [s for s in self._standing.values() if who is None or s.annotator == who]
+            kinds = Counter(_kind(standing.answer) for standing in mine)
+            by = ("" if who is None else " AND annotator = ?", () if who is None else (who,))
+            withdrawn = self._number(f"SELECT count(*) FROM answers WHERE withdrawn != ''{by[0]}", by[1])
+            unwithdrawn = self._number(f"SELECT count(*) FROM answers WHERE withdrawn = ''{by[0]}", by[1])
+            return Counts(
+                answered=len(mine),
+                same=kinds["same"],
+                different=kinds["different"],
+                which=kinds["which"],
+                none=kinds["none"],
+                unsure=kinds["unsure"],
+                withdrawn=withdrawn,
+                set_aside=unwithdrawn - len(mine),
+                waiting=self._number("SELECT count(*) FROM questions WHERE state = 'waiting'"),
+                per_minute=_per_minute(mine),
+            )
+
+    def names(self) -> dict[int, str]:
+        """The names that people gave to clusters."""
+        with self._lock, told(self.path):
+            return {row["cluster"]: row["name"] for row in self._select("SELECT cluster, name FROM clusters")}
+
+    def rename(self, cluster: int, text: str) -> None:
+        """Give a cluster a name; an empty one takes the name away."""
+        name = _clean(text).strip()
+        if not 0 <= cluster < 2**31 or len(name) > _LONGEST:
+            raise InputError(
+                f"cluster {cluster}: a name has at most {_LONGEST} characters, a cluster's number counts from 0"
+            )
+        with self._writing() as connection:
+            connection.execute("DELETE FROM clusters WHERE cluster = ?", (cluster,))
+            if name:
+                connection.execute("INSERT INTO clusters VALUES (?, ?)", (cluster, name))
+
+    # Inside
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction: on the disk when the block ends, undone when it fails."""
+        with self._lock, told(self.path):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:  # a full disk may have rolled it back already
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def _remember(self, number: int, standing: _Standing) -> None:
+        self._standing[number] = standing
+        self._graph.add(number, standing.answer)
+
+    def _forget(self, number: int) -> None:
+        self._graph.remove(number, self._standing.pop(number).answer)
+
+    def _select(self, query: str, values: Sequence[Any] | dict[str, Any] = ()) -> list[sqlite3.Row]:
+        cursor = self._connection.cursor()
+        cursor.row_factory = sqlite3.Row
+        return cursor.execute(query, values).fetchall()
+
+    def _number(self, query: str, values: Sequence[Any] = ()) -> int:
+        return int(self._connection.execute(query, values).fetchone()[0])
+
+    def _now(self) -> str:
+        return datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
+
+
+_ROWS = (
+    "SELECT answers.id, question, image, shown, look, choice, annotator, milliseconds, time, model, weight, origin, "
+    "withdrawn FROM answers JOIN questions ON questions.id = question"
+)
+
+
+def _standing(row: sqlite3.Row, question: Question) -> _Standing:
+    answer = Answer(question, row["choice"])
+    return _Standing(answer, row["question"], row["annotator"], row["milliseconds"], row["origin"])
+
+
+def _kind(answer: Answer) -> str:
+    if answer.choice == UNSURE:
+        return "unsure"
+    pair = answer.question.kind == "pair"
+    if answer.choice == NONE:
+        return "different" if pair else "none"
+    return "same" if pair else "which"
+
+
+def _facts(image: str, shown: Sequence[str], choice: int, annotator: str) -> set[tuple[Any, ...]]:
+    """What an answer says of each pair of images, and who says it."""
+    says = [UNSURE if choice == UNSURE else int(at == choice) for at in range(len(shown))]
+    return {(annotator, says[at], *sorted((image, other))) for at, other in enumerate(shown)}
+
+
+def _per_minute(standing: Sequence[_Standing]) -> float:
+    """The speed of one person over the last answers, pauses cut short."""
+    paces = [min(s.milliseconds, _PAUSE) for s in standing[-_RECENT:] if s.milliseconds is not None]
+    return round(60_000 * len(paces) / max(sum(paces), 1), 1) if paces else 0.0
+
+
+def _clean(text: str) -> str:
+    """The text without what UTF-8 cannot hold and without control characters."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def _person(annotator: str) -> str:
+    name = _clean(annotator).strip()
+    if not 0 < len(name) <= _LONGEST:
+        raise InputError(f"an annotator needs a name of 1 to {_LONGEST} characters, not {len(name):,}")
+    return name
+
+
+def _milliseconds(value: int | None) -> int | None:
+    return None if value is None else min(max(value, 0), 2**53)

@@ -1,0 +1,196 @@
+"""A cell is one training of the paper's protocol; a grid is the list of cells behind a table or a figure."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from constraintmatch.datasets import DATASETS
+from constraintmatch.errors import InputError
+
+__all__ = ["FOLDS", "GRIDS", "PAPER_SETS", "STEPS", "Cell", "Grid", "grid_cells"]
+
+STEPS = 20_000
+FOLDS = 5
+PAPER_SETS = ("cifar10", "cifar100-20", "stl10", "imagenet10", "imagenet-dogs")
+PAIRED = ("constrained", "constraintmatch", "pseudo_label")  # the methods that take constraints
+Option = float | str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training: a data set, a method, a fold, and what differs from the paper's setting of that set.
+
+    A fold is a sample of constraints and the seed of the training. `noise` is the share of constraints with the wrong
+    annotation. `options` are arguments of the method or training settings. Fewer than 20,000 steps make a cell cut.
+    """
+
+    dataset: str
+    method: str  # or "scan": the start itself, evaluated
+    n_constraints: int = 0
+    fold: int = 0
+    n_clusters: int = 0  # 0: as many as classes
+    noise: float = 0.0
+    options: tuple[tuple[str, Option], ...] = ()
+    steps: int = STEPS
+
+    def __post_init__(self) -> None:
+        if not self.n_clusters:
+            object.__setattr__(self, "n_clusters", DATASETS[self.dataset].n_clusters)
+
+    @property
+    def cut(self) -> bool:
+        return self.steps < STEPS and self.method != "scan"
+
+    @property
+    def name(self) -> str:
+        """The name of its result: what differs from Table I's ConstraintMatch, in a fixed order."""
+        parts = [self.dataset, self.method]
+        parts += [str(self.n_constraints)] if self.n_constraints else []
+        parts += [f"k{self.n_clusters}"] if self.n_clusters != DATASETS[self.dataset].n_clusters else []
+        parts += [f"noise{self.noise:g}"] if self.noise else []
+        parts += [f"{key}={value if isinstance(value, str) else f'{value:g}'}" for key, value in sorted(self.options)]
+        parts += [] if self.method == "scan" else [f"fold{self.fold}"]
+        return "-".join([*parts, *([f"steps{self.steps}"] if self.cut else [])])
+
+    @property
+    def start(self) -> str:
+        """The model folder it begins with, by name; supervised training begins with random weights."""
+        if self.method == "supervised":
+            return "random"
+        wide = self.n_clusters != DATASETS[self.dataset].n_clusters
+        return f"scan-{self.dataset}" + (f"-{self.n_clusters}" if wide else "")
+
+    def request(self) -> dict[str, Any]:
+        """The cell as plain values, for its result."""
+        return {**asdict(self), "options": dict(self.options)}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The cells of a table or a figure, as a function of data set and fold, and the sets that the paper shows."""
+
+    title: str
+    sets: tuple[str, ...]
+    cells: Callable[[str, int], Sequence[Cell]]
+
+
+def grid_cells(
+    name: str,
+    *,
+    sets: Sequence[str] | None = None,
+    folds: Sequence[int] | None = None,
+    steps: int | None = None,
+    methods: Sequence[str] | None = None,
+    n_constraints: Sequence[int] | None = None,
+) -> list[Cell]:
+    """The cells of a grid, fold by fold so that a stopped queue leaves whole folds; each once."""
+    if name not in GRIDS:
+        raise InputError(f"unknown table or figure {name!r}; known are {', '.join(GRIDS)}")
+    grid = GRIDS[name]
+    chosen = tuple(sets) if sets else grid.sets
+    if odd := [entry for entry in chosen if entry not in (*grid.sets, "digits")]:  # digits: a rehearsal on a CPU
+        raise InputError(f"{name} has no set {odd[0]!r}; it has {', '.join(grid.sets)}")
+    if folds is not None and (wrong := [fold for fold in folds if fold < 0]):
+        raise InputError(f"fold {wrong[0]} does not exist; folds are counted from 0")
+    found: dict[str, Cell] = {}
+    for fold in range(FOLDS) if folds is None else folds:
+        for dataset in chosen:
+            for cell in grid.cells(dataset, fold):
+                ours = cell if steps is None or cell.method == "scan" else replace(cell, steps=steps)
+                found[ours.name] = ours
+    return [cell for cell in found.values() if _wanted(cell, methods, n_constraints)]
+
+
+def _wanted(cell: Cell, methods: Sequence[str] | None, n_constraints: Sequence[int] | None) -> bool:
+    of_method = methods is None or cell.method in methods
+    return of_method and (n_constraints is None or cell.method not in PAIRED or cell.n_constraints in n_constraints)
+
+
+def _table1(dataset: str, fold: int) -> list[Cell]:
+    trained = [
+        Cell(dataset, method, amount, fold)
+        for amount in (10_000, 5_000)
+        for method in ("constraintmatch", "constrained")
+    ]
+    return [
+        Cell(dataset, "scan"),
+        *trained,
+        *(Cell(dataset, name, 0, fold) for name in ("fully_constrained", "supervised")),
+    ]
+
+
+def _table2(dataset: str, fold: int) -> list[Cell]:
+    methods = ("constraintmatch", "constrained", "pseudo_label")
+    return [Cell(dataset, "scan"), *(Cell(dataset, method, 10_000, fold) for method in methods)]
+
+
+def _table3(dataset: str, fold: int) -> list[Cell]:
+    wide = 5 * DATASETS[dataset].n_clusters
+    trained = (Cell(dataset, method, 10_000, fold, n_clusters=wide) for method in ("constraintmatch", "constrained"))
+    return [Cell(dataset, "scan", n_clusters=wide), *trained]
+
+
+def _sweep(method: str, dataset: str, fold: int, name: str, values: Sequence[Option], **fixed: Option) -> list[Cell]:
+    """The method at 10,000 constraints over values of one option."""
+    return [
+        Cell(dataset, method, 10_000, fold, options=tuple(sorted({**fixed, name: value}.items()))) for value in values
+    ]
+
+
+def _flip(dataset: str, fold: int) -> list[Cell]:
+    """ρ = 0 is the cell without the option: one training, shared with Table II."""
+    rates = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+    both = ("constraintmatch", "pseudo_label")
+    plain = [Cell(dataset, method, 10_000, fold) for method in both]
+    return [*plain, *(cell for method in both for cell in _sweep(method, dataset, fold, "flip_fraction", rates))]
+
+
+def _links(dataset: str, fold: int) -> list[Cell]:
+    hard = _sweep("constraintmatch", dataset, fold, "hard_threshold", (0.1, 0.3, 0.5, 0.7, 0.9), links="hard")
+    return [Cell(dataset, "constraintmatch", 10_000, fold), *hard]
+
+
+def _selection(dataset: str, fold: int) -> list[Cell]:
+    """The figure holds τ at 0.2, although the set's own is 0.05."""
+    sure = (0.7, 0.8, 0.9, 0.95, 0.99)
+    confident = _sweep("constraintmatch", dataset, fold, "min_confidence", sure, selection="confidence")
+    return [*_sweep("constraintmatch", dataset, fold, "max_entropy", (0.2,)), *confident]
+
+
+def _entropy(dataset: str, fold: int) -> list[Cell]:
+    own = DATASETS[dataset].tuned["constraintmatch"]["max_entropy"]
+    values = [value for value in (0.025, 0.05, 0.1, 0.2, 0.3, 0.4) if value != own]
+    return [
+        Cell(dataset, "constraintmatch", 10_000, fold),
+        *_sweep("constraintmatch", dataset, fold, "max_entropy", values),
+    ]
+
+
+def _amount(dataset: str, fold: int) -> list[Cell]:
+    amounts = (2_000, 5_000, 10_000, 20_000, 40_000)
+    methods = ("constraintmatch", "constrained")
+    return [Cell(dataset, "scan"), *(Cell(dataset, method, n, fold) for n in amounts for method in methods)]
+
+
+def _noise(dataset: str, fold: int) -> list[Cell]:
+    rates, methods = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4), ("constraintmatch", "constrained")
+    return [Cell(dataset, method, 10_000, fold, noise=rate) for rate in rates for method in methods]
+
+
+_BOTH, _HARD = ("cifar10", "cifar100-20"), ("cifar100-20", "cifar10")
+GRIDS: Mapping[str, Grid] = MappingProxyType(
+    {
+        "table1": Grid(
+            "Comparison with the start, the constrained competitor and the upper bounds", PAPER_SETS, _table1
+        ),
+        "table2": Grid("Ablation: what each part adds", _HARD, _table2),
+        "table3": Grid("Overclustering: five times as many clusters as classes", _BOTH, _table3),
+        "flip": Grid("Robustness to wrong pseudo-labels: the mode flip ρ", _HARD, _flip),
+        "links": Grid("Soft against hard pseudo-constraints over μ", _HARD, _links),
+        "selection": Grid("Informative against confident images", _HARD, _selection),
+        "entropy": Grid("Sensitivity to τ", _HARD, _entropy),
+        "amount": Grid("Number of constraints", _HARD, _amount),
+        "noise": Grid("Wrong annotations of constraints", _HARD, _noise),
+    }
+)

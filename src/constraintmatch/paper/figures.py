@@ -1,0 +1,403 @@
+"""The paper's figures from finished cells: first as numbers, then drawn as PNG and SVG."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from constraintmatch.datasets import DATASETS
+from constraintmatch.errors import InputError
+from constraintmatch.files import write_atomically
+from constraintmatch.paper.cells import STEPS, Cell
+from constraintmatch.paper.published import TABLE_1, published
+from constraintmatch.paper.results import Row, Summary, check_same_start
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["FIGURES", "Curve", "Drawing", "GalleryPair", "Level", "Sweep", "draw", "draw_gallery", "drawing"]
+
+N_CONSTRAINTS = 10_000  # where the figure is not about their number
+LARGEST_THUMBNAIL = 64  # pixels: larger images would only make the gallery's files heavy
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of points (x, score over the folds), in order of x."""
+
+    label: str
+    method: str
+    points: tuple[tuple[float, Summary], ...]
+
+
+@dataclass(frozen=True)
+class Level:
+    """A score that does not depend on x, drawn across the figure."""
+
+    label: str
+    method: str
+    summary: Summary
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What one figure shows; all of it was trained for the same number of steps."""
+
+    name: str
+    dataset: str
+    title: str
+    x_label: str
+    metric: str
+    steps: int
+    curves: tuple[Curve, ...]
+    levels: tuple[Level, ...]
+    paper: tuple[tuple[str, float, float], ...] = ()  # (method, x, value) where the paper's tables tell it
+    log_x: bool = False
+
+    @property
+    def note(self) -> str:
+        """Set, folds, and whether it is cut: what must be said wherever the figure is shown."""
+        counts = sorted({summary.n for curve in self.curves for _, summary in curve.points})
+        folds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        pairs = "" if self.name == "amount" else f", {N_CONSTRAINTS:,} pairs"
+        cut = f", cut ({self.steps:,} steps)" if self.steps < STEPS else ""
+        return f"{DATASETS[self.dataset].title} test{pairs}, {folds} {'fold' if folds == '1' else 'folds'}{cut}"
+
+    @property
+    def digest(self) -> str:
+        """Of everything shown: written into the files, so that a stale picture can be told."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """How a figure is made of cells: the methods with a curve, x of a cell (None: not in it), and what lies across."""
+
+    title: str
+    x_label: str
+    curves: Mapping[str, str]  # label by method
+    x: Callable[[Cell], float | None]
+    levels: Callable[[str], Sequence[tuple[str, Cell]]] = lambda _: ()  # of a data set
+    metric: str = "acc"
+    log_x: bool = False
+
+
+def drawing(name: str, rows: Mapping[Cell, Row], dataset: str) -> Drawing | None:
+    """The figure's numbers, or None with fewer than two points on every curve.
+
+    Cut and full cells never meet: the number of steps with the most points is shown, the larger of equals.
+    """
+    sweep = FIGURES[name]
+    own = [row for row in rows.values() if _on_curve(sweep, row.cell, dataset)]
+    if not own:
+        return None
+    counts = Counter(row.cell.steps for row in own)
+    steps = max(counts, key=lambda value: (counts[value], value))
+    shown = [row for row in own if row.cell.steps == steps]
+    levels = [(label, rows[cell]) for label, cell in _levels(sweep, dataset, steps) if cell in rows]
+    check_same_start([*shown, *(row for _, row in levels)])
+    curves = [_curve(sweep, method, label, shown) for method, label in sweep.curves.items()]
+    if all(len(curve.points) < 2 for curve in curves):
+        return None
+    return Drawing(
+        name,
+        dataset,
+        sweep.title,
+        sweep.x_label,
+        sweep.metric,
+        steps,
+        tuple(curve for curve in curves if curve.points),
+        tuple(Level(label, row.cell.method, row.summary("test", sweep.metric)) for label, row in levels),
+        _paper_points(sweep, dataset) if name == "amount" and steps == STEPS else (),
+        sweep.log_x,
+    )
+
+
+# The figures
+
+
+def _option(
+    key: str, *fixed: tuple[str, str], missing: Callable[[Cell], float | None]
+) -> Callable[[Cell], float | None]:
+    """x is an option of cells that have the `fixed` options and no others; `missing` gives it for those without any."""
+
+    def x(cell: Cell) -> float | None:
+        if cell.n_constraints != N_CONSTRAINTS or cell.noise:
+            return None
+        options = dict(cell.options)
+        if not options:
+            return missing(cell)
+        if options.keys() != {key, *dict(fixed)} or any(options[name] != value for name, value in fixed):
+            return None
+        return float(options[key])
+
+    return x
+
+
+def _amount(cell: Cell) -> float | None:
+    return None if cell.options or cell.noise else float(cell.n_constraints)
+
+
+def _noise(cell: Cell) -> float | None:
+    return None if cell.options or cell.n_constraints != N_CONSTRAINTS else cell.noise
+
+
+def _own_entropy(cell: Cell) -> float:
+    return DATASETS[cell.dataset].tuned["constraintmatch"]["max_entropy"]
+
+
+def _plain(dataset: str) -> list[tuple[str, Cell]]:
+    return [("constrained", Cell(dataset, "constrained", N_CONSTRAINTS)), ("SCAN (the start)", Cell(dataset, "scan"))]
+
+
+def _soft(dataset: str) -> list[tuple[str, Cell]]:
+    return [("soft links", Cell(dataset, "constraintmatch", N_CONSTRAINTS)), *_plain(dataset)]
+
+
+def _informative(dataset: str) -> list[tuple[str, Cell]]:
+    fixed = Cell(dataset, "constraintmatch", N_CONSTRAINTS, options=(("max_entropy", 0.2),))
+    return [("informative images, τ = 0.2", fixed), *_plain(dataset)]
+
+
+_BOTH = {"constraintmatch": "ConstraintMatch", "constrained": "constrained"}
+FIGURES: dict[str, Sweep] = {
+    "flip": Sweep(
+        "Wrong pseudo-labels: the two likeliest clusters swapped",
+        "share ρ of unconstrained images whose pseudo-label is flipped",
+        {"constraintmatch": "ConstraintMatch", "pseudo_label": "naive pseudo-labelling"},
+        _option("flip_fraction", missing=lambda _: 0.0),
+        _plain,
+    ),
+    "links": Sweep(
+        "Soft against hard pseudo-constraints",
+        "threshold μ from which a hard link is a must-link",
+        {"constraintmatch": "hard links"},
+        _option("hard_threshold", ("links", "hard"), missing=lambda _: None),
+        _soft,
+    ),
+    "selection": Sweep(
+        "Informative against confident images",
+        "confidence from which an image is selected",
+        {"constraintmatch": "confident images"},
+        _option("min_confidence", ("selection", "confidence"), missing=lambda _: None),
+        _informative,
+    ),
+    "entropy": Sweep(
+        "Sensitivity to τ",
+        "largest normalised entropy τ of a selected image",
+        {"constraintmatch": "ConstraintMatch"},
+        _option("max_entropy", missing=_own_entropy),
+        _plain,
+    ),
+    "amount": Sweep(
+        "Number of constraints",
+        "constraints",
+        _BOTH,
+        _amount,
+        lambda dataset: [("SCAN (the start)", Cell(dataset, "scan"))],
+        metric="nmi",
+        log_x=True,
+    ),
+    "noise": Sweep(
+        "Wrong annotations of constraints",
+        "share of constraints with the wrong annotation",
+        _BOTH,
+        _noise,
+        lambda dataset: [("SCAN (the start)", Cell(dataset, "scan"))],
+    ),
+}
+
+
+def _on_curve(sweep: Sweep, cell: Cell, dataset: str) -> bool:
+    plain = cell.dataset == dataset and cell.n_clusters == DATASETS[dataset].n_clusters
+    return plain and cell.method in sweep.curves and sweep.x(cell) is not None
+
+
+def _levels(sweep: Sweep, dataset: str, steps: int) -> list[tuple[str, Cell]]:
+    """What lies across, trained as long as the curves; the start is not trained and fits all of them."""
+    named = sweep.levels(dataset)
+    return [(label, cell if cell.method == "scan" else replace(cell, steps=steps)) for label, cell in named]
+
+
+def _curve(sweep: Sweep, method: str, label: str, rows: Sequence[Row]) -> Curve:
+    points: dict[float, Summary] = {}
+    for row in sorted((row for row in rows if row.cell.method == method), key=lambda row: len(row.cell.options)):
+        x = sweep.x(row.cell)
+        assert x is not None
+        points.setdefault(x, row.summary("test", sweep.metric))  # the set's own τ, given as an option: the same cell
+    return Curve(label, method, tuple(sorted(points.items())))
+
+
+def _paper_points(sweep: Sweep, dataset: str) -> tuple[tuple[str, float, float], ...]:
+    """Of its curves the paper prints what stands in Table I."""
+    rows = [(method, n, published(TABLE_1, "test", method, n)) for method in sweep.curves for n in (5_000, 10_000)]
+    values = [(method, float(n), row.value(dataset, sweep.metric)) for method, n, row in rows if row is not None]
+    return tuple((method, x, value) for method, x, value in values if value is not None)
+
+
+# Drawing: Okabe and Ito's colours, and another marker and dash for each method, on white: readable on a dark page too
+
+_LOOKS = {
+    "constraintmatch": ("#0072B2", "o", "-"),
+    "constrained": ("#D55E00", "s", "--"),
+    "pseudo_label": ("#009E73", "^", "-."),
+    "scan": ("#555555", "", ":"),
+}
+_STYLE: Any = {  # Any: the names that stubs of matplotlib allow differ by version
+    "svg.hashsalt": "constraintmatch",  # else the ids in an SVG differ from one drawing to the next
+    "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters everywhere
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e3e3e3",
+    "axes.axisbelow": True,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+}
+
+
+def draw(shown: Drawing, folder: Path | str) -> tuple[Path, Path]:
+    """The figure's PNG and SVG, written as `NAME-DATASET` into the folder; the same numbers give the same bytes."""
+    with _figure((6.4, 4.0)) as figure:
+        axes = figure.subplots()
+        for curve in shown.curves:
+            _draw_curve(axes, curve)
+        for level in shown.levels:
+            _draw_level(axes, level, taken={curve.method for curve in shown.curves})
+        for method, x, value in shown.paper:
+            colour, marker, _ = _LOOKS[method]
+            axes.plot(x, value, marker, mfc="none", mec=colour, ms=10, label="_")
+        if shown.paper:
+            axes.plot([], [], "o", mfc="none", mec="#222222", ms=10, label="hollow: the paper's values")
+        _dress(axes, shown)
+        return _save(figure, Path(folder) / f"{shown.name}-{shown.dataset}", shown.digest)
+
+
+def _draw_curve(axes: "Axes", curve: Curve) -> None:
+    colour, marker, dash = _LOOKS[curve.method]
+    x = [place for place, _ in curve.points]
+    means = [summary.mean for _, summary in curve.points]
+    spreads = [summary.std or 0.0 for _, summary in curve.points]
+    bars = spreads if any(spreads) else None
+    axes.errorbar(x, means, bars, color=colour, marker=marker, ls=dash, capsize=3, lw=1.8, ms=6, label=curve.label)
+
+
+def _draw_level(axes: "Axes", level: Level, taken: set[str]) -> None:
+    colour, _, dash = _LOOKS[level.method]
+    if level.method in taken:  # ConstraintMatch as the paper has it, across a curve of one of its variants
+        colour, dash = "#CC79A7", (0, (6, 1.5))  # type: ignore[assignment]
+    axes.axhline(level.summary.mean, color=colour, ls=dash, lw=1.6, label=level.label)
+
+
+def _dress(axes: "Axes", shown: Drawing) -> None:
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    axes.set_title(f"{shown.title}\n", loc="left", fontsize=11, fontweight="bold")
+    axes.text(0, 1.025, shown.note, transform=axes.transAxes, fontsize=9, color="#444444")
+    axes.set_xlabel(shown.x_label)
+    axes.set_ylabel(f"{shown.metric.upper()} in %")
+    if shown.log_x:
+        axes.set_xscale("log")
+        axes.set_xticks(sorted({x for curve in shown.curves for x, _ in curve.points}))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes.legend(fontsize=9, frameon=False, loc="best")
+
+
+# The gallery
+
+
+@dataclass(frozen=True, eq=False)
+class GalleryPair:
+    """Two images (2, h, w, c) with wrong pseudo-labels, and the pseudo-constraint between them, which is right."""
+
+    images: NDArray[np.uint8]
+    predicted: tuple[str, str]
+    true: tuple[str, str]
+    confidence: tuple[float, float]
+    link: float  # the soft pseudo-constraint, 1 = must-link
+
+    @property
+    def same(self) -> bool:
+        return self.true[0] == self.true[1]
+
+
+def draw_gallery(pairs: Sequence[GalleryPair], folder: Path | str, name: str, note: str) -> tuple[Path, Path]:
+    """The gallery's PNG and SVG: pairs in two columns, above each the link, below each image what was guessed."""
+    if not pairs:
+        raise InputError(f"{name}: no pair to show; choose a lower confidence or an earlier model")
+    n_rows = (len(pairs) + 1) // 2
+    with _figure((7.6, 0.75 + 2.15 * n_rows)) as figure:
+        figure.suptitle("Wrong pseudo-labels, right pseudo-constraints", x=0.02, ha="left", fontsize=11, weight="bold")
+        grid = figure.subplots(n_rows, 5, squeeze=False, width_ratios=[1, 1, 0.12, 1, 1])
+        for axes in grid.flat:
+            axes.set_axis_off()
+        for place, pair in enumerate(pairs):
+            row, column = divmod(place, 2)
+            _draw_pair(grid[row, 3 * column], grid[row, 3 * column + 1], pair)
+        figure.supxlabel(note, x=0.02, ha="left", fontsize=9, color="#444444")
+        return _save(figure, Path(folder) / name, _gallery_digest(pairs, note))
+
+
+def _draw_pair(left: "Axes", right: "Axes", pair: GalleryPair) -> None:
+    kind, colour = ("must-link", "#0072B2") if pair.same else ("cannot-link", "#D55E00")
+    left.set_title(f"pseudo-constraint {pair.link:.2f}: {kind}", loc="left", fontsize=9, color=colour, weight="bold")
+    for axes, image, predicted, true, sure in zip(
+        (left, right), pair.images, pair.predicted, pair.true, pair.confidence, strict=True
+    ):
+        axes.imshow(_thumbnail(image), cmap="gray", vmin=0, vmax=255, interpolation="none")
+        said = f"says {predicted} ({100 * sure:.0f} %)\nis {true}"
+        axes.text(0.5, -0.04, said, transform=axes.transAxes, ha="center", va="top", fontsize=8)
+
+
+def _thumbnail(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    picture = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
+    picture.thumbnail((LARGEST_THUMBNAIL, LARGEST_THUMBNAIL))  # only ever makes it smaller
+    return np.asarray(picture)
+
+
+def _gallery_digest(pairs: Sequence[GalleryPair], note: str) -> str:
+    whole = hashlib.sha256(note.encode())
+    for pair in pairs:
+        whole.update(np.ascontiguousarray(pair.images).tobytes())
+        whole.update(repr((pair.predicted, pair.true, pair.confidence, pair.link)).encode())
+    return whole.hexdigest()[:16]
+
+
+# Files
+
+
+@contextmanager
+def _figure(size: tuple[float, float]) -> Iterator["Figure"]:
+    """A figure without pyplot: no window, no state that outlives it."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # not what the user has set
+        matplotlib.rcParams.update(_STYLE)
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+
+
+def _save(figure: "Figure", stem: Path, digest: str) -> tuple[Path, Path]:
+    """Both files, without a date or a version in them, with the digest of what they show."""
+    png, svg = stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.svg")
+    for path, about in ((png, {"Software": None}), (svg, {"Date": None, "Creator": None})):
+        _save_one(figure, path, {**about, "Description": digest})
+    return png, svg
+
+
+def _save_one(figure: "Figure", path: Path, about: Mapping[str, str | None]) -> None:
+    write_atomically(path, lambda target: figure.savefig(target, format=path.suffix[1:], dpi=120, metadata=dict(about)))

@@ -1,0 +1,193 @@
+"""Finished cells, read back from their JSON: grouped to rows over the folds, averaged, compared fold by fold."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from constraintmatch.datasets import DATASETS
+from constraintmatch.errors import InputError
+from constraintmatch.files import read_json
+from constraintmatch.paper.cells import Cell
+from constraintmatch.paper.published import METRICS, SPLITS
+
+__all__ = [
+    "FORMAT",
+    "Comparison",
+    "Result",
+    "Row",
+    "Summary",
+    "check_same_start",
+    "compare",
+    "find_rows",
+    "read_results",
+]
+
+FORMAT = 1
+_KEYS = ("name", "cell", "start", "arguments", "settings", "scores", "seconds", "environment")
+_FREE_SETTINGS = ("seed", "evaluate_every")  # may differ between the folds of a row
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished cell. Scores are in percent, by split and metric; supervised training has no start in common."""
+
+    path: Path
+    cell: Cell
+    start: str
+    weights: str
+    scores: Mapping[str, Mapping[str, float]]
+    arguments: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    seconds: float
+    peak_gib: float | None
+    environment: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Mean and sample standard deviation (n − 1) over folds; one fold has none."""
+
+    mean: float
+    std: float | None
+    n: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """The folds of one cell, in order; `cell` is that of fold 0."""
+
+    cell: Cell
+    results: tuple[Result, ...]
+
+    def values(self, split: str, metric: str) -> list[float]:
+        return [result.scores[split][metric] for result in self.results]
+
+    def summary(self, split: str, metric: str) -> Summary:
+        values = self.values(split, metric)
+        return Summary(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Gains on the folds that two rows share, in points, and p of the one-sided Wilcoxon signed-rank test."""
+
+    gains: tuple[float, ...]
+    p: float
+
+    @property
+    def smallest_p(self) -> float:
+        """What p would be if every fold gained: with fewer than five folds no result is significant at 0.05."""
+        return 0.5 ** len(self.gains)
+
+
+def read_results(folder: Path | str) -> tuple[Result, ...]:
+    """The finished cells of a folder, by name; results of other kinds are passed over, of other formats refused."""
+    found = (_read(path) for path in sorted(Path(folder).glob("*.json")))
+    return tuple(result for result in found if result is not None)
+
+
+def find_rows(results: Iterable[Result]) -> dict[Cell, Row]:
+    """The rows, by their cell at fold 0; folds that were not trained alike are an InputError that names the files."""
+    folds: dict[Cell, list[Result]] = {}
+    for result in results:
+        folds.setdefault(replace(result.cell, fold=0), []).append(result)
+    return {cell: _row(cell, found) for cell, found in folds.items()}
+
+
+def check_same_start(rows: Iterable[Row]) -> None:
+    """An InputError that names two files where rows that stand side by side began with other weights."""
+    seen: dict[str, Result] = {}
+    for result in (result for row in rows for result in row.results if result.start != "random"):
+        first = seen.setdefault(result.start, result)
+        if first.weights != result.weights:
+            raise InputError(
+                f"{first.path} and {result.path}: from other weights of {result.start} ({first.weights}, "
+                f"{result.weights}), so they are not compared; run one of them again or move it away"
+            )
+
+
+def compare(ours: Row, theirs: Row, split: str, metric: str) -> Comparison | None:
+    """`ours` against `theirs` on the folds that both have; None where there are none. Cut and full never meet.
+
+    Scores that differ by rounding alone are equal; equal folds say nothing and are left out, as Wilcoxon has it.
+    """
+    if ours.cell.steps != theirs.cell.steps:
+        return None
+    other = {result.cell.fold: result.scores[split][metric] for result in theirs.results}
+    both = [(result.scores[split][metric], result.cell.fold) for result in ours.results if result.cell.fold in other]
+    gains = tuple(round(value - other[fold], 9) for value, fold in both)
+    return Comparison(gains, _signed_rank_p(gains)) if gains else None
+
+
+def _signed_rank_p(gains: Sequence[float]) -> float:
+    """p of "greater" over all 2^n signs, which is exact with ties too (SciPy's own exact method is not)."""
+    from scipy.stats import PermutationMethod, wilcoxon
+
+    moved = [gain for gain in gains if gain]
+    if len(moved) < 2:
+        return 0.5 if moved and moved[0] > 0 else 1.0
+    every_sign = PermutationMethod(n_resamples=2 ** len(moved))
+    return float(wilcoxon(moved, alternative="greater", method=every_sign).pvalue)
+
+
+def _read(path: Path) -> Result | None:
+    content = read_json(path)
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("kind"), str):
+        raise InputError(f"{path}: not a result of format {FORMAT}; move it away or run its cell again")
+    if content["kind"] != "cell":
+        return None
+    if missing := [key for key in _KEYS if key not in content]:
+        raise InputError(f"{path}: {', '.join(missing)} missing; move it away or run its cell again")
+    try:
+        return _result(path, content)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(f"{path}: cannot be read ({reason}); move it away or run its cell again") from None
+
+
+def _result(path: Path, content: Mapping[str, Any]) -> Result:
+    cell = _cell(content["cell"])
+    if not cell.name == content["name"] == path.stem:
+        raise InputError(f"{path}: its settings are those of {cell.name}; name it so, or move it away")
+    if bool(content.get("cut")) != cell.cut:
+        raise InputError(f"{path}: says cut is {content.get('cut')} of {cell.steps:,} steps; run its cell again")
+    return Result(
+        path,
+        cell,
+        str(content["start"]["name"]),
+        str(content["start"]["weights"]),
+        {split: {metric: 100 * float(content["scores"][split][metric]) for metric in METRICS} for split in SPLITS},
+        content["arguments"],
+        content["settings"],
+        float(content["seconds"]),
+        content.get("peak_gib"),
+        content["environment"],
+    )
+
+
+def _cell(values: Mapping[str, Any]) -> Cell:
+    if values["dataset"] not in DATASETS:
+        raise ValueError(f"data set {values['dataset']!r} is not known")
+    return Cell(**{**values, "options": tuple(sorted(values["options"].items()))})
+
+
+def _row(cell: Cell, results: Sequence[Result]) -> Row:
+    ordered = tuple(sorted(results, key=lambda result: result.cell.fold))
+    row = Row(cell, ordered)
+    check_same_start([row])
+    for result in ordered[1:]:
+        for name in ("arguments", "settings"):
+            _check_alike(ordered[0], result, name)
+    return row
+
+
+def _check_alike(first: Result, second: Result, name: str) -> None:
+    left, right = getattr(first, name), getattr(second, name)
+    for key in sorted((left.keys() | right.keys()) - {*_FREE_SETTINGS}):
+        if left.get(key) != right.get(key):
+            raise InputError(
+                f"{first.path} and {second.path}: {key} is {left.get(key)!r} in one, {right.get(key)!r} in the other, "
+                "so they are not averaged; run one of them again or move it away"
+            )
