@@ -3,13 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check format requirements clean
+.PHONY: demo test test-browser check format requirements clean
 
 demo: $(READY)  ## start, constrained and ConstraintMatch on the bundled digits
 	$(BIN)/constraintmatch demo --out demo
 
 test: $(READY)  ## the default suite
 	$(BIN)/python -m pytest -n 2
+
+test-browser: $(READY)  ## the page in a real Chromium, the API fuzzed; installs Playwright and schemathesis
+	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode -r requirements-browser.txt
+	$(BIN)/python -c "import shutil, sys; sys.exit(not any(map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))))" || $(BIN)/playwright install chromium
+	$(BIN)/python -m pytest -m browser tests/browser
 
 check: $(READY)  ## what a commit must pass
 	$(BIN)/ruff format --check .
@@ -23,6 +28,7 @@ format: $(READY)
 
 requirements: $(READY)  ## pin anew what pyproject.toml allows
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --upgrade --no-annotate --no-header --no-emit-index-url -o requirements.txt
+	$(BIN)/uv pip compile pyproject.toml --extra browser --universal --no-annotate --no-header --no-emit-index-url -c requirements.txt -o requirements-browser.txt
 
 $(READY): requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -36,14 +36,13 @@ def start_table() -> str:
 
 def tree() -> str:
     lines = ["```", "src/constraintmatch/"]
-    for path in sorted(PACKAGE.glob("*.py")) + sorted((PACKAGE / "methods").glob("*.py")):
-        if path.name == "__init__.py":
-            if path.parent != PACKAGE:
-                lines.append("  methods/")
-            continue
-        first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()[0]
-        indent = "  " if path.parent == PACKAGE else "    "
-        lines.append(f"{indent + path.name:26}{first}")
+    for path in sorted(PACKAGE.iterdir(), key=lambda path: (path.is_dir(), path.name)):
+        if path.suffix == ".py" and path.name != "__init__.py":
+            lines.append(f"{'  ' + path.name:26}{_first_line(path)}")
+        elif (path / "__init__.py").is_file():
+            lines.append(f"{'  ' + path.name + '/':26}{_first_line(path / '__init__.py')}")
+    for path in sorted((PACKAGE / "methods").glob("[a-z]*.py")):
+        lines.insert(_after(lines, "  methods/"), f"{'    ' + path.name:26}{_first_line(path)}")
     others = {
         "tests/": "mirrors the package",
         "benchmarks/": "tables of ratios and long runs",
@@ -52,6 +51,18 @@ def tree() -> str:
         "docs/": "architecture, commands, decisions, lab notes",
     }
     return "\n".join([*lines, *(f"{name:26}{what}" for name, what in others.items()), "```"])
+
+
+def _first_line(path: Path) -> str:
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()[0]
+
+
+def _after(lines: list[str], start: str) -> int:
+    """Where the next line of a folder belongs: behind the folder's line and those that are already there."""
+    at = next(number for number, line in enumerate(lines) if line.startswith(start)) + 1
+    while at < len(lines) and lines[at].startswith("    "):
+        at += 1
+    return at
 
 
 def readme(text: str) -> str:

@@ -68,7 +68,7 @@ def test_stages_are_those_of_pretraining() -> None:
     from constraintmatch.pretraining import ORDER, STAGES
 
     assert flags.STAGES == ORDER
-    assert tuple(cli.CHAIN.split(",")) == STAGES
+    assert tuple(cli.training.CHAIN.split(",")) == STAGES
 
 
 # Opening

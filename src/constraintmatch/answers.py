@@ -25,6 +25,7 @@ __all__ = [
     "implied_groups",
     "known_from",
     "links_of",
+    "stated_constraints",
 ]
 
 Rows = NDArray[np.int64]
@@ -77,20 +78,30 @@ def links_of(answers: Iterable[Answer]) -> tuple[Rows, Rows, NDArray[np.float32]
     The chosen image is a must-link, those shown beside it are cannot-links; "none of these" is a cannot-link with each;
     unsure says nothing.
     """
-    links = [
-        (answer.question.image, shown, int(at == answer.choice))
-        for answer in answers
-        if answer.choice != UNSURE
-        for at, shown in enumerate(answer.question.shown)
-    ]
-    left, right, link = np.array(links, np.int64).reshape(-1, 3).T
-    return left.copy(), right.copy(), link.astype(np.float32)
+    left, right, link, _ = _links(answers)
+    return left, right, link.astype(np.float32)
 
 
 def constraints_of(answers: Sequence[Answer], n_images: int) -> Constraints:
-    """The answers as constraints over n_images, one row per link, contradictions and repetitions left in."""
-    left, right, link = links_of(answers)
-    return Constraints.from_arrays(left, right, link, n_images=n_images)
+    """The answers as constraints over n_images, one row per link; repetitions and contradictions are left in.
+
+    But for one kind: who chooses one image does not say that the others shown are different, it only follows if no two
+    of them are of the same kind. Where must-links join one to the chosen image, its cannot-link is left out.
+    """
+    left, right, link, follows = _links(answers)
+    given = Constraints.from_arrays(left, right, link, n_images=n_images)
+    component = given.components()
+    return given.take(~(follows & (component[left] == component[right])))
+
+
+def stated_constraints(answers: Sequence[Answer], n_images: int) -> Constraints:
+    """What was said in so many words, without contradictions: same as the chosen image, different from all shown.
+
+    If the shown images are known to differ, the other cannot-links are in the closure of these. If not, taking them for
+    certain would keep two exemplars of one kind apart for ever.
+    """
+    left, right, link, follows = _links(answers)
+    return Constraints.from_arrays(left, right, link, n_images=n_images).take(~follows).resolve("drop")
 
 
 def implied_groups(answers: Sequence[Answer], n_images: int) -> Rows:
@@ -98,16 +109,28 @@ def implied_groups(answers: Sequence[Answer], n_images: int) -> Rows:
 
     Numbered in the order of first images. Contradictions are left out as `Constraints.resolve("drop")` does.
     """
-    component = constraints_of(answers, n_images).resolve("drop").components()
+    component = stated_constraints(answers, n_images).components()
     joined = np.bincount(component, minlength=1)[component] > 1
     group = np.full(n_images, -1, np.int64)
     group[joined] = np.unique(component[joined], return_inverse=True)[1]
     return group
 
 
+def _links(answers: Iterable[Answer]) -> tuple[Rows, Rows, Rows, NDArray[np.bool_]]:
+    """Columns left, right, link, and whether the link only follows from the choice of another image."""
+    rows = [
+        (answer.question.image, shown, at == answer.choice, answer.choice not in (NONE, at))
+        for answer in answers
+        if answer.choice != UNSURE
+        for at, shown in enumerate(answer.question.shown)
+    ]
+    left, right, link, follows = np.array(rows, np.int64).reshape(-1, 4).T.copy()
+    return left, right, link, follows.astype(bool)
+
+
 @dataclass(frozen=True, eq=False)
 class Known:
-    """What the answers say together: the closure, who stands in it, and what is to be left alone for a while.
+    """What the answers say together: the closure of what was stated, and what is to be left alone for a while.
 
     `component` (n,) is the must-link component of each image, `size` (c,) how many images each has, `apart` which
     components are known to differ from a component.
@@ -136,7 +159,7 @@ class Known:
 
 def known_from(answers: Sequence[Answer], n_images: int, *, soon: int) -> Known:
     """What the answers say; an "unsure" rests until `soon` more answers have been given."""
-    closure = constraints_of(answers, n_images).resolve("drop").component_constraints()
+    closure = stated_constraints(answers, n_images).component_constraints()
     apart: defaultdict[int, set[int]] = defaultdict(set)
     for one, other in closure.cannot.tolist():
         apart[one].add(other)

@@ -21,6 +21,8 @@ class Purpose(IntEnum):
     PARTNERS = 2
     FLIP = 3
     SPLIT = 4
+    QUESTIONS = 5
+    CLOSURE = 6
 
 
 def stream(seed: int, purpose: Purpose) -> np.random.Philox:

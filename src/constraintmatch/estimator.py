@@ -23,7 +23,7 @@ from constraintmatch.images import ImageSet, load_images
 from constraintmatch.methods import METHODS, ViewChoice
 from constraintmatch.methods.preparation import check_images
 from constraintmatch.models import ClusterModel, build_model, load_model, save_model
-from constraintmatch.pretraining import ORDER, pretrain, short_start, training_size
+from constraintmatch.pretraining import ORDER, PRETEXTS, pretrain, short_start, training_size
 from constraintmatch.progress import Quiet, console_reporter
 from constraintmatch.running import Around, method_arguments, method_settings, run_method
 from constraintmatch.training import TrainSettings, choose_device
@@ -220,7 +220,7 @@ class ConstraintMatch(  # type: ignore[call-arg]
         if start.config.n_clusters:
             return start
         made = isinstance(self.start, str) and self.start == SELF_SUPERVISED  # a given backbone stands for SimCLR
-        stages = [stage for stage in ORDER if stage in plan.recipe and (made or stage != "simclr")]
+        stages = [stage for stage in ORDER if stage in plan.recipe and (made or stage not in PRETEXTS)]
         given = {"seed": seed, "device": self.device}
         return pretrain(
             start, images, self.n_clusters, stages=stages, recipe=plan.recipe, settings=given, around=plan.around
@@ -297,11 +297,16 @@ def _known_method(name: str) -> set[str]:
 def _start_recipe(
     short: dict[str, dict[str, Any]], asked: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """The short recipe with what was asked for its stages; a stage it lacks is added when asked for."""
+    """The short recipe with what was asked for its stages; a stage it lacks is added when asked for.
+
+    Another pretext task takes the place of the short recipe's, with as many epochs unless it says how many.
+    """
     for stage, options in asked.items():
         known = method_arguments(stage).keys() - {"n_clusters"} | SETTINGS - {"steps"}  # steps follow from the epochs
         if unknown := sorted(options.keys() - known):
             raise InputError(f"options: {stage} knows no {unknown[0]!r}; it knows {', '.join(sorted(known))}")
+    if other := [stage for stage in asked if stage in PRETEXTS and stage not in short]:
+        short = {other[0] if stage in PRETEXTS else stage: options for stage, options in short.items()}
     return {stage: {**short.get(stage, {}), **asked.get(stage, {})} for stage in ORDER if stage in {*short, *asked}}
 
 

@@ -1,9 +1,9 @@
 """Exemplars: one image for each kind that is known or presumed, and how well every other image fits each of them.
 
-The model's clusters and the person's groups are different things. A group is what must-links have joined; a cluster only
-presumes that a group is there, until an answer says so. A cluster may turn out to hold two groups (the second is found
-when "none of these" has been said of all exemplars), and two clusters may be one group (their exemplars get linked, and
-one image stands for both).
+The model's clusters and the person's groups are different things. A group is what must-links have joined; a cluster
+only presumes that a group is there, until an answer says so. A cluster may turn out to hold two groups (the second is
+found when "none of these" has been said of all exemplars), and two clusters may be one group (their exemplars get
+linked, and one image stands for both).
 """
 
 from dataclasses import dataclass
@@ -106,7 +106,7 @@ def _presumed(belief: Belief, known: Known, landscape: Landscape, groups: dict[i
 
 def _dense_and_apart(belief: Belief, landscape: Landscape) -> list[int]:
     nothing = belief.features[:0]
-    return spread(belief.features, ranks(landscape.density), _FIRST, taken=nothing).tolist()
+    return [int(row) for row in spread(belief.features, ranks(landscape.density), _FIRST, taken=nothing)]
 
 
 def _stand_ins(belief: Belief, known: Known, landscape: Landscape, groups: list[int]) -> Exemplars:

@@ -1,6 +1,4 @@
-"""How the images lie in the space of features: what the model believes of them, how dense it is around each, and
-a choice among them that spreads.
-"""
+"""How the images lie in the space of features: what a model believes, how dense it is, a choice that spreads."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ class Belief:
             raise InputError(f"probabilities of shape {shares.shape} do not fit {len(given):,} images' features")
         if shares is not None and not np.isfinite(shares).all():
             raise InputError("the probabilities are not all finite numbers; look at the model's training")
-        return cls(given / np.where(length > 0, length, np.float32(1)), shares)
+        return cls(np.asarray(given / np.where(length > 0, length, 1), np.float32), shares)
 
     def __len__(self) -> int:
         return len(self.features)

@@ -18,7 +18,7 @@ from constraintmatch.files import check_target, folder_lock, read_json
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS, ViewChoice
 from constraintmatch.models import ClusterModel, build_model, default_backbone, load_model
-from constraintmatch.pretraining import ORDER, SHORT_STAGES, training_size
+from constraintmatch.pretraining import ORDER, PRETEXTS, SHORT_STAGES, training_size
 from constraintmatch.progress import Reporter
 from constraintmatch.running import Around, method_arguments, method_settings, run_method
 from constraintmatch.sources import ClassFolders, Data, OnConflict, Pairs, open_data, open_pairs
@@ -81,25 +81,29 @@ class Plan:
 
 @dataclass(frozen=True)
 class PretrainPlan:
-    """The start of a training alone: a fresh model and what it is trained on."""
+    """The start of a training alone: a fresh or given model and what it is trained on."""
 
     data: Data
     clusters: int
     model: ClusterModel
     views: ViewChoice
+    stages: tuple[str, ...]  # of the short start that the model lacks
+    cpu: bool
 
 
 def plan_pretraining(request: Train, reporter: Reporter) -> PretrainPlan:
-    """The images opened, the model built, the views chosen; nothing written."""
+    """The images opened, the model given or built, the views chosen; nothing written."""
     _check_clusters(request)
     if request.out is not None:
         _check_start_folder(request.out)
     cpu = choose_device(request.settings.get("device")).type == "cpu"
     views = _views(request, DATASETS.get(str(request.data)))
-    data = _open_training_data(request, None, cpu, reporter)
-    clusters = _clusters(request, data, None)
-    model = _fresh_model(request, data, clusters, cpu, int(request.settings.get("seed", 0)))
-    return PretrainPlan(data, clusters, model, views)
+    given = _given_model(request)
+    data = _open_training_data(request, given, cpu, reporter)
+    clusters = _clusters(request, data, given)
+    seed = int(request.settings.get("seed") or 0)
+    model = given or _fresh_model(request, data, clusters, cpu, seed)
+    return PretrainPlan(data, clusters, model, views, _stages(request, given), cpu)
 
 
 def _check_start_folder(out: Path) -> None:
@@ -364,7 +368,7 @@ def _say_plan(plan: Plan, request: Train, reporter: Reporter) -> None:
     if plan.cpu and request.from_run is None and plan.data.row is None:
         size = f"images of {config.side} px, backbone {config.backbone}, {plan.settings.steps:,} steps"
         reporter.say(f"no GPU: {size}; --side, --backbone and --steps change that")
-    if "simclr" in plan.stages:
+    if set(plan.stages) & set(PRETEXTS):
         reporter.say(
             f"no --model: a short self-supervised start is made first, in {plan.out / 'start'}; a longer one "
             "(constraintmatch pretrain, then --model) or --backbone timm:NAME --pretrained gives better clusters"

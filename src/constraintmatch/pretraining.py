@@ -10,18 +10,33 @@ import numpy as np
 
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed, knn_accuracy, neighbour_consistency, predict, scores
+from constraintmatch.files import read_json
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.methods.preparation import spread
 from constraintmatch.models import ClusterModel
+from constraintmatch.progress import Reporter
 from constraintmatch.running import Around, method_settings, run_method, split_options
-from constraintmatch.runs import write_result
+from constraintmatch.runs import is_finished, write_result
+from constraintmatch.training import choose_device
 
-__all__ = ["ORDER", "SHORT_STAGES", "STAGES", "Recipe", "pretrain", "short_start", "stage_summary", "training_size"]
+__all__ = [
+    "ORDER",
+    "PRETEXTS",
+    "SHORT_STAGES",
+    "STAGES",
+    "Recipe",
+    "pretrain",
+    "short_start",
+    "stage_summary",
+    "training_size",
+    "with_pretext",
+]
 
 STAGES = ("simclr", "scan", "self_label")  # the paper's start
 SHORT_STAGES = ("simclr", "k_means")  # the one that a training makes by itself
-ORDER = ("simclr", "byol", "k_means", "scan", "self_label")
+PRETEXTS = ("simclr", "byol")  # what the features are learnt by; a start has one of them
+ORDER = (*PRETEXTS, "k_means", "scan", "self_label")
 Recipe = Mapping[str, Mapping[str, Any]]  # of each stage its arguments and training settings
 
 
@@ -50,6 +65,13 @@ def training_size(n_images: int, *, cpu: bool) -> dict[str, Any]:
     return {"images_per_step": batch, "pairs_per_step": batch // 3, "steps": steps, "lr": rate, "warm_up": 0.5}
 
 
+def with_pretext(stages: Sequence[str], pretext: str) -> tuple[str, ...]:
+    """The stages with this pretext task in the place of theirs."""
+    if pretext not in PRETEXTS:
+        raise InputError(f"unknown pretext task {pretext!r}; known are {', '.join(PRETEXTS)}")
+    return tuple(pretext if stage in PRETEXTS else stage for stage in stages)
+
+
 def pretrain(
     model: ClusterModel,
     images: ImageSet,
@@ -76,40 +98,56 @@ def pretrain(
         chosen |= {"n_clusters": n_clusters} if stage in ("k_means", "scan") else {}
         ours = method_settings(stage, {**changes, **(settings or {})})
         place = replace(around.within(stage), resume=True)  # of the same command
-        began = time.monotonic()
+        target = None if results is None else results / f"{name}-{stage}.json"
+        before, began, again = told, time.monotonic(), place.out is not None and is_finished(place.out)
         model, log = run_method(stage, model, images, arguments=chosen, settings=ours, around=place)
-        before, told = told, stage_summary(model, images, around.held_out)
-        if told.get("acc", 1.0) < before.get("acc", 0.0) - 0.01:
-            around.reporter.say(f"{stage}: warning: ACC fell from {before['acc']:.3f} to {told['acc']:.3f}")
-        if told:
-            around.reporter.say(f"{stage}: " + ", ".join(f"{key} {value:.3g}" for key, value in told.items()))
-        if results is not None:
+        if again and target is not None and target.is_file():
+            told = read_json(target)["scores"]  # as it was measured then
+            continue
+        model.to(choose_device(ours.device))  # a finished stage comes from its folder
+        told = stage_summary(model, images, around.held_out)
+        _say(stage, told, before, around.reporter)
+        if target is not None:
             request = {"stage": stage, "data": dict(around.data), "arguments": chosen, "settings": ours.request()}
-            values = _stage_result(request, told, log, time.monotonic() - began)
-            write_result(results / f"{name}-{stage}.json", values)
+            write_result(target, _stage_result(request, told, log, time.monotonic() - began))
     return model
+
+
+def _say(stage: str, told: Mapping[str, float], before: Mapping[str, float], reporter: Reporter) -> None:
+    if told.get("acc", 1.0) < before.get("acc", 0.0) - 0.01:
+        reporter.say(f"{stage}: warning: ACC fell from {before['acc']:.3f} to {told['acc']:.3f}")
+    if told:
+        reporter.say(f"{stage}: " + ", ".join(f"{key} {value:.3g}" for key, value in told.items()))
 
 
 def stage_summary(model: ClusterModel, images: ImageSet, held_out: ImageSet | None = None) -> dict[str, float]:
     """What a stage has reached, seen without labels, and with them where they are known."""
+    target = held_out if held_out is not None and held_out.labels is not None else None
+    if model.config.n_clusters == 0:
+        return _seen_in_features(model, images, target)
     sample = images.take(spread(len(images), 2_000))
     near = nearest_neighbours(embed(model, sample, projected=True), 20)
-    told: dict[str, float] = {}
-    if model.config.n_clusters == 0:
-        if images.labels is not None and held_out is not None and held_out.labels is not None:
-            known, asked = embed(model, images), embed(model, held_out)
-            told["knn_acc"] = knn_accuracy(known, images.labels, asked, held_out.labels)
-        if sample.labels is not None:
-            told["neighbour_acc"] = neighbour_consistency(near, sample.labels)
-        return told
     predictions = predict(model, sample)
-    told["neighbour_consistency"] = neighbour_consistency(near, predictions.clusters)
-    told["mean_confidence"] = float(predictions.confidence.mean())
-    told["over_0.99"] = float((predictions.confidence > 0.99).mean())
-    told["empty_clusters"] = float(len(np.setdiff1d(np.arange(model.config.n_clusters), predictions.clusters)))
-    target = held_out if held_out is not None and held_out.labels is not None else None
+    told = {
+        "neighbour_consistency": neighbour_consistency(near, predictions.clusters),
+        "mean_confidence": float(predictions.confidence.mean()),
+        "over_0.99": float((predictions.confidence > 0.99).mean()),
+        "empty_clusters": float(len(np.setdiff1d(np.arange(model.config.n_clusters), predictions.clusters))),
+    }
     if target is not None and target.labels is not None:
         told |= scores(target.labels, predict(model, target))
+    return told
+
+
+def _seen_in_features(model: ClusterModel, images: ImageSet, target: ImageSet | None) -> dict[str, float]:
+    """After a pretext task there are no clusters yet; where labels are known, how often neighbours share them."""
+    if images.labels is None:
+        return {}
+    device = next(model.parameters()).device
+    near = nearest_neighbours(embed(model, images, projected=True), 20, device=device)
+    told = {"neighbour_acc": neighbour_consistency(near, images.labels)}
+    if target is not None and target.labels is not None:
+        told["knn_acc"] = knn_accuracy(embed(model, images), images.labels, embed(model, target), target.labels)
     return told
 
 

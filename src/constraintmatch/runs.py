@@ -24,7 +24,7 @@ from typing import Any
 from constraintmatch.errors import InputError
 from constraintmatch.files import folder_lock, read_json, write_atomically, write_json
 
-__all__ = ["RunFolder", "environment", "open_run", "read_log", "write_result"]
+__all__ = ["RunFolder", "environment", "is_finished", "open_run", "read_log", "write_result"]
 
 FORMAT = 1
 
@@ -99,6 +99,12 @@ def open_run(path: Path | str, record: Mapping[str, Any], *, resume: bool = Fals
             raise
         run.record.pop("error", None)
         run.note(status="finished", seconds=_since(run, earlier), ended=_now())
+
+
+def is_finished(path: Path | str) -> bool:
+    """Whether the folder holds a run that came to its end."""
+    stored = _stored(Path(path))
+    return stored is not None and stored.get("status") == "finished"
 
 
 def read_log(path: Path | str) -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ def open_data(
     """
     reporter = reporter or Quiet()
     if str(source) in DATASETS:
-        return _open_dataset(str(source), side, channels, split, data_dir)
+        return _open_dataset(str(source), side, channels, split, data_dir, reporter)
     path = Path(os.path.abspath(source))  # noqa: PTH100 (resolve would follow links)
     if not path.exists():
         raise InputError(f"{path}: no such folder; name one that exists, or a data set: {', '.join(DATASETS)}")
@@ -71,15 +71,21 @@ def open_data(
 
 
 def _open_dataset(
-    name: str, side: int | None, channels: int | None, split: str | None, data_dir: Path | str | None
+    name: str,
+    side: int | None,
+    channels: int | None,
+    split: str | None,
+    data_dir: Path | str | None,
+    reporter: Reporter,
 ) -> Data:
     row = DATASETS[name]
     if side not in (None, row.side) or channels not in (None, row.channels):
         size = f"{row.side} px and {row.channels} channel(s)"
         raise InputError(f"{name} has images of {size}, not {side or row.side} px and {channels or row.channels}")
     folder = None if data_dir is None else os.path.abspath(data_dir)  # noqa: PTH100
-    images = load_dataset(name, split or "train", folder)
-    held_out = load_dataset(name, "test", folder) if split is None else None
+    with _decoding(reporter) as progress:
+        images = load_dataset(name, split or "train", folder, progress=progress)
+        held_out = load_dataset(name, "test", folder, progress=progress) if split is None else None
     record = {"kind": "dataset", "name": name, "source": name, "split": split, "data_dir": folder}
     return Data(images, held_out, row, record | {"side": row.side, "channels": row.channels})
 

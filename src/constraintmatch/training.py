@@ -128,6 +128,7 @@ def fit(
     measure: Callable[[B], Mapping[str, float]] | None = None,
     evaluate: Callable[[], Mapping[str, Any]] | None = None,
     keep_best: str | None = None,
+    tolerance: float = 0.0,
     prefetch: bool = False,
     reporter: Reporter | None = None,
 ) -> list[dict[str, Any]]:
@@ -136,13 +137,14 @@ def fit(
     `next_batch(step)` is a pure function of the step; `loss(network, batch)` gives named terms that are summed, where
     `network` is the module, compiled where that pays. `measure(batch)` adds values to each log line, `evaluate()` to
     the lines of `evaluate_every` and of the end. `keep_best` names a value of the evaluations: the weights that had the
-    highest one are left in the module, not the last ones. With a run folder the loop resumes from its checkpoint.
+    highest one are left in the module, not the last ones; with a `tolerance`, the latest weights that were not lower
+    than the highest by more than that share. With a run folder the loop resumes from its checkpoint.
     """
     device = choose_device(settings.device)
     settings = settings.resolved(device)
     layout = torch.channels_last if settings.channels_last else torch.preserve_format
     module.to(device=device, memory_format=layout).train()  # type: ignore[call-overload]
-    loop = _Loop(module, loss, settings, device, run, reporter or Quiet(), keep_best)
+    loop = _Loop(module, loss, settings, device, run, reporter or Quiet(), keep_best, tolerance)
     with torch.backends.cudnn.flags(enabled=True, benchmark=device.type == "cuda", allow_tf32=True):
         ahead = _prefetched(next_batch, settings.steps) if prefetch else next_batch
         return loop.run(title, ahead, measure, evaluate)
@@ -150,9 +152,10 @@ def fit(
 
 @dataclass(frozen=True)
 class _Best:
-    """The weights with the highest score so far, and when that was."""
+    """The weights to be kept so far, their score, when that was, and the highest score of all."""
 
     score: float
+    highest: float
     step: int
     weights: dict[str, Tensor]
 
@@ -169,9 +172,10 @@ class _Loop(Generic[B]):
         run: RunFolder | None,
         reporter: Reporter,
         keep_best: str | None,
+        tolerance: float,
     ) -> None:
         self.module, self.settings, self.run_folder, self.reporter = module, settings, run, reporter
-        self.keep_best = keep_best
+        self.keep_best, self.tolerance = keep_best, tolerance
         self.best: _Best | None = None
         self.warned: set[str] = set()
         self.stepper: Stepper[B] = Stepper(module, loss, settings, device)
@@ -236,9 +240,10 @@ class _Loop(Generic[B]):
         if self.keep_best is None:
             return
         score = float(values[self.keep_best])
-        if self.best is None or score >= self.best.score:
+        highest = score if self.best is None else max(score, self.best.highest)
+        if self.best is None or score >= highest - self.tolerance * abs(highest):
             weights = {name: value.detach().clone() for name, value in self.module.state_dict().items()}
-            self.best = _Best(score, done, weights)
+            self.best = _Best(score, highest, done, weights)
 
     def _put_best_back(self, title: str) -> None:
         best = self.best
@@ -247,7 +252,8 @@ class _Loop(Generic[B]):
         self.module.load_state_dict(best.weights)
         if self.log and self.log[-1]["kind"] == "kept":  # resumed after its last step: it is said already
             return
-        said = f"{title}: kept the weights of step {best.step:,}, where {self.keep_best} was highest ({best.score:.3g})"
+        where = "was highest" if best.score == best.highest else f"was still near its highest, {best.highest:.3g}"
+        said = f"{title}: kept the weights of step {best.step:,}, where {self.keep_best} {where} ({best.score:.3g})"
         self.reporter.say(said)
         self._log(self.settings.steps, {"kept_step": best.step, f"kept_{self.keep_best}": best.score}, kind="kept")
 
@@ -303,7 +309,8 @@ class _Loop(Generic[B]):
         metadata = {"step": str(done), "terms": "\n".join(self.stepper.terms)}
         if self.best is not None:
             saved |= {f"best.{name}": value.cpu().contiguous().clone() for name, value in self.best.weights.items()}
-            metadata |= {"best_step": str(self.best.step), "best_score": repr(self.best.score)}
+            scores = {"best_score": repr(self.best.score), "best_highest": repr(self.best.highest)}
+            metadata |= {"best_step": str(self.best.step), **scores}
         write_atomically(self.run_folder.checkpoint, lambda path: save_file(saved, path, metadata))
         self.saved = done
 
@@ -324,7 +331,8 @@ class _Loop(Generic[B]):
             self.stepper.load(tensors, metadata["terms"].split("\n"))
             if "best_step" in metadata:
                 weights = {name[5:]: value for name, value in tensors.items() if name.startswith("best.")}
-                self.best = _Best(float(metadata["best_score"]), int(metadata["best_step"]), weights)
+                score, highest = (float(metadata[name]) for name in ("best_score", "best_highest"))
+                self.best = _Best(score, highest, int(metadata["best_step"]), weights)
         except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
             said = str(error).splitlines()[0]
             raise InputError(

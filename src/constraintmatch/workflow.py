@@ -439,17 +439,20 @@ def pretrain_model(
     stages: Sequence[str],
     arguments: Mapping[str, Any] | None = None,
     reporter: Reporter | None = None,
+    *,
+    pretext: str | None = None,
 ) -> Path:
     """The full self-supervised start; goes on where an earlier call stopped, and leaves OUT/model.
 
-    `arguments` carry their stage at the end: epochs_simclr.
+    `arguments` carry their stage at the end: epochs_simclr. `pretext` takes the place of the stages' own.
     """
     from constraintmatch.models import save_model
     from constraintmatch.planning import plan_pretraining
-    from constraintmatch.pretraining import pretrain
+    from constraintmatch.pretraining import pretrain, with_pretext
     from constraintmatch.running import Around
     from constraintmatch.training import Interrupted
 
+    stages = with_pretext(stages, pretext) if pretext else stages
     assert request.out is not None
     reporter = reporter or Quiet()
     plan = plan_pretraining(request, reporter)

@@ -1,3 +1,3 @@
 """Asking people: the store of their answers, the exchange with other tools, the page in the browser."""
 
-__all__: list[str] = []
+__all__ = []

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from constraintmatch.answers import Answer, constraints_of
 from constraintmatch.errors import InputError
 from constraintmatch.questions import Belief
 
@@ -17,9 +15,8 @@ if TYPE_CHECKING:
     from constraintmatch.images import ImageSet
     from constraintmatch.models import ClusterModel
 
-__all__ = ["CERTAIN", "certain_images", "model_belief", "open_model", "pixel_belief"]
+__all__ = ["open_model", "pixel_belief"]
 
-CERTAIN = 0.95  # a model that says so is believed, while no answer speaks against it
 BLOCK = 4_096  # images whose pixels are turned into numbers at once
 
 
@@ -54,46 +51,3 @@ def open_model(path: Path | str, images: ImageSet) -> ClusterModel:
         said = [f"{side}×{side} {'grey' if channels == 1 else 'colour'} images" for side, channels in (takes, given)]
         raise InputError(f"{path}: takes {said[0]}, these are {said[1]}; name a model that was trained on such images")
     return model
-
-
-def model_belief(
-    model: ClusterModel,
-    images: ImageSet,
-    *,
-    device: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Belief:
-    """What a model says of the images; one that has no clusters yet gives features alone."""
-    from constraintmatch.evaluation import embed, predict
-    from constraintmatch.training import choose_device
-
-    place = choose_device(device)
-    if model.config.n_clusters == 0 or model.config.n_heads > 1:
-        return Belief(_unit(embed(model, images, device=place, progress=progress)))
-    found = predict(model, images, features=True, device=place, progress=progress)
-    if found.features is None or not np.isfinite(found.probabilities).all():
-        raise InputError("the model gives no finite probabilities for these images; train it again")
-    return Belief(_unit(found.features), found.probabilities)
-
-
-def _unit(features: NDArray[np.float32]) -> NDArray[np.float32]:
-    lengths = np.linalg.norm(features, axis=1, keepdims=True)
-    return np.asarray(features / np.maximum(lengths, 1e-12), np.float32)
-
-
-def certain_images(belief: Belief | None, answers: Sequence[Answer], n_images: int) -> NDArray[np.bool_]:
-    """(n,): whether an image's cluster is certain by now.
-
-    It is for an image that answers link to others, and for one of which the model is at least 95 % sure, unless an
-    answer parts it from an image that the model puts into the same cluster.
-    """
-    links = constraints_of(answers, n_images)
-    together, apart = links.link == 1, links.link == 0
-    certain = np.zeros(n_images, bool)
-    if belief is not None and belief.probabilities is not None:
-        clusters = belief.probabilities.argmax(1)
-        certain = np.asarray(belief.probabilities.max(1) >= CERTAIN)
-        wrong = apart & (clusters[links.left] == clusters[links.right])
-        certain[links.left[wrong]] = certain[links.right[wrong]] = False
-    certain[links.left[together]] = certain[links.right[together]] = True
-    return certain

@@ -1,14 +1,14 @@
 """Contradictions between answers, found as they come: links as a graph whose edges remember who said so.
 
-A union-find would be faster but cannot forget; answers are undone and withdrawn. One breadth-first search over an
-image's group costs about 2 ms at 10,000 images, and an answer needs a handful of them.
+A union-find would be faster but cannot forget; answers are undone and withdrawn. A breadth-first search over a group
+costs about 3 ms at 10,000 images, and an answer needs one to three of them.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 
-from constraintmatch.answers import UNSURE, Answer, Question
+from constraintmatch.answers import NONE, Answer, Question
 
 __all__ = ["Clash", "LinkGraph"]
 
@@ -40,25 +40,44 @@ class LinkGraph:
     def __init__(self) -> None:
         self._must: _Edges = defaultdict(dict)
         self._cannot: _Edges = defaultdict(dict)
+        self._torn: list[tuple[int, int, int]] | None = []  # what `_find_torn` found; None: look again
+
+    def add_checked(self, number: int, answer: Answer) -> list[Clash]:
+        """Take an answer's links in; what the other answers say against it comes back."""
+        torn = self._torn
+        self.add(number, answer)
+        clashes = self.clashes_of(number, answer)
+        if not clashes:
+            self._torn = torn  # an answer without a clash tears nothing
+        return clashes
 
     def add(self, number: int, answer: Answer) -> None:
-        """Take an answer's links in."""
+        """Take an answer's links in, unchecked: many at once are faster that way."""
+        self._torn = None
         for edges, i, j in self._links(answer):
             for one, other in ((i, j), (j, i)):
                 edges[one].setdefault(other, []).append(number)
 
     def remove(self, number: int, answer: Answer) -> None:
         """Take an answer's links out again."""
+        if self._torn:
+            self._torn = None
         for edges, i, j in self._links(answer):
             for one, other in ((i, j), (j, i)):
                 edges[one][other].remove(number)
                 if not edges[one][other]:
                     del edges[one][other]
 
-    def _links(self, answer: Answer) -> Iterator[tuple[_Edges, int, int]]:
-        if answer.choice != UNSURE:
-            for at, shown in enumerate(answer.question.shown):
-                yield self._must if at == answer.choice else self._cannot, answer.question.image, shown
+    def _links(self, answer: Answer) -> list[tuple[_Edges, int, int]]:
+        """What the answer states: same as the chosen image, or different from all shown.
+
+        That the images beside the chosen one are different only follows if no two of them are of one kind; a person who
+        sees two that fit picks one, and nobody is to be told that this is a contradiction.
+        """
+        image, shown = answer.question.image, answer.question.shown
+        if answer.choice >= 0:
+            return [(self._must, image, shown[answer.choice])]
+        return [(self._cannot, image, other) for other in shown] if answer.choice == NONE else []
 
     def clashes_of(self, number: int, answer: Answer) -> list[Clash]:
         """What the other answers say against this one, which is among them: the shortest proof for each of its links.
@@ -66,46 +85,61 @@ class LinkGraph:
         A must-link between two groups that were one already brings no new contradiction.
         """
         found = []
+        tree = self._tree(answer.question.image)
         for edges, i, j in self._links(answer):
-            clash = self._against_must(number, i, j) if edges is self._must else self._against_cannot(number, i, j)
-            if clash is not None:
-                found.append(clash)
+            if edges is self._must:
+                found += self._against_must(number, i, j)
+            elif j in tree:
+                found.append(self._clash(_way(tree, j)[::-1], number))
         return found
 
-    def _against_cannot(self, number: int, i: int, j: int) -> Clash | None:
-        tree = self._tree(i)
-        return self._clash(_way(tree, j)[::-1], number) if j in tree else None
-
-    def _against_must(self, number: int, i: int, j: int) -> Clash | None:
-        """The nearest earlier cannot-link between the groups that the must-link i–j joins."""
+    def _against_must(self, number: int, i: int, j: int) -> list[Clash]:
+        """The nearest earlier cannot-link between the groups that the must-link i–j joins, if there is one."""
         if self._must[i][j] != [number]:
-            return None
+            return []
         here = self._tree(i, without=j)
-        if j in here:
-            return None
+        apart = [(a, b) for a in here for b in self._cannot.get(a, ()) if j not in here]
+        if not apart:  # mostly so: the image is new
+            return []
         there = self._tree(j, without=i)
-        crossing = [
-            (here[a][1] + there[b][1], a, b)
-            for a in here
-            for b, said in self._cannot.get(a, {}).items()
-            if b in there and said != [number]
-        ]
+        crossing = [(here[a][1] + there[b][1], a, b) for a, b in apart if b in there]
         if not crossing:
-            return None
+            return []
         _, a, b = min(crossing)
-        apart = next(other for other in self._cannot[a][b] if other != number)
-        return self._clash(_way(here, a) + _way(there, b)[::-1], apart)
+        return [self._clash(_way(here, a) + _way(there, b)[::-1], self._cannot[a][b][0])]
+
+    def n_clashes(self) -> int:
+        """How many pairs of images are torn: one answer keeps them apart, others hold them together."""
+        return len(self._find_torn())
 
     def clashes(self, limit: int | None = 10) -> list[Clash]:
-        """All contradictions that stand, by the answers that keep apart, each pair of images once."""
-        group = self._groups()
-        torn = [
-            (said[0], i, j)
-            for i, others in self._cannot.items()
-            for j, said in others.items()
-            if i < j and group.get(i, -1) == group.get(j, -2)
-        ]
-        return [self._clash(_way(self._tree(i), j)[::-1], apart) for apart, i, j in sorted(torn)[:limit]]
+        """The contradictions that stand, by the answers that keep apart, each pair of images once.
+
+        One search per image on which they hang: many (limit=None) may take long; `n_clashes` is fast.
+        """
+        torn = self._find_torn()[:limit]
+        often = Counter(image for _, i, j in torn for image in (i, j))
+        ways = [(j, i, apart) if often[i] < often[j] else (i, j, apart) for apart, i, j in torn]
+        found: dict[tuple[int, int, int], Clash] = {}
+        root, tree = -1, _Tree()
+        for way in sorted(ways):
+            if way[0] != root:
+                root, tree = way[0], self._tree(way[0])
+            found[way] = self._clash(_way(tree, way[1])[::-1], way[2])
+        return [found[way] for way in ways]
+
+    def _find_torn(self) -> list[tuple[int, int, int]]:
+        """(answer, i, j) of each cannot-link inside a group, sorted."""
+        if self._torn is None:
+            group = self._groups()
+            self._torn = sorted(
+                (said[0], i, j)
+                for i, others in self._cannot.items()
+                if i in group
+                for j, said in others.items()
+                if i < j and group[i] == group.get(j)
+            )
+        return self._torn
 
     def settles(self, question: Question) -> bool:
         """Whether the answers imply this one: one of the shown images is of the same group, or all are kept apart."""
@@ -113,7 +147,7 @@ class LinkGraph:
         if not group.keys().isdisjoint(question.shown):
             return True
         apart = {other for image in group for other in self._cannot.get(image, ())}
-        return all(not apart.isdisjoint(self._tree(shown)) for shown in question.shown)
+        return bool(apart) and all(not apart.isdisjoint(self._tree(shown)) for shown in question.shown)
 
     def _tree(self, root: int, *, without: int | None = None) -> _Tree:
         """The group of an image by breadth-first search; `without`: not over the edge from the root to that image."""
@@ -135,7 +169,7 @@ class LinkGraph:
         return group
 
     def _clash(self, way: list[int], apart: int) -> Clash:
-        steps = zip(way, way[1:], strict=False)
+        steps = pairwise(way)
         return Clash(tuple(way), tuple(self._must[i][j][0] for i, j in steps), apart)
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from constraintmatch.errors import InputError
-from constraintmatch.files import check_target, folder_lock
+from constraintmatch.files import check_target, folder_lock, mend
 
 __all__ = ["connect", "sole_server", "told"]
 
@@ -88,6 +88,8 @@ def sole_server(path: Path) -> Iterator[None]:
             stack.enter_context(folder_lock(target.with_name(f"{target.name}.lock")))
         except InputError as error:
             raise _reworded(path, str(error)) from None
+        except OSError as error:  # the lock's own file found the disk full
+            raise InputError(f"{path}: {mend(error) or error.strerror}") from None
         yield
 
 
@@ -127,8 +129,8 @@ def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool) -> Non
     if not fresh and application != _APPLICATION:
         raise InputError(f"{path}: a database of another program; choose another --db")
     if not fresh and version != _VERSION:
-        mend = "update constraintmatch" if version > _VERSION else "choose another --db"
-        raise InputError(f"{path}: a database of version {version}, and this program knows {_VERSION}; {mend}")
+        helps = "update constraintmatch" if version > _VERSION else "choose another --db"
+        raise InputError(f"{path}: a database of version {version}, and this program knows {_VERSION}; {helps}")
     if fresh and read_only:
         raise InputError(f"{path}: an empty file, not a database of answers")
     if not read_only:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from constraintmatch.answers import Question
+from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
 
 __all__ = ["Kept", "Looks"]
@@ -38,7 +39,8 @@ class Kept:
         if self.changed:
             what.append(f"{len(self.changed):,} of its {self.n_mentioned:,} images look different there")
         owner = f"; it belongs to {folder}" if folder else ""
-        return f"not about the images of {source or 'this set'} ({', '.join(what)}){owner}; give its folder or another --db"
+        here = source or "this set"
+        return f"not about the images of {here} ({', '.join(what)}){owner}; give its folder or another --db"
 
     def reason(self) -> str:
         """What happened to the images whose answers are set aside, and the mend; "" when all are here."""
@@ -65,7 +67,9 @@ class Looks:
         self._made: dict[int, bytes] = {}
 
     def names(self, question: Question) -> tuple[str, tuple[str, ...]]:
-        """The names of the asked image and of those shown."""
+        """The names of the asked image and of those shown; an InputError for rows that do not exist."""
+        if (last := max(question.image, *question.shown)) >= len(self._names):
+            raise InputError(f"image {last} does not exist (the set has {len(self._names):,} images)")
         return self._names[question.image], tuple(self._names[row] for row in question.shown)
 
     def key(self, question: Question) -> str:
@@ -117,10 +121,11 @@ def _stored(row: Mapping[str, Any]) -> Iterable[tuple[str, bytes]]:
 
 def _look_of(image: NDArray[np.uint8]) -> bytes:
     """Grey means of a 4 × 4 grid (an image of fewer pixels is stretched)."""
-    grey = image.mean(axis=2, dtype=np.float32)
-    while len(grey) < _CELLS:
-        grey = grey.repeat(2, axis=0).repeat(2, axis=1)
-    edges = np.arange(_CELLS) * len(grey) // _CELLS
-    counts = np.diff(np.append(edges, len(grey)))
-    sums = np.add.reduceat(np.add.reduceat(grey, edges, axis=0), edges, axis=1)
-    return bytes(np.rint(sums / np.outer(counts, counts)).astype(np.uint8).tobytes())
+    while len(image) < _CELLS:
+        image = image.repeat(2, axis=0).repeat(2, axis=1)
+    side, _, channels = image.shape
+    edges = np.arange(_CELLS) * side // _CELLS
+    counts = np.diff(np.append(edges, side))
+    rows = np.add.reduceat(image, edges, axis=0, dtype=np.uint32)  # rows first: long additions, not short ones
+    sums = np.add.reduceat(rows, edges, axis=1).sum(axis=2)
+    return bytes(np.rint(sums / (np.outer(counts, counts) * channels)).astype(np.uint8).tobytes())

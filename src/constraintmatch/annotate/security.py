@@ -75,10 +75,6 @@ class _Refusal:
     reason: str
 
 
-class _TooLarge(Exception):
-    pass
-
-
 class Guard:
     """The app behind its door: refuses what `Rules` forbid, and puts the security headers on every response."""
 
@@ -91,22 +87,15 @@ class Guard:
                 await self.app(scope, receive, send)
             return
         headers = _headers(scope)
-        outgoing = _with_headers(scope, send, _cookie(scope, self.rules))
+        outgoing = _with_headers(send, _cookie(scope, self.rules))
         if refusal := _refusal(scope, headers, self.rules):
             await _refuse(refusal, outgoing)
             return
-        started = False
-
-        async def watched(message: Message) -> None:
-            nonlocal started
-            started = True
-            await outgoing(message)
-
-        try:
-            await self.app(scope, _bounded(receive), watched)
-        except _TooLarge:
-            if not started:
-                await _refuse(_TOO_LARGE, outgoing)
+        body = await _body(receive)
+        if body is None:
+            await _refuse(_TOO_LARGE, outgoing)
+            return
+        await self.app(scope, _replayed(body, receive), outgoing)
 
 
 _TOO_LARGE = _Refusal(413, f"the request is larger than {MAX_BODY:,} bytes")
@@ -119,9 +108,8 @@ def _refusal(scope: MutableMapping[str, Any], headers: dict[str, str], rules: Ru
         return _Refusal(421, f"this server is not {host[:100]!r}; open the address that it printed")
     if _foreign(scope, headers, host):
         return _Refusal(403, "requests from other sites are refused; open the page itself")
-    if scope["method"] not in ("GET", "HEAD"):
-        if (refusal := _bad_body(headers)) is not None:
-            return refusal
+    if scope["method"] not in ("GET", "HEAD") and (refusal := _bad_body(headers)) is not None:
+        return refusal
     if rules.token is not None and scope["path"] not in OPEN_PATHS and not _has_token(scope, headers, rules):
         return _Refusal(401, "the token is missing or wrong; open the address with ?token= that the server printed")
     return None
@@ -200,7 +188,7 @@ def _headers(scope: MutableMapping[str, Any]) -> dict[str, str]:
     return headers
 
 
-def _with_headers(scope: MutableMapping[str, Any], send: Send, cookie: str | None) -> Send:
+def _with_headers(send: Send, cookie: str | None) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
             present = {name.lower() for name, _ in message.get("headers", [])}
@@ -216,17 +204,27 @@ def _with_headers(scope: MutableMapping[str, Any], send: Send, cookie: str | Non
     return sending
 
 
-def _bounded(receive: Receive) -> Receive:
-    """The request's body, cut off with an error where it grows too large (a chunked one names no length)."""
-    size = 0
+async def _body(receive: Receive) -> bytes | None:
+    """The whole body; None where it is too large (a chunked one names no length, so it has to be counted)."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)  # a client that has gone sends no more
+        if len(body) > MAX_BODY:
+            return None
+    return body
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    given = False
 
     async def receiving() -> Message:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > MAX_BODY:
-            raise _TooLarge
-        return message
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
 
     return receiving
 

@@ -98,7 +98,13 @@ class _Server(uvicorn.Server):
 def serve(app: Any, sock: socket.socket, *, browse: str | None = None) -> None:
     """Serve until Ctrl-C or SIGTERM; `browse` is the address to open in the browser once the server answers."""
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=3, lifespan="on"
+        app,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=3,
+        lifespan="on",
+        ws="none",
     )
     server = _Server(config, lambda: _open_browser(browse))
     server.run(sockets=[sock])

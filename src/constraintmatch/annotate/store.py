@@ -11,104 +11,34 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+from unicodedata import category
 
 from constraintmatch.annotate.clashes import Clash, LinkGraph
 from constraintmatch.annotate.database import connect, sole_server, told
 from constraintmatch.annotate.looks import Looks
-from constraintmatch.answers import NONE, UNSURE, Answer, Question
+from constraintmatch.annotate.records import (
+    AnswerRow,
+    Asked,
+    Counts,
+    Given,
+    Recorded,
+    Standing,
+    TakenIn,
+    facts_of,
+    kind_of,
+    speed,
+    standing_of,
+)
+from constraintmatch.answers import UNSURE, Answer, Question
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
 
 __all__ = ["AnswerRow", "Asked", "Counts", "Given", "Recorded", "Store", "TakenIn", "open_store"]
 
 _LONGEST = 100  # characters of an annotator's or a cluster's name
-_RECENT = 50  # answers that tell the speed
-_PAUSE = 60_000  # milliseconds; who takes longer has left the desk
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A question with its number in the store."""
-
-    id: int
-    question: Question
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """An answer's number in the store, and what the other answers say against it."""
-
-    id: int
-    contradictions: list[Clash]
-
-
-@dataclass(frozen=True)
-class Counts:
-    """How many answers stand, by kind; `answered` is the sum of the next five."""
-
-    answered: int
-    same: int
-    different: int
-    which: int
-    none: int
-    unsure: int
-    withdrawn: int
-    set_aside: int
-    waiting: int
-    per_minute: float
-
-
-@dataclass(frozen=True)
-class AnswerRow:
-    """One row of the store, images by name; `answer` has them by row number, None where it is set aside."""
-
-    id: int
-    question: int
-    image: str
-    shown: tuple[str, ...]
-    choice: int
-    annotator: str
-    milliseconds: int | None
-    time: str
-    model: str
-    weight: float
-    origin: str
-    withdrawn: Literal["", "undo", "withdrawn", "changed"]
-    answer: Answer | None
-
-
-@dataclass(frozen=True)
-class Given:
-    """An answer that comes from a file; without a time, that of its arrival."""
-
-    answer: Answer
-    annotator: str
-    time: str = ""
-    milliseconds: int | None = None
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class TakenIn:
-    """What became of answers from a file: new ones, and ones that the store had."""
-
-    n_new: int
-    n_known: int
-
-
-@dataclass(frozen=True)
-class _Standing:
-    """What memory keeps of an answer that stands."""
-
-    answer: Answer
-    question: int
-    annotator: str
-    milliseconds: int | None
-    origin: str
 
 
 @contextmanager
@@ -158,7 +88,8 @@ class Store:
         self._clock = clock
         self._lock = threading.RLock()
         self._graph = LinkGraph()
-        self._standing: dict[int, _Standing] = {}
+        self._standing: dict[int, Standing] = {}
+        self._kinds: Counter[tuple[str, str]] = Counter()  # (annotator, kind) of those that stand
 
     # Opening
 
@@ -173,7 +104,7 @@ class Store:
             here = {number: self._looks.question(row) for number, row in questions.items()}
             for row in self._select("SELECT * FROM answers WHERE withdrawn = '' ORDER BY id"):
                 if (question := here[row["question"]]) is not None:
-                    self._remember(row["id"], _standing(row, question))
+                    self._remember(row["id"], standing_of(row, question), check=False)
             self.notice = self._set_aside_line(kept.reason())
         if not read_only:
             self._settle_in(source, [number for number, question in here.items() if question is None])
@@ -182,9 +113,12 @@ class Store:
         retire = "UPDATE questions SET state = 'retired' WHERE id = ? AND state = 'waiting'"
         with self._writing() as connection:
             connection.executemany(retire, [(number,) for number in unaskable])
+            about = {
+                "opened": self._now()
+            }  # written in any case: a read-only file is told now, not at the first answer
             if source:
-                folder = str(Path(source).resolve()) if Path(source).exists() else source
-                connection.execute("INSERT OR REPLACE INTO about VALUES ('folder', ?)", (_clean(folder),))
+                about["folder"] = _clean(str(Path(source).resolve()) if Path(source).exists() else source)
+            connection.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", about.items())
 
     def _set_aside_line(self, reason: str) -> str | None:
         n = self._n_set_aside()
@@ -217,11 +151,12 @@ class Store:
 
     def _queue(self, question: Question, model: str, urgent: bool) -> bool:
         key = self._looks.key(question)
-        known = self._select(
-            "SELECT questions.id, state FROM questions LEFT JOIN answers ON question = questions.id AND withdrawn = '' "
+        alike = self._select(
+            "SELECT questions.* FROM questions LEFT JOIN answers ON question = questions.id AND withdrawn = '' "
             "WHERE key = ? AND (state = 'waiting' OR (state = 'answered' AND choice != ?))",
             (key, UNSURE),
         )
+        known = any(self._looks.question(row) is not None for row in alike)  # else it is about replaced pictures
         if urgent and known:  # waiting: sooner now
             self._connection.execute("UPDATE questions SET urgent = 1 WHERE key = ? AND state = 'waiting'", (key,))
         if known:
@@ -233,7 +168,8 @@ class Store:
         image, shown = self._looks.names(question)
         values = (image, json.dumps(shown, ensure_ascii=False), self._looks.look(question), self._looks.key(question))
         made = self._connection.execute(
-            "INSERT INTO questions (image, shown, look, key, model, added, urgent, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO questions (image, shown, look, key, model, added, urgent, state) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (*values, _clean(model), self._now(), urgent, state),
         )
         return int(made.lastrowid or 0)
@@ -241,8 +177,8 @@ class Store:
     def claim(self, annotator: str, n: int = 1) -> list[Asked]:
         """Up to n questions for this annotator, who holds them until they are answered or the claim times out.
 
-        Those held already come first, so asking again (a page loaded anew) gives the same ones. Questions that the
-        answers imply by now are retired on the way.
+        After urgent ones those held already come first, so asking again (a page loaded anew) gives the same. Questions
+        that the answers imply by now are retired on the way.
         """
         who, now = _person(annotator), self._clock()
         claimed: list[Asked] = []
@@ -259,13 +195,19 @@ class Store:
             connection.executemany("UPDATE questions SET holder = ?, held_until = ? WHERE id = ?", held)
         return claimed
 
-    def _askable(self, who: str, now: float) -> list[sqlite3.Row]:
+    def _askable(self, who: str, now: float) -> list[dict[str, Any]]:
         return self._select(
             "SELECT id, image, shown, look, urgent FROM questions WHERE state = 'waiting' "
             "AND (holder IS NULL OR holder = :who OR held_until <= :now) "
-            "ORDER BY (holder IS :who AND held_until > :now) DESC, urgent DESC, id",
+            "ORDER BY urgent DESC, (holder IS :who AND held_until > :now) DESC, id",
             {"who": who, "now": now},
         )
+
+    def n_waiting(self) -> int:
+        """How many questions wait that nobody holds."""
+        with self._lock, told(self.path):
+            query = "SELECT count(*) FROM questions WHERE state = 'waiting' AND (holder IS NULL OR held_until <= ?)"
+            return self._number(query, (self._clock(),))
 
     def release(self, annotator: str) -> None:
         """Give back what this annotator holds, for others to answer."""
@@ -286,12 +228,11 @@ class Store:
             answer = Answer(question, choice)
             if state == "answered":
                 return self._again(asked_id, answer, who)
-            standing = _Standing(answer, asked_id, who, pace, "")
+            standing = Standing(answer, asked_id, who, pace, "")
             with self._writing() as connection:
                 number = self._insert_answer(standing)
                 connection.execute("UPDATE questions SET state = 'answered', holder = NULL WHERE id = ?", (asked_id,))
-            self._remember(number, standing)
-            return Recorded(number, self._graph.clashes_of(number, answer))
+            return Recorded(number, self._remember(number, standing))
 
     def _again(self, asked_id: int, answer: Answer, who: str) -> Recorded:
         for number, known in reversed(self._standing.items()):
@@ -309,7 +250,7 @@ class Store:
         return question, found[0]["state"]
 
     def _insert_answer(
-        self, standing: _Standing, *, at: str = "", weight: float = 1.0, replaces: int | None = None
+        self, standing: Standing, *, at: str = "", weight: float = 1.0, replaces: int | None = None
     ) -> int:
         made = self._connection.execute(
             "INSERT INTO answers (question, choice, annotator, milliseconds, time, weight, origin, replaces) "
@@ -367,7 +308,7 @@ class Store:
                 if answer is None:
                     connection.execute("UPDATE questions SET state = 'retired' WHERE id = ?", (old.question,))
                 else:
-                    new = _Standing(answer, old.question, who, None, "")
+                    new = Standing(answer, old.question, who, None, "")
                     number = self._insert_answer(new, replaces=answer_id)
             self._forget(answer_id)
             if answer is not None:
@@ -387,23 +328,23 @@ class Store:
         file can be imported twice.
         """
         with self._lock:
-            said = {fact for row in self.rows() for fact in _facts(row.image, row.shown, row.choice, row.annotator)}
-            taken: list[tuple[int, _Standing]] = []
+            said = {fact for row in self.rows() for fact in facts_of(row.image, row.shown, row.choice, row.annotator)}
+            taken: list[tuple[int, Standing]] = []
             n_known = 0
             with self._writing():
                 for one in given:
                     who = _person(one.annotator)
                     image, shown = self._looks.names(one.answer.question)
-                    facts = _facts(image, shown, one.answer.choice, who)
+                    facts = facts_of(image, shown, one.answer.choice, who)
                     if facts <= said:
                         n_known += 1
                         continue
                     said |= facts
                     question = self._insert_question(one.answer.question, "", "answered")
-                    standing = _Standing(one.answer, question, who, _milliseconds(one.milliseconds), _clean(origin))
+                    standing = Standing(one.answer, question, who, _milliseconds(one.milliseconds), _clean(origin))
                     taken.append((self._insert_answer(standing, at=_clean(one.time), weight=one.weight), standing))
             for number, standing in taken:
-                self._remember(number, standing)
+                self._remember(number, standing, check=False)
             return TakenIn(len(taken), n_known)
 
     # Looking
@@ -426,37 +367,43 @@ class Store:
                 raise InputError(f"answer {answer_id} is not in {self.path}; reload the page")
             return self._row(found[0])
 
-    def _row(self, row: sqlite3.Row) -> AnswerRow:
-        values = {name: row[name] for name in row.keys() if name != "look"}  # noqa: SIM118 (a Row iterates its values)
+    def _row(self, row: dict[str, Any]) -> AnswerRow:
         question = self._looks.question(row)
         answer = None if question is None else Answer(question, row["choice"])
-        return AnswerRow(**(values | {"shown": tuple(json.loads(row["shown"]))}), answer=answer)
+        values = row | {"shown": tuple(json.loads(row["shown"])), "answer": answer}
+        return AnswerRow(**{name: value for name, value in values.items() if name != "look"})
 
     def clashes(self, limit: int | None = 10) -> list[Clash]:
-        """The contradictions that stand, oldest first."""
+        """The contradictions that stand, oldest first; all of many (limit=None) may take long."""
         with self._lock:
             return self._graph.clashes(limit)
+
+    def n_clashes(self) -> int:
+        """How many contradictions stand."""
+        with self._lock:
+            return self._graph.n_clashes()
 
     def counts(self, annotator: str | None = None) -> Counts:
         """How many answers of each kind stand, of everybody or of one annotator."""
         who = None if annotator is None else _person(annotator)
         with self._lock, told(self.path):
-            mine = [s for s in self._standing.values() if who is None or s.annotator == who]
-            kinds = Counter(_kind(standing.answer) for standing in mine)
-            by = ("" if who is None else " AND annotator = ?", () if who is None else (who,))
+            kinds: Counter[str] = Counter()
+            for (name, kind), n in self._kinds.items():
+                kinds[kind] += n if who in (None, name) else 0
+            by = ("", ()) if who is None else (" AND annotator = ?", (who,))
             withdrawn = self._number(f"SELECT count(*) FROM answers WHERE withdrawn != ''{by[0]}", by[1])
             unwithdrawn = self._number(f"SELECT count(*) FROM answers WHERE withdrawn = ''{by[0]}", by[1])
             return Counts(
-                answered=len(mine),
+                answered=kinds.total(),
                 same=kinds["same"],
                 different=kinds["different"],
                 which=kinds["which"],
                 none=kinds["none"],
                 unsure=kinds["unsure"],
                 withdrawn=withdrawn,
-                set_aside=unwithdrawn - len(mine),
+                set_aside=unwithdrawn - kinds.total(),
                 waiting=self._number("SELECT count(*) FROM questions WHERE state = 'waiting'"),
-                per_minute=_per_minute(mine),
+                per_minute=speed(s for s in reversed(self._standing.values()) if who in (None, s.annotator)),
             )
 
     def names(self) -> dict[int, str]:
@@ -491,17 +438,23 @@ class Store:
                     self._connection.execute("ROLLBACK")
                 raise
 
-    def _remember(self, number: int, standing: _Standing) -> None:
+    def _remember(self, number: int, standing: Standing, *, check: bool = True) -> list[Clash]:
         self._standing[number] = standing
+        self._kinds[standing.annotator, kind_of(standing.answer)] += 1
+        if check:
+            return self._graph.add_checked(number, standing.answer)
         self._graph.add(number, standing.answer)
+        return []
 
     def _forget(self, number: int) -> None:
-        self._graph.remove(number, self._standing.pop(number).answer)
+        standing = self._standing.pop(number)
+        self._kinds[standing.annotator, kind_of(standing.answer)] -= 1
+        self._graph.remove(number, standing.answer)
 
-    def _select(self, query: str, values: Sequence[Any] | dict[str, Any] = ()) -> list[sqlite3.Row]:
+    def _select(self, query: str, values: Sequence[Any] | dict[str, Any] = ()) -> list[dict[str, Any]]:
         cursor = self._connection.cursor()
         cursor.row_factory = sqlite3.Row
-        return cursor.execute(query, values).fetchall()
+        return [dict(row) for row in cursor.execute(query, values)]
 
     def _number(self, query: str, values: Sequence[Any] = ()) -> int:
         return int(self._connection.execute(query, values).fetchone()[0])
@@ -516,35 +469,9 @@ _ROWS = (
 )
 
 
-def _standing(row: sqlite3.Row, question: Question) -> _Standing:
-    answer = Answer(question, row["choice"])
-    return _Standing(answer, row["question"], row["annotator"], row["milliseconds"], row["origin"])
-
-
-def _kind(answer: Answer) -> str:
-    if answer.choice == UNSURE:
-        return "unsure"
-    pair = answer.question.kind == "pair"
-    if answer.choice == NONE:
-        return "different" if pair else "none"
-    return "same" if pair else "which"
-
-
-def _facts(image: str, shown: Sequence[str], choice: int, annotator: str) -> set[tuple[Any, ...]]:
-    """What an answer says of each pair of images, and who says it."""
-    says = [UNSURE if choice == UNSURE else int(at == choice) for at in range(len(shown))]
-    return {(annotator, says[at], *sorted((image, other))) for at, other in enumerate(shown)}
-
-
-def _per_minute(standing: Sequence[_Standing]) -> float:
-    """The speed of one person over the last answers, pauses cut short."""
-    paces = [min(s.milliseconds, _PAUSE) for s in standing[-_RECENT:] if s.milliseconds is not None]
-    return round(60_000 * len(paces) / max(sum(paces), 1), 1) if paces else 0.0
-
-
 def _clean(text: str) -> str:
-    """The text without what UTF-8 cannot hold and without control characters."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    """The text without control characters and without what UTF-8 cannot hold."""
+    return "".join("\N{REPLACEMENT CHARACTER}" if category(letter) in ("Cc", "Cs") else letter for letter in text)
 
 
 def _person(annotator: str) -> str:

@@ -4,10 +4,13 @@
 from constraintmatch.cli import training
 
 # isort: split
-from constraintmatch.cli import looking, research
+from constraintmatch.cli import looking
+
+# isort: split
+from constraintmatch.cli import asking, looping, research, searching
 from constraintmatch.cli.shared import app
 
-__all__ = ["app", "looking", "main", "research", "training"]
+__all__ = ["app", "asking", "looking", "looping", "main", "research", "searching", "training"]
 
 
 def main() -> None:

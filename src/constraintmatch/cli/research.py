@@ -51,6 +51,7 @@ def paper(
     results: Annotated[Path, option("Folder for one JSON per cell. (results/paper)")] = Path("results/paper"),
     out: Annotated[Path, option("Folder for the run folders. (runs/paper)")] = Path("runs/paper"),
     models: Annotated[Path | None, option("Folder for the trained models, in half precision. (not kept)")] = None,
+    figures: Annotated[Path, option("Folder for the gallery's picture. (docs/figures)")] = Path("docs/figures"),
     device: Device = None,
     quiet: QuietFlag = False,
 ) -> None:
@@ -60,8 +61,14 @@ def paper(
     Then the table is shown with the paper's values beside ours.
     """
     from constraintmatch.paper import cells as grids
-    from constraintmatch.paper import runner
+    from constraintmatch.paper import gallery, reproduction, runner
 
+    settings = {"device": device} if device else {}
+    place = runner.Place(data_dir, starts, results, out, models, settings, reporter(quiet))
+    if name == "gallery":
+        made = [gallery.make_gallery(dataset, place, figures) for dataset in words(sets) or ("cifar10",)]
+        print_rows([("gallery", str(path)) for path in made])
+        return
     chosen = grids.grid_cells(
         name,
         sets=words(sets) or None,
@@ -70,12 +77,11 @@ def paper(
         methods=words(methods) or None,
         n_constraints=numbers(constraints, "--constraints") if constraints else None,
     )
-    settings = {"device": device} if device else {}
-    place = runner.Place(data_dir, starts, results, out, models, settings, reporter(quiet))
     if list_cells:
         print_rows([(cell.name, "finished" if runner.is_finished(cell, place) else "missing") for cell in chosen])
         return
     runner.run_cells(chosen, place)
+    typer.echo(reproduction.part_text(name, results, words(sets) or None))
 
 
 def numbers(text: str, flag: str) -> list[int]:

@@ -146,6 +146,9 @@ def pretrain(
     out: Annotated[Path, option("Folder for the stages and for the model they leave.")],
     clusters: Clusters = None,
     stages: Annotated[str, option(f"Which of {', '.join(STAGES)}. ({CHAIN})")] = CHAIN,
+    pretext: Annotated[
+        str | None, option("What the features are learnt by: simclr or byol. (as in the stages)")
+    ] = None,
     backbone: Backbone = None,
     pretrained: Pretrained = False,
     quiet: QuietFlag = False,
@@ -181,7 +184,7 @@ def pretrain(
         strict=strict,
         settings=settings,
     )
-    model = workflow.pretrain_model(request, words(stages), arguments, reporter(quiet))
+    model = workflow.pretrain_model(request, words(stages), arguments, reporter(quiet), pretext=pretext)
     following = f"constraintmatch train {shlex.quote(data)} --pairs pairs.csv --model {shlex.quote(str(out))}"
     print_rows([("model", str(model)), ("next", following)])
 

@@ -56,9 +56,9 @@ def scan(
 ) -> Trained:
     """A model with a cluster head, from one trained on a pretext task; of several heads the one with the lowest loss.
 
-    Of ten evaluations the one with the best `cluster_quality` gives the weights. Neighbours are mined once, in the
-    projections of the given model. A model that has this many clusters already keeps its head. The steps follow from
-    `epochs`.
+    The last of ten evaluations whose `cluster_quality` is near the best gives the weights. Neighbours are mined once,
+    in the projections of the given model. A model that has this many clusters already keeps its head. The steps
+    follow from `epochs`.
     """
     check_clusters(n_clusters, images)
     if n_neighbours < 1 or n_heads < 1:
@@ -87,6 +87,7 @@ def scan(
         run=job.run,
         evaluate=None if n_heads > 1 else lambda: {**evaluate_now(trained, images, job), "quality": quality(trained)},
         keep_best=None if n_heads > 1 else "quality",
+        tolerance=0.1,  # a collapse costs more; within it, longer training is better
         prefetch=bench.prefetch,
         reporter=job.reporter,
     )

@@ -1,3 +1,3 @@
-"""The paper, reproduced: its tables and figures as grids of cells, the runner, the tables and plots."""
+"""The paper, reproduced: its tables and figures as grids of cells, the runner, the tables and plots, the search."""
 
-__all__: list[str] = []
+__all__ = []

@@ -1,12 +1,13 @@
 """The paper's figures from finished cells: first as numbers, then drawn as PNG and SVG."""
 
 import hashlib
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,12 +65,21 @@ class Drawing:
 
     @property
     def note(self) -> str:
-        """Set, folds, and whether it is cut: what must be said wherever the figure is shown."""
+        """Set, constraints and folds: what must be said wherever the figure is shown."""
         counts = sorted({summary.n for curve in self.curves for _, summary in curve.points})
         folds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         pairs = "" if self.name == "amount" else f", {N_CONSTRAINTS:,} pairs"
-        cut = f", cut ({self.steps:,} steps)" if self.steps < STEPS else ""
-        return f"{DATASETS[self.dataset].title} test{pairs}, {folds} {'fold' if folds == '1' else 'folds'}{cut}"
+        return f"{DATASETS[self.dataset].title} test{pairs}, {folds} {'fold' if folds == '1' else 'folds'}"
+
+    @property
+    def heading(self) -> str:
+        """The title; a cut figure says so in it."""
+        return self.title + (f", cut ({self.steps:,} steps)" if self.steps < STEPS else "")
+
+    @property
+    def stem(self) -> str:
+        """The name of its files, without suffix."""
+        return f"{self.name}-{self.dataset}"
 
     @property
     def digest(self) -> str:
@@ -279,7 +289,7 @@ def draw(shown: Drawing, folder: Path | str) -> tuple[Path, Path]:
         if shown.paper:
             axes.plot([], [], "o", mfc="none", mec="#222222", ms=10, label="hollow: the paper's values")
         _dress(axes, shown)
-        return _save(figure, Path(folder) / f"{shown.name}-{shown.dataset}", shown.digest)
+        return _save(figure, Path(folder) / shown.stem, shown.digest)
 
 
 def _draw_curve(axes: "Axes", curve: Curve) -> None:
@@ -301,7 +311,7 @@ def _draw_level(axes: "Axes", level: Level, taken: set[str]) -> None:
 def _dress(axes: "Axes", shown: Drawing) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    axes.set_title(f"{shown.title}\n", loc="left", fontsize=11, fontweight="bold")
+    axes.set_title(f"{shown.heading}\n", loc="left", fontsize=11, fontweight="bold")
     axes.text(0, 1.025, shown.note, transform=axes.transAxes, fontsize=9, color="#444444")
     axes.set_xlabel(shown.x_label)
     axes.set_ylabel(f"{shown.metric.upper()} in %")
@@ -310,7 +320,11 @@ def _dress(axes: "Axes", shown: Drawing) -> None:
         axes.set_xticks(sorted({x for curve in shown.curves for x, _ in curve.points}))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    axes.legend(fontsize=9, frameon=False, loc="best")
+    names = [curve.label for curve in shown.curves]
+    listed = sorted(zip(*axes.get_legend_handles_labels(), strict=True), key=lambda entry: entry[1] not in names)
+    axes.legend(
+        [handle for handle, _ in listed], [label for _, label in listed], fontsize=9, edgecolor="none", framealpha=0.9
+    )
 
 
 # The gallery
@@ -336,15 +350,17 @@ def draw_gallery(pairs: Sequence[GalleryPair], folder: Path | str, name: str, no
     if not pairs:
         raise InputError(f"{name}: no pair to show; choose a lower confidence or an earlier model")
     n_rows = (len(pairs) + 1) // 2
-    with _figure((7.6, 0.75 + 2.15 * n_rows)) as figure:
+    height = 1.0 + 2.6 * n_rows
+    with _figure((7.6, height), layout=None) as figure:  # by hand: long class names would leave images no room
         figure.suptitle("Wrong pseudo-labels, right pseudo-constraints", x=0.02, ha="left", fontsize=11, weight="bold")
-        grid = figure.subplots(n_rows, 5, squeeze=False, width_ratios=[1, 1, 0.12, 1, 1])
+        grid = figure.subplots(n_rows, 5, squeeze=False, width_ratios=[1, 1, 0.1, 1, 1])
+        figure.subplots_adjust(0.03, 1.15 / height, 0.97, 1 - 0.7 / height, wspace=0.15, hspace=0.6)
         for axes in grid.flat:
             axes.set_axis_off()
         for place, pair in enumerate(pairs):
             row, column = divmod(place, 2)
             _draw_pair(grid[row, 3 * column], grid[row, 3 * column + 1], pair)
-        figure.supxlabel(note, x=0.02, ha="left", fontsize=9, color="#444444")
+        figure.text(0.02, 0.12 / height, textwrap.fill(note, 105), fontsize=9, color="#444444")
         return _save(figure, Path(folder) / name, _gallery_digest(pairs, note))
 
 
@@ -355,7 +371,8 @@ def _draw_pair(left: "Axes", right: "Axes", pair: GalleryPair) -> None:
         (left, right), pair.images, pair.predicted, pair.true, pair.confidence, strict=True
     ):
         axes.imshow(_thumbnail(image), cmap="gray", vmin=0, vmax=255, interpolation="none")
-        said = f"says {predicted} ({100 * sure:.0f} %)\nis {true}"
+        lines = (f"says {predicted}, {100 * sure:.0f} %", f"is {true}")
+        said = "\n".join(textwrap.fill(line.replace("_", " "), 24) for line in lines)  # CIFAR's names have underscores
         axes.text(0.5, -0.04, said, transform=axes.transAxes, ha="center", va="top", fontsize=8)
 
 
@@ -377,7 +394,7 @@ def _gallery_digest(pairs: Sequence[GalleryPair], note: str) -> str:
 
 
 @contextmanager
-def _figure(size: tuple[float, float]) -> Iterator["Figure"]:
+def _figure(size: tuple[float, float], layout: Literal["constrained"] | None = "constrained") -> Iterator["Figure"]:
     """A figure without pyplot: no window, no state that outlives it."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -386,7 +403,7 @@ def _figure(size: tuple[float, float]) -> Iterator["Figure"]:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # not what the user has set
         matplotlib.rcParams.update(_STYLE)
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=size, layout=layout)
         FigureCanvasAgg(figure)
         yield figure
 

@@ -17,13 +17,13 @@ from constraintmatch.images import ImageSet
 from constraintmatch.methods import Trained, ViewChoice
 from constraintmatch.models import ClusterModel, build_model, load_model, save_model
 from constraintmatch.paper.cells import Cell
+from constraintmatch.paper.results import FORMAT
 from constraintmatch.progress import Quiet, Reporter
 from constraintmatch.running import Around, method_settings, run_method, split_options, weights_hash
 from constraintmatch.runs import write_result
 
-__all__ = ["FORMAT", "Place", "cell_constraints", "is_finished", "run_cell", "run_cells"]
+__all__ = ["Place", "cell_constraints", "cell_images", "is_finished", "run_cell", "run_cells", "train_cell"]
 
-FORMAT = 1
 # A supervised training begins with random weights and is no part of the paper's search: the field's usual setting.
 SUPERVISED = {"lr": 0.1, "weight_decay": 5e-4, "schedule": "cosine"}
 
@@ -118,11 +118,21 @@ def cell_constraints(cell: Cell, images: ImageSet) -> Constraints | None:
     return sample.flip(cell.noise, seed=derive_seed(cell.fold, "noise")) if cell.noise else sample
 
 
+def train_cell(cell: Cell, place: Place) -> ClusterModel:
+    """The trained model of a cell, from its run folder if it is finished; no result is written."""
+    return _trained(cell, _start(cell, place), place)[0].model
+
+
+def cell_images(cell: Cell, split: str, place: Place) -> ImageSet:
+    """One split of the cell's data set; the last few are kept in memory."""
+    return _images(cell.dataset, split, place.data_dir)
+
+
 def _trained(cell: Cell, start: ClusterModel, place: Place) -> tuple[Trained, dict[str, Any]]:
     """The model of the cell, and how it was trained."""
     if cell.method == "scan":
         return Trained(start, []), {"arguments": {}, "settings": {}}
-    images, row = _images(cell.dataset, "train", place.data_dir), DATASETS[cell.dataset]
+    images, row = cell_images(cell, "train", place), DATASETS[cell.dataset]
     arguments, changes = split_options(cell.method, _options(cell))
     every = max(1, cell.steps // 10)
     watched = {"evaluate_every": every, "checkpoint_every": max(1_000, every), "log_every": max(1, every // 4)}
@@ -134,7 +144,7 @@ def _trained(cell: Cell, start: ClusterModel, place: Place) -> tuple[Trained, di
         resume=True,
         reporter=place.reporter,
         views=ViewChoice(flip=row.flip, without=tuple(sorted(row.without))),
-        held_out=_images(cell.dataset, "test", place.data_dir),
+        held_out=cell_images(cell, "test", place),
         data={"name": cell.dataset, "split": "train", "kind": "dataset"},
     )
     pairs = cell_constraints(cell, images)
@@ -183,7 +193,7 @@ def _images(dataset: str, split: str, data_dir: Path | None) -> ImageSet:
 
 
 def _scores(model: ClusterModel, cell: Cell, split: str, place: Place) -> dict[str, float]:
-    images = _images(cell.dataset, split, place.data_dir)
+    images = cell_images(cell, split, place)
     assert images.labels is not None
     told = scores(images.labels, predict(model, images))
     return {key: told[key] for key in ("acc", "nmi", "ari")}
@@ -191,7 +201,7 @@ def _scores(model: ClusterModel, cell: Cell, split: str, place: Place) -> dict[s
 
 def _validation(model: ClusterModel, cell: Cell, place: Place) -> dict[str, Any]:
     """The paper's criterion for its search: the loss on constraints between validation images, the same for all."""
-    images = _images(cell.dataset, "val", place.data_dir)
+    images = cell_images(cell, "val", place)
     assert images.labels is not None
     pairs = Constraints.sample(images.labels, DATASETS[cell.dataset].n_validation_constraints, seed=0)
     told = agreement(pairs, predict(model, images))

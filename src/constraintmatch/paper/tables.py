@@ -9,9 +9,9 @@ from constraintmatch.paper.cells import Cell
 from constraintmatch.paper.published import METRICS, SETS, TABLE_1, TABLE_2, TABLE_3, PublishedRow
 from constraintmatch.paper.results import Row, Summary, check_same_start, compare
 
-__all__ = ["SPLIT_TITLES", "TITLES", "markdown", "signed", "spread", "table1", "table2", "table3"]
+__all__ = ["DASH", "TITLES", "markdown", "signed", "spread", "table1", "table2", "table3"]
 
-SPLIT_TITLES = {"test": "Test", "train+test": "Train(+Test)"}
+_SPLIT_TITLES = {"test": "Test", "train+test": "Train(+Test)"}
 TITLES = {
     "scan": "SCAN (the start)",
     "constrained": "Constrained",
@@ -86,7 +86,7 @@ def signed(value: float | None) -> str:
 
 def _table1_of(rows: Rows, dataset: str) -> Iterator[str]:
     title = DATASETS[dataset].title
-    for split, split_title in SPLIT_TITLES.items():
+    for split, split_title in _SPLIT_TITLES.items():
         lines = [line for printed in TABLE_1 if printed.split == split for line in _lines(rows, dataset, printed)]
         if split == "train+test":  # the paper has no upper bounds here
             lines = [*_bounds(rows, dataset), *lines]

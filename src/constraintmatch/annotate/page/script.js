@@ -1,14 +1,15 @@
 // The page: asks, takes answers by key or touch, never loses one. No libraries, nothing from elsewhere.
 
 const NONE = -1, UNSURE = -2;
-const AHEAD = 4;                 // questions held, so that the next images are there before they are needed
+const HOLD = 4;                  // questions, so that the next images are there before they are needed
+const STEADY = 350;              // ms in which keys are not taken after the question changed by itself
 const TINY = 64;                 // pixels; smaller images are scaled up with hard edges
 const ROWS = 24;                 // images of a cluster shown at first
 
 const by = (id) => document.getElementById(id);
 const page = {
-  annotator: "", database: "", current: null, shownAt: 0, queue: [], outbox: [], sending: false, failed: 0, busy: false,
-  loading: false, clash: null, order: "typical", state: null,
+  annotator: "", database: "", current: null, shownAt: 0, queue: [], outbox: [], answered: new Set(), sending: false, failed: 0, busy: false,
+  loading: false, steadyAt: 0, clash: false, order: "typical", state: null,
 };
 
 // Talking to the server
@@ -76,8 +77,8 @@ function showState(state) {
   by("same").textContent = number(counts.same);
   by("different").textContent = number(counts.different);
   by("unsure").textContent = number(counts.unsure);
-  by("per-minute").textContent = counts.per_minute < 10 ? counts.per_minute.toFixed(1) : number(counts.per_minute);
-  by("certain").textContent = `${(100 * state.certain).toFixed(state.certain < 0.1 ? 1 : 0)} %`;
+  by("per-minute").textContent = counts.per_minute && counts.per_minute < 10 ? counts.per_minute.toFixed(1) : number(counts.per_minute);
+  by("certain").textContent = `${(100 * state.certain).toFixed(state.certain && state.certain < 0.1 ? 1 : 0)} %`;
   by("contradictions").textContent = number(state.contradictions);
   by("contradictions").disabled = state.contradictions === 0;
   by("activity").textContent = state.activity ?? "";
@@ -108,7 +109,7 @@ async function send() {
     const entry = page.outbox[0];
     try {
       const { at, ...body } = entry;
-      confirmed(entry, await call("POST", "/api/answers", body));
+      confirmed(entry, await call("POST", "/api/answers", { ...body, hold: hold() - 1 }));
     } catch (error) {
       if (error instanceof Refused && error.status < 500 && ![401, 408, 429].includes(error.status)) {
         forget(entry);
@@ -133,19 +134,20 @@ function forget(entry) {
 
 function confirmed(entry, told) {
   forget(entry);
+  page.answered.add(entry.question);  // a reply that crossed this one may still offer it
   if (page.failed) notice("");
   page.failed = 0;
   showState(told.state);
   showSaved();
-  drop(told.settled);
+  take(told.held);
   if (told.contradictions.length) showClash(told.contradictions[0], told.answer);
 }
 
-// Questions that an answer has settled meanwhile are not asked any more
-function drop(settled) {
-  const gone = new Set(settled);
-  page.queue = page.queue.filter((question) => !gone.has(question.id));
-  if (page.current && gone.has(page.current.id)) next();
+// While the server is away nothing can be taken back: what was answered may or may not have arrived
+function unsaved() {
+  if (!page.failed || !page.outbox.length) return false;
+  notice("The server does not answer; this works again when your answers are saved.");
+  return true;
 }
 
 async function saved() {
@@ -154,43 +156,42 @@ async function saved() {
 
 // Asking
 
+// How many questions to hold: those in the outbox are held until they are saved
+const hold = () => Math.min(HOLD + page.outbox.length, 50);
+
 async function fill() {
   if (page.loading) return;
   page.loading = true;
-  let pause = 400;
-  while (page.queue.length < AHEAD) {
+  let pause = 300;
+  while (!page.current || page.queue.length === 0) {
     try {
-      const told = await call("POST", "/api/questions", { annotator: page.annotator, n: AHEAD, holding: holding() });
-      add(told.questions);
-      if (page.failed === 0 && !told.problem) notice("");
-      if (told.problem) notice(told.problem);
-      if (!page.current) next();
-      if (told.questions.length === 0 && (told.done || page.current)) {
-        if (!page.current) finished();
-        break;
-      }
-      pause = 400;
+      const told = await call("POST", "/api/questions", { annotator: page.annotator, hold: hold() });
+      if (!page.failed) notice(told.problem ?? "");
+      take(told);
+      if (page.current) break;
+      told.done ? finished() : waiting();
+      pause = told.done ? 3000 : 300;  // an undo elsewhere, or a better model, may bring more
     } catch (error) {
       notice(error instanceof Refused ? error.message : "The server does not answer. Is it still running? Trying again …");
       pause = Math.min(2 * pause, 5000);
     }
-    if (page.queue.length < AHEAD) await wait(pause);
+    await wait(pause);
   }
   page.loading = false;
 }
 
-// What this page has already: held, on the screen, or answered but not confirmed
-function holding() {
-  const held = [...page.queue, ...(page.current ? [page.current] : [])].map((question) => question.id);
-  return [...held, ...page.outbox.map((entry) => entry.question)].slice(0, 100);
-}
-
-function add(questions) {
-  const known = new Set(holding());
-  for (const question of questions.filter((one) => !known.has(one.id))) {
-    page.queue.push(question);
-    preload(question);
+// What the server says this annotator holds is the queue; what answers have settled meanwhile is no longer in it
+function take(told) {
+  const sent = new Set(page.outbox.map((entry) => entry.question));
+  const held = told.questions.filter((question) => !sent.has(question.id) && !page.answered.has(question.id));
+  held.forEach(preload);
+  const current = page.current && held.find((question) => question.id === page.current.id);
+  page.queue = held.filter((question) => question !== current);
+  if (page.current && !current) {
+    page.steadyAt = performance.now() + STEADY;
+    page.current = null;
   }
+  if (!page.current) next();
 }
 
 const preloaded = new Map();
@@ -198,7 +199,7 @@ function preload(question) {
   for (const { row } of [question.image, ...question.shown]) {
     if (preloaded.has(row)) continue;
     const image = new Image();
-    image.src = `/api/images/${row}`;
+    image.src = `/api/images/${row}?v=${page.database}`;
     preloaded.set(row, image);
     if (preloaded.size > 100) preloaded.delete(preloaded.keys().next().value);
   }
@@ -207,9 +208,8 @@ function preload(question) {
 function next() {
   page.current = page.queue.shift() ?? null;
   if (page.current) show(page.current);
-  else if (!page.loading) fill();
   else waiting();
-  if (page.current && page.queue.length < AHEAD) fill();
+  if (!page.current || page.queue.length === 0) fill();
 }
 
 function waiting() {
@@ -223,12 +223,11 @@ function finished() {
   by("stage").hidden = true;
   setKeys(null);
   say(by("prompt").textContent);
-  setTimeout(() => { if (!page.current) fill(); }, 5000);  // another annotator's undo, or a better model, may bring more
 }
 
 function show(question) {
   const pair = question.kind === "pair";
-  by("prompt").textContent = pair ? "Are these two of the same kind?" : "Which of these is of the same kind?";
+  by("prompt").textContent = pair ? "Are these two of the same kind?" : "Which is of the same kind?";
   const stage = by("stage");
   stage.className = `stage ${question.kind}`;
   stage.hidden = false;
@@ -246,7 +245,7 @@ function show(question) {
 function setImage(element, image, alt) {
   element.classList.remove("tiny");
   element.onload = () => element.classList.toggle("tiny", Math.max(element.naturalWidth, element.naturalHeight) < TINY);
-  element.src = `/api/images/${image.row}`;
+  element.src = `/api/images/${image.row}?v=${page.database}`;
   element.alt = `${alt}: ${image.name}`;
   if (element.complete && element.naturalWidth) element.onload();
 }
@@ -271,7 +270,7 @@ function option(image, at) {
   const picture = make("img");
   setImage(picture, image, `Choice ${at + 1}`);
   const label = image.cluster ? `${image.cluster} · ${image.name}` : image.name;
-  const button = make("button", { className: "tile", type: "button", title: label }, make("kbd", {}, String(at + 1)), picture, make("span", {}, image.cluster ?? image.name));
+  const button = make("button", { className: image.cluster ? "tile named" : "tile", type: "button", title: label }, make("kbd", {}, String(at + 1)), picture, make("span", {}, image.cluster ?? image.name));
   button.setAttribute("aria-keyshortcuts", String(at + 1));
   button.addEventListener("click", () => answer(at));
   return button;
@@ -286,7 +285,7 @@ function setKeys(kind) {
 
 function answer(choice) {
   const question = page.current;
-  if (!question || page.busy || choice >= question.shown.length) return;
+  if (!question || page.busy || choice >= question.shown.length || performance.now() < page.steadyAt) return;
   const milliseconds = Math.min(Math.round(performance.now() - page.shownAt), 86400000);
   const entry = { question: question.id, choice, annotator: page.annotator, milliseconds, at: Date.now() };
   remember(entryKey(entry), JSON.stringify(entry));
@@ -297,14 +296,13 @@ function answer(choice) {
 }
 
 async function undo() {
-  if (page.busy) return;
+  if (page.busy || unsaved()) return;
   page.busy = true;
-  if (page.failed && page.outbox.length) say("Undo waits until the answers are saved.");
-  await saved();
   try {
-    const told = await call("POST", "/api/undo", { annotator: page.annotator });
+    await saved();
+    const told = await call("POST", "/api/undo", { annotator: page.annotator, hold: hold() });
     showState(told.state);
-    if (told.question) takeBack(told.question);
+    if (told.question) takeBack(told.question, told.held);
     else say("There is nothing of yours to take back.");
   } catch (error) {
     notice(error instanceof Refused ? error.message : "The undo did not arrive; look at the counts, then try again.");
@@ -312,30 +310,50 @@ async function undo() {
   page.busy = false;
 }
 
-function takeBack(question) {
-  page.queue = page.queue.filter((one) => one.id !== question.id);
-  if (page.current && page.current.id !== question.id) page.queue.unshift(page.current);
+function takeBack(question, held) {
+  page.answered.delete(question.id);
   page.current = question;
-  if (page.clash) hideClash();
+  hideClash();
   show(question);
+  take({ questions: [question, ...held.questions.filter((one) => one.id !== question.id)] });
   say("Taken back. " + by("heard").textContent);
 }
 
 // Contradictions
 
 function showClash(clash, newest = null) {
-  page.clash = clash;
-  by("clash-text").textContent = clash.text;
-  by("clash-answers").replaceChildren(...clash.answers.map((said) => clashItem(said, newest)));
+  showAnswers("These answers cannot all be right", clash.text, clash.answers, newest);
+}
+
+function lookAtClash() {
+  by("clash-title").focus();
+  by("clash").scrollIntoView({ block: "nearest" });
+  say("First settle the contradiction, or press Escape to decide later.");
+}
+
+// An image that answers have placed already: a person who sees it in the wrong place takes one of them back
+function showSaid(image, said) {
+  const text = said.length ? "If it is in the wrong place, one of these answers is wrong." : "There is nothing to hold it against yet.";
+  showAnswers(`Answers have placed ${image.name} already`, text, said, null);
+}
+
+function showAnswers(title, text, answers, newest) {
+  page.clash = true;
+  by("clash-title").textContent = title;
+  by("clash-text").textContent = text;
+  by("clash-answers").replaceChildren(...answers.map((said) => clashItem(said, newest)));
   by("clash").hidden = false;
+  document.body.classList.add("clashing");
   by("clash-title").focus({ preventScroll: true });
   by("clash").scrollIntoView({ block: "nearest" });
+  say(`${title}. ${text}`);
   notice("");
 }
 
 function hideClash() {
-  page.clash = null;
+  page.clash = false;
   by("clash").hidden = true;
+  document.body.classList.remove("clashing");
 }
 
 function clashItem(said, newest) {
@@ -347,14 +365,15 @@ function clashItem(said, newest) {
   });
   const couple = make("div", { className: "couple" }, pictures[0], make("b", { "aria-hidden": "true" }, said.link ? "=" : "≠"), pictures[1]);
   const who = said.annotator === page.annotator ? "You" : said.annotator || "Somebody";
-  const text = make("p", { className: "said" }, make("strong", {}, `${who}: ${word}`), ` · ${when(said.time)}${said.answer === newest ? " · just now" : ""}`);
+  const text = make("p", { className: "said" }, make("strong", {}, `${who}: ${word}`), ` · ${said.answer === newest ? "just now" : when(said.time)}`);
   const does = make("div", { className: "does" });
   const what = `${said.left.name} and ${said.right.name}`;
-  if (said.kind === "pair") does.append(settleButton(said, said.link ? NONE : 0, said.link ? "Change to different" : "Change to same", what));
-  else if (said.link) does.append(settleButton(said, NONE, "Change to none of these", what));
+  does.append(settleButton(said, said.change_to, `Change to ${changed(said)}`, what));
   does.append(settleButton(said, null, "Take back", what));
   return make("li", { className: said.answer === newest ? "newest" : "" }, couple, text, does);
 }
+
+const changed = (said) => (said.kind === "pair" ? (said.link ? "different" : "same") : said.link ? "none of these" : "same");
 
 function settleButton(said, choice, text, what) {
   const button = make("button", { type: "button" }, text);
@@ -364,7 +383,7 @@ function settleButton(said, choice, text, what) {
 }
 
 async function settle(answerId, choice) {
-  if (page.busy) return;
+  if (page.busy || unsaved()) return;
   page.busy = true;
   try {
     await saved();
@@ -377,6 +396,7 @@ async function settle(answerId, choice) {
     notice(error instanceof Refused ? error.message : "That did not arrive; try again.");
   }
   page.busy = false;
+  if (!by("view-clusters").hidden) showClusters();
   if (!page.current) fill();
 }
 
@@ -404,6 +424,7 @@ async function showClusters() {
   try {
     const told = await call("GET", `/api/clusters?order=${page.order}&n=${ROWS}`);
     by("clusters-title").textContent = told.model ? "What the model believes" : "What the answers say so far";
+    by("order").hidden = !told.model;
     by("clusters-text").textContent = told.clusters.length
       ? "An image that is in the wrong place? Choose it, and it becomes the next question."
       : told.model ? "The model puts no image anywhere." : "No two images are linked yet: answer some questions first.";
@@ -462,9 +483,9 @@ function nameField(cluster) {
 function tile(image) {
   const picture = make("img", { loading: "lazy", alt: "" });
   picture.addEventListener("load", () => picture.classList.toggle("tiny", picture.naturalWidth < TINY));
-  picture.src = `/api/images/${image.row}/small`;
+  picture.src = `/api/images/${image.row}/small?v=${page.database}`;
   const share = image.confidence === null ? "" : `${Math.round(100 * image.confidence)} %`;
-  const doubtful = image.confidence !== null && !image.certain;
+  const doubtful = image.confidence !== null && image.confidence < 0.95;
   const button = make("button", { className: `tile${doubtful ? " doubtful" : ""}`, type: "button", title: image.name }, picture, make("span", {}, share || image.name));
   button.setAttribute("aria-label", `Ask about ${image.name}${share && `, ${share} sure`}`);
   button.addEventListener("click", () => ask(image));
@@ -473,9 +494,10 @@ function tile(image) {
 
 async function ask(image) {
   try {
-    const told = await call("POST", "/api/ask", { image: image.row, annotator: page.annotator });
+    const told = await call("POST", "/api/ask", { image: image.row, annotator: page.annotator, hold: hold() });
+    if (!told.question) return showSaid(image, told.said);
     location.hash = "#questions";
-    takeBack(told.question);
+    takeBack(told.question, told.held);
     say(`A question about ${image.name}. ` + by("prompt").textContent);
     by("prompt").focus({ preventScroll: true });
   } catch (error) {
@@ -487,12 +509,13 @@ async function ask(image) {
 
 function route() {
   const clusters = location.hash === "#clusters";
-  by("questions").hidden = clusters;
-  by("clusters").hidden = !clusters;
+  by("view-questions").hidden = clusters;
+  by("view-clusters").hidden = !clusters;
   by(clusters ? "to-clusters" : "to-questions").setAttribute("aria-current", "page");
   by(clusters ? "to-questions" : "to-clusters").removeAttribute("aria-current");
   document.title = `${clusters ? "Clusters" : "Questions"} – constraintmatch`;
   window.scrollTo(0, 0);
+  hideClash();
   if (clusters) showClusters();
   else page.shownAt = performance.now();
 }
@@ -500,10 +523,11 @@ function route() {
 function key(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
   if (event.key === "Escape" && page.clash) return hideClash();
-  if (event.target.matches("input") || by("questions").hidden || event.repeat) return;
+  if (event.target.matches("input") || by("view-questions").hidden || event.repeat) return;
   const pair = page.current?.kind === "pair", which = page.current?.kind === "which";
   const pressed = event.key.toLowerCase();
   if (pressed === "z") undo();
+  else if (page.clash && /^[sdu0-5]$/.test(pressed)) lookAtClash();  // the question may be out of sight
   else if (pressed === "u") answer(UNSURE);
   else if (pair && pressed === "s") answer(0);
   else if (pair && pressed === "d") answer(NONE);

@@ -1,0 +1,204 @@
+"""One sitting: images, model, database and port opened and checked, the page served, the next step told."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from constraintmatch.annotate.beliefs import open_model, pixel_belief
+from constraintmatch.annotate.choosing import Choice, Chooser, Kind
+from constraintmatch.annotate.exchange import Exported, Imported, export_pairs, import_answers
+from constraintmatch.annotate.store import Store, open_store
+from constraintmatch.datasets import DATASETS
+from constraintmatch.errors import InputError
+from constraintmatch.files import check_target
+from constraintmatch.progress import Quiet, Reporter
+from constraintmatch.questions import Belief
+from constraintmatch.rounds import image_belief
+from constraintmatch.sources import Data, open_data
+
+if TYPE_CHECKING:
+    from constraintmatch.images import ImageSet
+
+__all__ = [
+    "Door",
+    "Sitting",
+    "export_answers",
+    "following",
+    "image_folder",
+    "import_file",
+    "listening",
+    "serve_app",
+    "serve_page",
+]
+
+NEEDS = "the page needs fastapi and uvicorn; install them: pip install 'constraintmatch[web]'"
+
+
+@dataclass(frozen=True)
+class Sitting:
+    """What is asked about, and where the answers go."""
+
+    data: str
+    db: Path
+    model: Path | None = None
+    kind: Kind = "which"
+    choose: Choice = "recommended"
+    seed: int = 0
+    split: str | None = None
+    data_dir: Path | None = None
+    strict: bool = False
+    device: str | None = None
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where the server listens, and whether the browser is opened."""
+
+    host: str = "127.0.0.1"
+    port: int = 8765
+    token: str | None = None
+    browse: bool = True
+
+
+def serve_page(sitting: Sitting, door: Door, reporter: Reporter | None = None) -> list[tuple[str, str]]:
+    """Serve the page until Ctrl-C; what was answered and what to do next, as rows of a table."""
+    reporter = reporter or Quiet()
+    with listening(door) as sock, _opened(sitting, reporter) as (data, store):
+        belief = _belief(sitting, data.images, reporter)
+        serve_app(
+            sock,
+            door,
+            reporter,
+            images=data.images,
+            store=store,
+            belief=lambda: belief,
+            chooser=Chooser(kind=sitting.kind, choose=sitting.choose, seed=sitting.seed),
+            folder=image_folder(data),
+            source=str(data.record["name"]),
+            model=lambda: None if sitting.model is None else str(sitting.model),
+        )
+        return following(sitting, store, belief)
+
+
+def listening(door: Door) -> socket.socket:
+    """The door's socket, before anything else is done: a port in use is said at once."""
+    try:
+        from constraintmatch.annotate.serving import listen
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "uvicorn"):
+            raise
+        raise InputError(NEEDS) from None
+    return listen(door.host, door.port)
+
+
+def serve_app(sock: socket.socket, door: Door, reporter: Reporter, **parts: Any) -> None:
+    """Serve the app that these parts make (see `create_app`) on the socket until Ctrl-C."""
+    from constraintmatch.annotate.app import create_app
+    from constraintmatch.annotate.security import is_loopback, rules_for
+    from constraintmatch.annotate.serving import address, serve
+
+    rules = rules_for(door.host, sock.getsockname()[1], door.token)
+    place = address(sock, door.host, rules.token)
+    reporter.say(f"the page is at {place} (Ctrl-C ends; every answer is saved as it is given)")
+    if not is_loopback(door.host):
+        reporter.say("whoever has this address can see the images and answer; do not pass it on further than meant")
+    serve(create_app(**parts, rules=rules), sock, browse=place if door.browse else None)
+
+
+def export_answers(sitting: Sitting, out: Path, reporter: Reporter | None = None) -> Exported:
+    """Write the answers as a pairs file, also while a server runs; an existing file is replaced."""
+    check_target(out)
+    data = _open_images(sitting, reporter or Quiet())
+    with open_store(sitting.db, data.images, source=_place(data), read_only=True) as store:
+        return export_pairs(store, out)
+
+
+def import_file(sitting: Sitting, file: Path, reporter: Reporter | None = None) -> Imported:
+    """Take the answers of a pairs file, or of Label Studio's export (.json), into the database."""
+    if not file.is_file():
+        raise InputError(f"{file}: no such file")
+    with _opened(sitting, reporter or Quiet()) as (_, store):
+        return import_answers(store, file)
+
+
+@contextmanager
+def _opened(sitting: Sitting, reporter: Reporter) -> Iterator[tuple[Data, Store]]:
+    check_target(sitting.db)
+    data = _open_images(sitting, reporter)
+    with open_store(sitting.db, data.images, source=_place(data)) as store:
+        if store.notice:
+            reporter.say(store.notice)
+        yield data, store
+
+
+def _open_images(sitting: Sitting, reporter: Reporter) -> Data:
+    """The images, at the model's size where there is a model."""
+    is_dataset, side, channels = sitting.data in DATASETS, None, None
+    if sitting.split is not None and not is_dataset:
+        raise InputError(f"--split {sitting.split} goes with a data set ({', '.join(DATASETS)}), not with a folder")
+    if sitting.model is not None and not is_dataset:
+        from constraintmatch.models import load_model
+
+        config = load_model(sitting.model).config
+        side, channels = config.side, config.channels
+    split = (sitting.split or "train") if is_dataset else None
+    data = open_data(
+        sitting.data,
+        side=side,
+        channels=channels,
+        split=split,
+        data_dir=sitting.data_dir,
+        strict=sitting.strict,
+        reporter=reporter,
+    )
+    if len(data.images) < 2:
+        raise InputError(f"{sitting.data}: has one image only; questions need two or more")
+    return data
+
+
+def _belief(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Belief:
+    if sitting.model is None:
+        reporter.say("no model: questions are chosen by what the pixels look like (--model asks better ones)")
+        return pixel_belief(images)
+    from constraintmatch.training import choose_device
+
+    model = open_model(sitting.model, images)
+    reporter.start("looking at the images", len(images))
+    try:
+        place = choose_device(sitting.device)
+        return image_belief(model, images, device=place, progress=lambda done, _: reporter.update(done))
+    finally:
+        reporter.stop()
+
+
+def image_folder(data: Data) -> Path | None:
+    """Where the image files lie; None for arrays and data sets."""
+    return Path(data.record["source"]) if data.record["kind"] == "folder" else None
+
+
+def _place(data: Data) -> str:
+    return str(data.record["source"])
+
+
+def following(sitting: Sitting, store: Store, belief: Belief) -> list[tuple[str, str]]:
+    """Where the answers are and what to do with them."""
+    counts, quoted = store.counts(), shlex.quote(sitting.data)
+    kinds = (
+        f"{counts.same + counts.which:,} same, {counts.different + counts.none:,} different, {counts.unsure:,} unsure"
+    )
+    rows = [("answers", f"{sitting.db} ({counts.answered:,}: {kinds})")]
+    if clashes := store.n_clashes():
+        rows.append(("contradictions", f"{clashes:,}; settle them on the page, or train with --on-conflict drop"))
+    if not counts.answered:
+        return rows
+    split = "" if sitting.split is None else f" --split {sitting.split}"
+    export = f"constraintmatch annotate {quoted}{split} --db {shlex.quote(str(sitting.db))} --export pairs.csv"
+    has_clusters = belief.probabilities is not None and sitting.model is not None
+    start = f"--model {shlex.quote(str(sitting.model))}" if has_clusters else "--clusters K"
+    return [*rows, ("pairs", export), ("then", f"constraintmatch train {quoted} --pairs pairs.csv {start}")]

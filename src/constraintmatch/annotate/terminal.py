@@ -1,0 +1,95 @@
+"""Questions in the terminal: images as coloured blocks, one key and Enter for an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from constraintmatch.answers import NONE, UNSURE, Question
+
+if TYPE_CHECKING:
+    from constraintmatch.images import ImageSet
+
+__all__ = ["FINISHED", "PREVIOUS", "Prompt", "picture", "read_choice", "side_by_side"]
+
+PREVIOUS = -3  # take the last answer back
+FINISHED = -4
+HALF_BLOCK = "▀"  # its upper half in the foreground colour, its lower half in the background's
+
+
+def picture(image: NDArray[np.uint8], columns: int) -> list[str]:
+    """An image (h, w, c) as lines of coloured half blocks, two pixels of height to a line."""
+    made = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).convert("RGB")
+    how = Image.Resampling.NEAREST if image.shape[0] < columns else Image.Resampling.BOX
+    pixels = np.asarray(made.resize((columns, columns + columns % 2), how))
+    return [
+        "".join(_block(top, bottom) for top, bottom in zip(pixels[row], pixels[row + 1], strict=True)) + "\x1b[0m"
+        for row in range(0, len(pixels), 2)
+    ]
+
+
+def _block(top: NDArray[np.uint8], bottom: NDArray[np.uint8]) -> str:
+    upper, lower = (";".join(str(int(value)) for value in colour) for colour in (top, bottom))
+    return f"\x1b[38;2;{upper}m\x1b[48;2;{lower}m{HALF_BLOCK}"
+
+
+def side_by_side(pictures: Sequence[list[str]], captions: Sequence[str], columns: int) -> str:
+    """Pictures of equal size in a row, each under its caption."""
+    head = "  ".join(f"{caption[:columns]:<{columns}}" for caption in captions)
+    return "\n".join([head, *("  ".join(parts) for parts in zip(*pictures, strict=True))])
+
+
+def read_choice(text: str, question: Question) -> int | None:
+    """The choice that a line means: y/n for a pair, 1-5 or 0 for which of these, u, p, f; None if it means nothing."""
+    key = text.strip().lower()[:1]
+    common = {"u": UNSURE, "p": PREVIOUS, "f": FINISHED}
+    if key in common:
+        return common[key]
+    if question.kind == "pair":
+        return {"y": 0, "s": 0, "n": NONE, "d": NONE}.get(key)
+    if key == "0" or key == "n":
+        return NONE
+    return int(key) - 1 if key.isdigit() and int(key) <= len(question.shown) else None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Shows a question and reads its answer; `write` and `read` are a terminal's print and input."""
+
+    images: ImageSet
+    write: Callable[[str], None] = print
+    read: Callable[[str], str] = input
+    width: int = 80
+    colour: bool = True
+
+    def ask(self, question: Question, heading: str = "") -> int:
+        """The person's choice; PREVIOUS and FINISHED are choices too, and an end of input is FINISHED."""
+        self.write(self._shown(question, heading))
+        keys = "y same, n different" if question.kind == "pair" else f"1-{len(question.shown)}, 0 none of these"
+        while True:
+            try:
+                text = self.read(f"{keys}, u unsure, p previous, f finished: ")
+            except EOFError:
+                return FINISHED
+            choice = read_choice(text, question)
+            if choice is not None:
+                return choice
+            self.write("that is no answer")
+
+    def _shown(self, question: Question, heading: str) -> str:
+        rows = (question.image, *question.shown)
+        labels = ["?", *(str(number) for number in range(1, len(rows)))] if question.kind == "which" else ["A", "B"]
+        names = [f"{label}  {self.images.names[row]}" for label, row in zip(labels, rows, strict=True)]
+        if not self.colour:
+            return "\n".join([heading, *names])
+        columns = max(8, min(32, (self.width - 2 * len(rows)) // len(rows)))
+        pictures = [picture(np.asarray(self.images.images[row]), columns) for row in rows]
+        captions = [
+            f"{label} {self.images.names[row].rsplit('/', 1)[-1]}" for label, row in zip(labels, rows, strict=True)
+        ]
+        return f"{heading}\n{side_by_side(pictures, captions, columns)}"

@@ -1,0 +1,98 @@
+"""Commands that ask people: annotate."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+from constraintmatch.cli.shared import (
+    DataDir,
+    Device,
+    QuietFlag,
+    Source,
+    Split,
+    Strict,
+    app,
+    example,
+    guarded,
+    option,
+    print_rows,
+    reporter,
+)
+from constraintmatch.errors import InputError
+from constraintmatch.flags import GroupedHelp
+
+__all__ = ["Choosing", "QuestionKind"]
+
+
+class QuestionKind(StrEnum):
+    """The two kinds of questions."""
+
+    which = "which"
+    pair = "pair"
+
+
+class Choosing(StrEnum):
+    """How questions are chosen."""
+
+    recommended = "recommended"
+    uncertain = "uncertain"
+    random = "random"
+
+
+@app.command(
+    cls=GroupedHelp,
+    epilog=example(
+        "constraintmatch annotate photos --model runs/photos",
+        "constraintmatch annotate photos --export pairs.csv",
+        "constraintmatch train photos --pairs pairs.csv \\",
+        "  --model runs/photos --out runs/better",
+    ),
+)
+@guarded
+def annotate(
+    data: Source,
+    model: Annotated[Path | None, option("Model or run folder that chooses the questions. (pixels do)")] = None,
+    db: Annotated[Path, option("The database of answers, made if need be. (answers.db)")] = Path("answers.db"),
+    kind: Annotated[
+        QuestionKind, option("which: which of these is the same? pair: same or different? (which)")
+    ] = QuestionKind.which,
+    choose: Annotated[
+        Choosing, option("How questions are chosen: recommended, uncertain, random. (recommended)")
+    ] = Choosing.recommended,
+    seed: Annotated[int, option("Seed of random questions. (0)")] = 0,
+    device: Device = None,
+    quiet: QuietFlag = False,
+    export: Annotated[Path | None, option("Write the answers as a pairs file and end.", panel="Files")] = None,
+    import_: Annotated[
+        Path | None,
+        option("Take in a pairs file or Label Studio's export (.json) and end.", "--import", panel="Files"),
+    ] = None,
+    host: Annotated[str, option("Address to listen on. (127.0.0.1: this machine only)", panel="Server")] = "127.0.0.1",
+    port: Annotated[int, option("Port to listen on, 0 for a free one. (8765)", panel="Server")] = 8765,
+    token: Annotated[
+        str | None, option("Secret in the page's address. (none; off this machine a new one)", panel="Server")
+    ] = None,
+    browser: Annotated[
+        bool, option("Open the page in the browser. (yes)", "--browser/--no-browser", panel="Server")
+    ] = True,
+    split: Split = None,
+    data_dir: DataDir = None,
+    strict: Strict = False,
+) -> None:
+    """Ask people about images, on a page in the browser.
+
+    Every answer is saved as it is given; Ctrl-C ends, and the same command goes on. Several people may answer at once.
+    """
+    from constraintmatch.annotate import session
+
+    sitting = session.Sitting(
+        data, db, model, kind.value, choose.value, seed, split=split, data_dir=data_dir, strict=strict, device=device
+    )
+    if export is not None and import_ is not None:
+        raise InputError("--export and --import go one after the other; give one of them")
+    if export is not None:
+        print_rows([("pairs", f"{export} ({session.export_answers(sitting, export, reporter(quiet)).describe()})")])
+    elif import_ is not None:
+        print_rows([("answers", f"{db} ({session.import_file(sitting, import_, reporter(quiet)).describe()})")])
+    else:
+        print_rows(session.serve_page(sitting, session.Door(host, port, token, browser), reporter(quiet)))

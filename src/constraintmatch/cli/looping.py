@@ -1,0 +1,125 @@
+"""The command that asks, trains and asks again: loop."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from constraintmatch.cli.asking import Choosing, QuestionKind
+from constraintmatch.cli.shared import (
+    Backbone,
+    Channels,
+    Clusters,
+    DataDir,
+    Device,
+    Flip,
+    Labels,
+    QuietFlag,
+    Side,
+    Source,
+    Strict,
+    Without,
+    app,
+    class_folders,
+    example,
+    guarded,
+    option,
+    print_rows,
+    reporter,
+    words,
+)
+from constraintmatch.errors import InputError
+from constraintmatch.flags import GroupedHelp
+
+__all__ = ["way_of_asking"]
+
+
+@app.command(
+    cls=GroupedHelp,
+    epilog=example(
+        "constraintmatch loop photos --clusters 10 \\",
+        "  --questions 200 --out loops/photos",
+        "constraintmatch loop digits --clusters 10 \\",
+        "  --oracle labels --error 0.05",
+    ),
+)
+@guarded
+def loop(
+    data: Source,
+    clusters: Clusters = None,
+    questions: Annotated[int, option("How many questions in all. (200)")] = 200,
+    out: Annotated[Path, option("Folder for the start, the answers and the models. (loop)")] = Path("loop"),
+    model: Annotated[Path | None, option("Model or run folder to begin with. (makes a short start)")] = None,
+    kind: Annotated[
+        QuestionKind | None, option("which: which of these is the same? pair: same or different? (which)")
+    ] = None,
+    choose: Annotated[
+        Choosing, option("How questions are chosen: recommended, uncertain, random. (recommended)")
+    ] = Choosing.recommended,
+    every: Annotated[int, option("Answers between two rounds of training. (25)")] = 25,
+    steps: Annotated[int | None, option("Steps of a round. (200 on a CPU, else 1,000)")] = None,
+    terminal: Annotated[bool, option("Ask in the terminal, not on a page.", "--terminal")] = False,
+    oracle: Annotated[str | None, option("labels: let the labels answer, for experiments.")] = None,
+    error: Annotated[float, option("Share of wrong answers with --oracle. (0)")] = 0.0,
+    seed: Annotated[int, option("Seed of everything random. (0)")] = 0,
+    device: Device = None,
+    quiet: QuietFlag = False,
+    host: Annotated[str, option("Address to listen on. (127.0.0.1: this machine only)", panel="Server")] = "127.0.0.1",
+    port: Annotated[int, option("Port to listen on, 0 for a free one. (8765)", panel="Server")] = 8765,
+    token: Annotated[
+        str | None, option("Secret in the page's address. (none; off this machine a new one)", panel="Server")
+    ] = None,
+    browser: Annotated[
+        bool, option("Open the page in the browser. (yes)", "--browser/--no-browser", panel="Server")
+    ] = True,
+    backbone: Backbone = None,
+    side: Side = None,
+    channels: Channels = None,
+    data_dir: DataDir = None,
+    labels: Labels = None,
+    strict: Strict = False,
+    flip: Flip = None,
+    without: Without = "",
+) -> None:
+    """Ask, train in the background, and ask better questions.
+
+    A start is made once; then every few answers a short round of training makes a new model, which chooses the next
+    questions. Stop at any time: the same command goes on.
+    """
+    from constraintmatch.annotate import loop as loops
+    from constraintmatch.annotate.session import Door
+    from constraintmatch.planning import Train
+
+    way = way_of_asking(terminal, oracle, error)
+    opened = Train(
+        backbone=backbone,
+        side=side,
+        channels=channels,
+        data_dir=data_dir,
+        class_folders=class_folders(labels),
+        strict=strict,
+        flip=flip,
+        without=words(without),
+    )
+    asked: Literal["pair", "which"] = "which" if kind is None else kind.value
+    if kind is None and terminal:
+        asked = "pair"  # y and n need no other keys, and two pictures fit a narrow terminal
+    request = loops.Loop(data, out, clusters, questions, model, asked, choose.value, every, steps, opened, seed, device)
+    if way == "labels":
+        rows = loops.ask_labels(request, error, reporter(quiet))
+    elif way == "terminal":
+        rows = loops.ask_in_terminal(request, reporter=reporter(quiet))
+    else:
+        rows = loops.ask_on_page(request, Door(host, port, token, browser), reporter(quiet))
+    print_rows(rows)
+
+
+def way_of_asking(terminal: bool, oracle: str | None, error: float) -> Literal["page", "terminal", "labels"]:
+    """Who answers; what contradicts itself is an InputError."""
+    if oracle not in (None, "labels"):
+        raise InputError(f"--oracle {oracle}: known is labels")
+    if terminal and oracle:
+        raise InputError("--terminal asks a person and --oracle does not; give one of them")
+    if error and oracle is None:
+        raise InputError("--error goes with --oracle labels")
+    if not 0 <= error <= 1:
+        raise InputError(f"--error is {error}; it is a share, from 0 to 1")
+    return "labels" if oracle else "terminal" if terminal else "page"

@@ -1,0 +1,161 @@
+"""Rounds of asking and training: pairs from the answers so far, a short training, what the model then believes.
+
+A round begins with the same start again, not with the model of the round before: what that one had wrong it would
+confirm, and a start with more answers is what a person expects of more answers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from constraintmatch import draws
+from constraintmatch.answers import Answer, Question, stated_constraints
+from constraintmatch.constraints import Constraints
+from constraintmatch.draws import Purpose
+from constraintmatch.errors import InputError
+from constraintmatch.images import ImageSet
+from constraintmatch.landscape import Belief, landscape_of
+from constraintmatch.questions import Choice, Kind, next_questions
+
+__all__ = ["Annotator", "Asking", "Round", "ask_until", "closure_pairs", "image_belief", "simulate"]
+
+Rows = NDArray[np.int64]
+
+MOST_PAIRS = 1_000_000  # of the closure in one training; 1,400 images that are all settled have as many
+
+
+class Annotator(Protocol):
+    """Somebody who answers: a person behind a page, or labels."""
+
+    def answer(self, question: Question) -> Answer:
+        """The answer to a question."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How questions are chosen, and after how many of them somebody looks at the model again."""
+
+    kind: Kind = "which"
+    choose: Choice = "recommended"
+    batch: int = 10  # questions chosen at a time from the answers so far; small batches find all kinds sooner
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round left: the answers so far, and the model that was trained on them."""
+
+    answers: tuple[Answer, ...]
+    model: Any  # a ClusterModel; this module needs no torch
+
+
+def closure_pairs(answers: Sequence[Answer], n_images: int, *, most: int = MOST_PAIRS, seed: int = 0) -> Constraints:
+    """Pairs to train on, over n_images: all that the answers imply, or `most` of them drawn evenly.
+
+    Of what was said, not of what only follows from the choice of another image: one wrong link would spread over two
+    groups. Must-links keep their natural share: half of the pairs being must-links makes the pair loss merge clusters
+    (docs/lab-notes.md).
+    """
+    said = stated_constraints(answers, n_images)
+    view = said.component_constraints()
+    sizes = np.bincount(view.component, minlength=1)
+    within, between = sizes * (sizes - 1) // 2, sizes[view.cannot[:, 0]] * sizes[view.cannot[:, 1]]
+    total = int(within.sum() + between.sum())
+    if total <= most:
+        return said.close(max_pairs=most)
+    words = draws.stream(seed, Purpose.CLOSURE)
+    members = np.argsort(view.component, kind="stable")
+    first = np.cumsum(sizes) - sizes
+    n_must = round(most * int(within.sum()) / total)
+    must = _within(words, within, sizes, first, members, n_must)
+    cannot = _between(words, between, view.cannot, sizes, first, members, most - n_must)
+    left, right = np.concatenate([must[0], cannot[0]]), np.concatenate([must[1], cannot[1]])
+    link = np.repeat([1.0, 0.0], [n_must, most - n_must])
+    return Constraints.from_arrays(left, right, link, n_images=n_images)
+
+
+def _within(
+    words: np.random.Philox, weight: Rows, sizes: Rows, first: Rows, members: Rows, n: int
+) -> tuple[Rows, Rows]:
+    """n must-links: a group by its number of pairs, then two of its images."""
+    group = _by_weight(words, weight, n)
+    one = draws.below(words, sizes[group])
+    other = draws.below(words, sizes[group] - 1)
+    other += other >= one
+    return members[first[group] + one], members[first[group] + other]
+
+
+def _between(
+    words: np.random.Philox, weight: Rows, edges: Rows, sizes: Rows, first: Rows, members: Rows, n: int
+) -> tuple[Rows, Rows]:
+    """n cannot-links: two groups by their number of pairs, then an image of each."""
+    chosen = edges[_by_weight(words, weight, n)]
+    ends = [members[first[group] + draws.below(words, sizes[group])] for group in chosen.T]
+    return ends[0], ends[1]
+
+
+def _by_weight(words: np.random.Philox, weight: Rows, n: int) -> Rows:
+    """n numbers of entries, each as likely as its weight."""
+    if not n:
+        return np.empty(0, np.int64)
+    ends = np.cumsum(weight)
+    drawn = draws.below(words, np.full(n, ends[-1]))
+    return np.searchsorted(ends, drawn, side="right").astype(np.int64)
+
+
+def ask_until(
+    belief: Belief, answers: Sequence[Answer], total: int, annotator: Annotator, asking: Asking
+) -> list[Answer]:
+    """The answers with so many more that there are `total`, or fewer where nothing is left to ask."""
+    found, landscape = list(answers), landscape_of(belief.features)
+    while len(found) < total:
+        n = min(asking.batch, total - len(found))
+        chosen = next_questions(
+            belief, found, n, kind=asking.kind, choose=asking.choose, seed=asking.seed, landscape=landscape
+        )
+        if not chosen:
+            break
+        found += [annotator.answer(question) for question in chosen]
+    return found
+
+
+def simulate(
+    believe: Callable[[Any], Belief],
+    train: Callable[[Sequence[Answer]], Any],
+    start: Any,
+    budgets: Sequence[int],
+    annotator: Annotator,
+    asking: Asking,
+) -> Iterator[Round]:
+    """A round for each budget, in rising order: ask until it is reached, train on all answers, believe that model."""
+    if list(budgets) != sorted(set(budgets)) or not budgets or budgets[0] < 1:
+        raise InputError(f"budgets {list(budgets)} must rise, from 1 up")
+    answers: list[Answer] = []
+    belief = believe(start)
+    for budget in budgets:
+        before = len(answers)
+        answers = ask_until(belief, answers, budget, annotator, asking)
+        if len(answers) == before:
+            return
+        model = train(answers)
+        belief = believe(model)
+        yield Round(tuple(answers), model)
+
+
+def image_belief(
+    model: Any, images: ImageSet, *, device: Any = None, progress: Callable[[int, int], None] | None = None
+) -> Belief:
+    """What a model believes of the images, in one pass; one that has no clusters yet gives features alone.
+
+    `device` None is the model's own.
+    """
+    from constraintmatch.evaluation import embed, predict
+
+    if model.config.n_clusters == 0 or model.config.n_heads > 1:
+        return Belief.of(embed(model, images, device=device, progress=progress))
+    found = predict(model, images, features=True, device=device, progress=progress)
+    assert found.features is not None
+    return Belief.of(found.features, found.probabilities)

@@ -1,0 +1,90 @@
+"""The grids as data: what the paper's tables and figures are made of."""
+
+import pytest
+
+from constraintmatch.datasets import DATASETS
+from constraintmatch.errors import InputError
+from constraintmatch.methods import METHODS
+from constraintmatch.paper.cells import GRIDS, PAPER_SETS, STEPS, Cell, grid_cells
+from constraintmatch.running import split_options
+
+
+def test_table_1_has_seven_rows_a_set_and_its_start_only_once() -> None:
+    cells = grid_cells("table1", sets=["cifar10"])
+    assert len(cells) == 1 + 5 * 6
+    assert sum(cell.method == "scan" for cell in cells) == 1
+    assert {cell.n_constraints for cell in cells} == {0, 5_000, 10_000}
+
+
+def test_table_1_is_of_the_papers_five_sets() -> None:
+    assert {cell.dataset for cell in grid_cells("table1", folds=[0])} == set(PAPER_SETS)
+
+
+def test_overclustering_asks_for_five_times_as_many_clusters() -> None:
+    wide = {cell.dataset: cell.n_clusters for cell in grid_cells("table3", folds=[0])}
+    assert wide == {"cifar10": 50, "cifar100-20": 100}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_no_two_cells_of_a_grid_have_the_same_name(name: str) -> None:
+    cells = grid_cells(name, folds=[0, 1])
+    assert len({cell.name for cell in cells}) == len(cells) == len(set(cells))
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_every_option_of_a_grid_is_one_that_its_method_has(name: str) -> None:
+    for cell in grid_cells(name, folds=[0]):
+        if cell.options:
+            assert cell.method in METHODS
+            split_options(cell.method, dict(cell.options))
+
+
+def test_a_cut_grid_has_other_names_than_a_full_one_except_for_the_start() -> None:
+    full, cut = grid_cells("table2", folds=[0]), grid_cells("table2", folds=[0], steps=3_000)
+    assert {cell.name for cell in full} & {cell.name for cell in cut} == {"cifar100-20-scan", "cifar10-scan"}
+    assert all(cell.cut for cell in cut if cell.method != "scan")
+    assert not any(cell.cut for cell in full)
+    assert {cell.steps for cell in full} == {STEPS}
+
+
+def test_the_same_training_is_one_cell_in_every_grid_that_shows_it() -> None:
+    plain = Cell("cifar100-20", "constraintmatch", 10_000, 0)
+    for name in ("table1", "table2", "flip", "links", "entropy", "amount", "noise"):
+        assert plain in grid_cells(name, sets=["cifar100-20"], folds=[0])
+
+
+def test_names_say_what_differs_from_the_papers_setting() -> None:
+    assert Cell("cifar10", "constraintmatch", 10_000, 2).name == "cifar10-constraintmatch-10000-fold2"
+    assert Cell("cifar10", "constrained", 5_000, noise=0.1).name == "cifar10-constrained-5000-noise0.1-fold0"
+    odd = Cell("cifar10", "constraintmatch", 10_000, options=(("max_entropy", 0.1),), n_clusters=50, steps=300)
+    assert odd.name == "cifar10-constraintmatch-10000-k50-max_entropy=0.1-fold0-steps300"
+
+
+def test_a_grid_can_be_cut_by_method_and_number_of_constraints() -> None:
+    cells = grid_cells("table1", sets=["cifar10"], folds=[0], methods=["constrained"], n_constraints=[5_000])
+    assert [cell.name for cell in cells] == ["cifar10-constrained-5000-fold0"]
+
+
+def test_folds_come_one_after_the_other() -> None:
+    folds = [cell.fold for cell in grid_cells("table1", sets=["cifar10"], folds=[0, 1])]
+    assert folds == sorted(folds)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"name": "table9"}, "unknown table or figure 'table9'; known are table1"),
+        ({"name": "table3", "sets": ["stl10"]}, "table3 has no set 'stl10'; it has cifar10, cifar100-20"),
+        ({"name": "table1", "folds": [-1]}, "fold -1 does not exist"),
+    ],
+)
+def test_what_is_not_there_is_one_clear_line(arguments: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        grid_cells(**arguments)  # type: ignore[arg-type]
+
+
+def test_the_start_of_a_cell_is_named_by_set_and_clusters() -> None:
+    assert Cell("cifar10", "constrained", 10).start == "scan-cifar10"
+    assert Cell("cifar100-20", "scan", n_clusters=100).start == "scan-cifar100-20-100"
+    assert Cell("cifar10", "supervised").start == "random"
+    assert Cell("digits", "scan").n_clusters == DATASETS["digits"].n_clusters

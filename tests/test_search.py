@@ -1,0 +1,506 @@
+"""The search: slots tried once by workers that race, die and come back; the paper's criterion; what is refused."""
+
+import itertools
+import json
+import os
+import pickle
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from constraintmatch.cli import searching
+from constraintmatch.constraints import Constraints
+from constraintmatch.datasets import DATASETS, load_dataset
+from constraintmatch.errors import InputError
+from constraintmatch.evaluation import predict
+from constraintmatch.images import ImageSet
+from constraintmatch.methods import ViewChoice
+from constraintmatch.models import build_model, load_model, save_model
+from constraintmatch.paper.search import PAPER_VALUES, Search, search
+from constraintmatch.paper.trials import Patience, Slots, _Desk, finished_trials, open_storage, open_study, work
+from constraintmatch.progress import Quiet, Reporter
+from constraintmatch.running import Around, method_settings, run_method
+
+FAST = Patience(look=0.05)
+GRID = Slots({"lr": (0.1, 0.01), "weight_decay": (1e-3, 1e-4)})
+Train = Callable[[dict[str, float], Path | None, Reporter], dict[str, Any]]
+
+
+@contextmanager
+def study_at(place: Path, protocol: dict[str, Any] | None = None) -> Iterator[Any]:
+    with open_storage(str(place)) as storage:
+        yield open_study(storage, "s", protocol or {"steps": 1}, str(place))
+
+
+def work_at(place: Path, slots: Slots, train: Train, patience: Patience = FAST) -> None:
+    with study_at(place) as study:
+        work(study, slots, train, runs=None, patience=patience, reporter=Quiet())
+
+
+def squares(settings: dict[str, float], *_: Any) -> dict[str, Any]:
+    return {"loss": sum(np.log(value) ** 2 for value in settings.values())}
+
+
+def points(slots: Slots) -> list[dict[str, float]]:
+    return [dict(zip(slots.values, point, strict=True)) for point in itertools.product(*slots.values.values())]
+
+
+# Slots
+
+
+def test_the_grids_are_the_papers() -> None:
+    assert {method: len(Slots(dict(of))) for method, of in PAPER_VALUES.items()} == {
+        "constrained": 15,
+        "pseudo_label": 300,
+        "constraintmatch": 240,
+        "fully_constrained": 15,
+    }
+    for name, row in DATASETS.items():  # what the authors chose lies on their grid
+        for method, tuned in row.tuned.items() if name != "digits" else ():
+            assert all(value in PAPER_VALUES[method][key] for key, value in tuned.items()), (name, method)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.dictionaries(st.sampled_from("abcd"), st.lists(st.floats(0, 1), min_size=1, max_size=3, unique=True)))
+def test_the_slots_of_a_grid_are_its_points(values: dict[str, list[float]]) -> None:
+    slots = Slots({name: tuple(of) for name, of in values.items()})
+    assert [slots.point(slot) for slot in range(len(slots))] == points(slots)
+
+
+def test_workers_that_race_try_every_point_once(tmp_path: Path) -> None:
+    tried: list[dict[str, float]] = []
+    start = threading.Barrier(3)
+
+    def worker() -> None:
+        with study_at(tmp_path / "s.db") as study:  # all three may be the one that makes it
+            start.wait()
+            work(study, GRID, train, runs=None, patience=FAST, reporter=Quiet())
+
+    def train(chosen: dict[str, float], *_: Any) -> dict[str, Any]:
+        tried.append(chosen)
+        time.sleep(0.01)
+        return squares(chosen)
+
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(worker) for _ in range(3)]:
+            done.result()
+    assert sorted(map(str, tried)) == sorted(map(str, points(GRID)))
+    with study_at(tmp_path / "s.db") as study:
+        found = finished_trials(study, GRID)
+        states = [trial.state.name for trial in study.get_trials() if trial.state.name != "FAIL"]  # of claims too late
+    assert states == ["COMPLETE"] * 4
+    assert [one.loss for one in found] == sorted(squares(point)["loss"] for point in points(GRID))
+
+
+def test_a_claim_that_comes_second_is_withdrawn(tmp_path: Path) -> None:
+    with study_at(tmp_path / "s.db") as study:
+        desk = _Desk(study, GRID, FAST)
+        nothing_yet = desk.trials()
+        first, second = desk.claim(0, nothing_yet), desk.claim(0, nothing_yet)
+        assert first is not None
+        assert second is None
+        assert [trial.state.name for trial in study.get_trials()] == ["RUNNING", "FAIL"]
+
+
+def test_what_stops_a_training_gives_its_slot_back(tmp_path: Path) -> None:
+    calls: list[dict[str, float]] = []
+
+    def breaks_at_third(chosen: dict[str, float], *_: Any) -> dict[str, Any]:
+        calls.append(chosen)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return squares(chosen)
+
+    with pytest.raises(KeyboardInterrupt):
+        work_at(tmp_path / "s.db", GRID, breaks_at_third)
+    work_at(tmp_path / "s.db", GRID, breaks_at_third)
+    assert calls == [*points(GRID)[:3], *points(GRID)[2:]]
+
+
+# Workers elsewhere
+
+
+def begin_elsewhere(study: Any, slot: int) -> Any:
+    told = {"slot": slot, "host": "another machine", "pid": os.getpid(), "token": "t", "beat": 0}
+    study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.RUNNING, user_attrs=told))
+    return optuna.trial.Trial(study, study.get_trials()[-1]._trial_id)
+
+
+def test_a_trial_whose_worker_shows_no_sign_of_life_is_taken_up(tmp_path: Path) -> None:
+    tried: list[dict[str, float]] = []
+
+    def train(chosen: dict[str, float], *_: Any) -> dict[str, Any]:
+        tried.append(chosen)
+        return squares(chosen)
+
+    with study_at(tmp_path / "s.db") as study:
+        begin_elsewhere(study, 1)
+    work_at(tmp_path / "s.db", GRID, train, replace(FAST, grace=0.1))
+    assert tried[0] == points(GRID)[0]
+    assert sorted(map(str, tried)) == sorted(map(str, points(GRID)))
+
+
+def test_a_worker_counts_as_dead_when_its_beat_stands_still(tmp_path: Path) -> None:
+    with study_at(tmp_path / "s.db") as study:
+        other = begin_elsewhere(study, 1)
+        patient, impatient = (_Desk(study, GRID, replace(FAST, grace=grace)) for grace in (60.0, 0.0))
+        for beat in range(1, 4):
+            other.set_user_attr("beat", beat)
+            assert not impatient.is_dead(study.get_trials()[0])  # it has moved since the last look
+            assert not patient.is_dead(study.get_trials()[0])
+        time.sleep(0.01)
+        assert impatient.is_dead(study.get_trials()[0])
+        assert not patient.is_dead(study.get_trials()[0])
+
+
+def test_a_worker_waits_for_trials_that_others_are_at(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Listener(Quiet):
+        def say(self, text: str) -> None:
+            said.append(text)
+            if "waiting" in text:  # now the other worker ends
+                other.set_user_attr("told", {"settings": points(GRID)[1], "loss": -5.0})
+                study.tell(other, -5.0)
+
+    with study_at(tmp_path / "s.db") as study:
+        other = begin_elsewhere(study, 1)
+        work(study, GRID, squares, runs=None, patience=FAST, reporter=Listener())
+        assert said[-1] == "nothing is left to begin; waiting for other workers (trials: 1)"
+        assert finished_trials(study, GRID)[0].loss == -5.0
+        assert len(study.get_trials()) == 4
+
+
+def test_a_worker_whose_trial_was_taken_up_keeps_its_late_result_to_itself(tmp_path: Path) -> None:
+    def slow(chosen: dict[str, float], *_: Any) -> dict[str, Any]:
+        if chosen == points(GRID)[0] and not taken:
+            with study_at(tmp_path / "s.db") as study:  # what another worker does that misses our signs of life
+                taken.append(study.get_trials()[0])
+                study.tell(0, state=optuna.trial.TrialState.FAIL)
+            return {"loss": -1.0}
+        return squares(chosen)
+
+    taken: list[Any] = []
+    work_at(tmp_path / "s.db", GRID, slow)
+    with study_at(tmp_path / "s.db") as study:
+        assert sorted(one.slot for one in finished_trials(study, GRID)) == list(range(4))
+        assert all(one.loss != -1.0 for one in finished_trials(study, GRID))
+
+
+# TPE
+
+
+def test_tpe_makes_as_many_trials_as_asked_and_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
+    values = {"lr": (1e-4, 0.03), "max_entropy": (0.05, 0.3)}
+    stops = iter([False] * 5 + [True])
+
+    def stopped_once(chosen: dict[str, float], *_: Any) -> dict[str, Any]:
+        if next(stops, False):
+            raise KeyboardInterrupt
+        return squares(chosen)
+
+    def found_at(name: str, n: int) -> dict[int, dict[str, float]]:
+        with study_at(tmp_path / name) as study:
+            return {one.slot: one.settings for one in finished_trials(study, Slots(values, "tpe", n))}
+
+    work_at(tmp_path / "whole.db", Slots(values, "tpe", 13), squares)  # the first ten draws are random
+    with pytest.raises(KeyboardInterrupt):
+        work_at(tmp_path / "parts.db", Slots(values, "tpe", 8), stopped_once)
+    work_at(tmp_path / "parts.db", Slots(values, "tpe", 8), stopped_once)
+    work_at(tmp_path / "parts.db", Slots(values, "tpe", 13), stopped_once)
+    whole = found_at("whole.db", 13)
+    assert sorted(whole) == list(range(13))
+    assert found_at("parts.db", 13) == whole
+    assert len({chosen["lr"] for chosen in whole.values()}) == 13
+    assert all(1e-4 <= chosen["lr"] <= 0.03 and 0.05 <= chosen["max_entropy"] <= 0.3 for chosen in whole.values())
+
+
+# Storages and studies
+
+
+def test_a_study_of_another_search_is_refused_by_what_differs(tmp_path: Path) -> None:
+    with study_at(tmp_path / "s.db", {"settings": {"steps": 100}, "method": "constrained"}):
+        pass
+    with (
+        pytest.raises(InputError, match=r"study 's' is of another search \(settings.steps was 100, is 5\); choose"),
+        study_at(tmp_path / "s.db", {"settings": {"steps": 5}, "method": "constrained"}),
+    ):
+        pass
+
+
+def test_a_study_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    with open_storage(str(tmp_path / "s.db")) as storage:
+        theirs = optuna.create_study(storage=storage, study_name="s")
+        theirs.add_trial(optuna.trial.create_trial(value=1.0))
+        theirs.sampler = None
+    with pytest.raises(InputError, match="of another program"), study_at(tmp_path / "s.db"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (
+            "postgresql+pg8000://me:secret@host/db",
+            r"postgresql\+pg8000://me@host/db: no driver.*constraintmatch\[postg",
+        ),
+        ("nosuch://me:secret@host/db", "nosuch://me@host/db: no storage for a search"),
+    ],
+)
+def test_a_storage_that_cannot_be_opened_says_so_without_its_password(place: str, said: str) -> None:
+    with pytest.raises(InputError, match=said) as told, open_storage(place):
+        pass
+    assert "secret" not in str(told.value)
+
+
+def test_a_file_that_is_no_storage_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_bytes(b"no database" * 1000)
+    with (
+        pytest.raises(InputError, match=r"photo.jpg: no storage for a search"),
+        open_storage(str(tmp_path / "photo.jpg")),
+    ):
+        pass
+    assert (tmp_path / "photo.jpg").read_bytes() == b"no database" * 1000
+
+
+# The whole search, on digits
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    row, folder = DATASETS["digits"], tmp_path_factory.mktemp("starts") / "digits"
+    save_model(build_model(n_clusters=10, side=8, channels=1, mean=row.mean, std=row.std, seed=3), folder)
+    return folder
+
+
+VALUES = {"weight_decay": [1e-4], "lr": [0.1, 0.01], "pseudo_weight": [1.0], "max_entropy": [0.3, 0.9]}
+
+
+def digits(start: Path, place: Path, **changes: Any) -> Search:
+    asked = Search(
+        "digits",
+        start,
+        n_constraints=300,
+        values=VALUES,
+        steps=2,
+        storage=str(place / "search.db"),
+        settings={"device": "cpu"},
+        patience=FAST,
+    )
+    return replace(asked, **changes)
+
+
+WORKER = """
+import pickle, sys
+from constraintmatch.paper.search import search
+request = pickle.load(sys.stdin.buffer)
+print("ready", flush=True)
+sys.stdin.buffer.readline()
+search(request)
+"""
+
+
+def start_worker(request: Search) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-W", "error", "-c", WORKER]
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert worker.stdin is not None
+    worker.stdin.write(pickle.dumps(request))
+    worker.stdin.flush()
+    return worker
+
+
+def completed_by(place: Path) -> dict[int, list[int]]:
+    """The slots that each process has finished, as the database has them."""
+    told = "select value_json from trial_user_attributes where trial_id = trials.trial_id and key = "
+    asked = f"select ({told} 'pid'), ({told} 'slot') from trials where state = 'COMPLETE'"
+    found: dict[int, list[int]] = {}
+    with suppress(sqlite3.OperationalError), closing(sqlite3.connect(place / "search.db")) as database:
+        for pid, slot in database.execute(asked).fetchall():  # no such tables yet: nothing is finished
+            found.setdefault(int(pid), []).append(int(slot))
+    return found
+
+
+def test_two_workers_share_a_grid_and_one_that_is_killed_leaves_no_gap(start: Path, tmp_path: Path) -> None:
+    request = digits(start, tmp_path, steps=3)
+    other = start_worker(request)
+    assert other.stdin is not None
+    assert other.stdout is not None
+    assert other.stdout.readline() == b"ready\n"
+
+    class Killer(Quiet):
+        def say(self, text: str) -> None:  # noqa: ARG002 (at our first trial: the other worker is killed at its second)
+            until = time.monotonic() + 60
+            while other.poll() is None and other.pid not in completed_by(tmp_path) and time.monotonic() < until:
+                time.sleep(0.02)
+            other.kill()
+            other.communicate()
+
+    other.stdin.write(b"go\n")
+    other.stdin.flush()
+    found = search(request, Killer())
+    done = completed_by(tmp_path)
+    assert set(done) == {other.pid, os.getpid()}
+    assert sorted(done[other.pid] + done[os.getpid()]) == list(range(4))
+    assert sorted(one.slot for one in found.tried) == list(range(4))
+    assert not (tmp_path / "search.db.runs").exists()
+
+
+def test_the_loss_is_the_papers_on_constraints_of_the_validation_split(start: Path, tmp_path: Path) -> None:
+    found = search(digits(start, tmp_path, values={**VALUES, "lr": [0.1]}, out=tmp_path / "best.json"))
+    images, judged, row = load_dataset("digits", "train"), load_dataset("digits", "val"), DATASETS["digits"]
+    assert images.labels is not None
+    assert judged.labels is not None
+    trained = run_method(
+        "constraintmatch",
+        load_model(start),
+        images,
+        Constraints.sample(images.labels, 300, seed=0),
+        arguments={"pseudo_weight": 1.0, "max_entropy": 0.9, "pairs_per_step": 50, "images_per_step": 150},
+        settings=method_settings("constraintmatch", {"steps": 2, "lr": 0.1, "weight_decay": 1e-4, "device": "cpu"}),
+        around=Around(views=ViewChoice(flip=row.flip, without=tuple(row.without))),
+    )
+    p = predict(trained.model, judged).probabilities.astype(np.float64)
+    asked = Constraints.sample(judged.labels, row.n_validation_constraints, seed=0)
+    same = (p[asked.left] * p[asked.right]).sum(1)
+    expected = -np.mean(np.where(asked.link == 1, np.log(same), np.log(1 - same)))
+    ours = next(one for one in found.tried if one.settings["max_entropy"] == 0.9)
+    assert ours.loss == pytest.approx(expected, rel=1e-5)
+    written = json.loads((tmp_path / "best.json").read_text())
+    assert found.best is not None
+    assert written["best"]["loss"] == found.best.loss == min(one.loss for one in found.tried if one.loss is not None)
+    assert written["cut"] is True
+    assert written["paper_values"] is False
+    assert len(written["trials"]) == 2
+    assert {"commit", "gpu"} <= written["environment"].keys()
+
+
+def test_a_trial_that_was_broken_off_goes_on_from_its_checkpoint(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from constraintmatch.stepping import Stepper
+
+    step, steps = Stepper.__call__, []
+
+    def counting(self: Any, batch: Any, lr: float) -> None:
+        steps.append(lr)
+        if len(steps) == 4:
+            raise OSError("the machine went away")
+        step(self, batch, lr)
+
+    monkeypatch.setattr(Stepper, "__call__", counting)
+    one = {**VALUES, "lr": [0.1], "max_entropy": [0.3]}
+    request = digits(start, tmp_path, steps=5, values=one, settings={"device": "cpu", "checkpoint_every": 2})
+    with pytest.raises(OSError, match="went away"):
+        search(request)
+    resumed = search(request)
+    assert len(steps) == 4 + 3  # from step 2
+    whole = search(replace(request, storage=str(tmp_path / "whole.db")))
+    assert resumed.tried[0].loss == whole.tried[0].loss
+
+
+def test_a_search_that_diverges_goes_on_and_ranks_it_last(start: Path, tmp_path: Path) -> None:
+    request = digits(start, tmp_path, method="constrained", values={"weight_decay": [0.0], "lr": [1e30, 0.01]}, steps=4)
+    found = search(request)
+    assert [one.loss is None for one in found.tried] == [False, True]
+    assert "not finite" in found.tried[1].told["note"]
+    rows = dict(found.lines())
+    assert rows["diverged"] == "--weight-decay 0.0 --lr 1e+30"
+    assert rows["best"] == "--weight-decay 0.0 --lr 0.01"
+    assert rows["pairs"] == "constraintmatch sample digits --n 300 --out pairs.csv"
+
+
+def test_a_finished_search_is_shown_and_not_run_again(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = digits(start, tmp_path, values={**VALUES, "lr": [0.1], "max_entropy": [0.3]}, workers=2)
+    first = search(request)  # the second worker is ended before it finds work, or finds none
+    monkeypatch.setattr("constraintmatch.paper.search.run_method", lambda *_, **__: pytest.fail("trained again"))
+    assert search(replace(request, workers=1)).tried == first.tried
+
+
+def test_another_start_is_another_search(start: Path, tmp_path: Path) -> None:
+    one = digits(start, tmp_path, values={**VALUES, "lr": [0.1], "max_entropy": [0.3]})
+    search(one)
+    save_model(build_model(n_clusters=10, side=8, channels=1, seed=4), tmp_path / "other")
+    with pytest.raises(InputError, match=r"study 'digits-constraintmatch-grid' is of another search \(model was"):
+        search(replace(one, model=tmp_path / "other"))
+    with pytest.raises(InputError, match=r"settings.steps was 2, is 3"):
+        search(replace(one, steps=3))
+
+
+# The command
+
+
+def test_the_command_searches_a_persons_own_images_and_pairs(tmp_path: Path, stripes: ImageSet) -> None:
+    assert stripes.labels is not None
+    np.save(tmp_path / "images.npy", stripes.images)
+    Constraints.sample(stripes.labels, 40, seed=1).write(tmp_path / "pairs.csv")
+    save_model(build_model(n_clusters=3, side=8, channels=1, seed=1), tmp_path / "start")
+    words = ["search", str(tmp_path / "images.npy"), "--pairs", str(tmp_path / "pairs.csv")]
+    words += ["--model", str(tmp_path / "start"), "--storage", str(tmp_path / "s.db"), "--device", "cpu", "--quiet"]
+    words += ["--steps", "2", "--sampler", "tpe", "--trials", "2", "--out", str(tmp_path / "best.json")]
+    done = CliRunner().invoke(searching.app, words)
+    assert done.exit_code == 0, done.output
+    written = json.loads((tmp_path / "best.json").read_text())
+    held_out, training = (written["protocol"][key] for key in ("validation_constraints", "constraints"))
+    assert int(held_out.split()[0]) == round(0.2 * (int(held_out.split()[0]) + int(training.split()[0])))
+    assert written["best"]["flags"] in done.stdout
+    assert f"--pairs {tmp_path / 'pairs.csv'} {written['best']['flags']}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--grid lr", "--grid lr: write a name and numbers"),
+        ("--grid lr=a", "--grid lr=a: write a name and numbers"),
+        ("--grid lr=", "no values for lr"),
+        ("--grid lr=-1", "lr is -1.0; it must be a positive number"),
+        ("--grid pool=1", "cannot search over 'pool'; constraintmatch has flip_fraction"),
+        ("--method scan", "no search for 'scan'; there is one for constrained, pseudo_label"),
+        ("--trials 5", "--trials goes with --sampler tpe; the grid has 240 points"),
+        ("--sampler tpe", "say how many trials"),
+        ("--workers 0", "--workers 0: at least one"),
+        ("--constraints 0", "--constraints 0: at least one"),
+        ("--pairs nothing.csv", "nothing.csv: no such file"),
+        ("--without smudge", "smudge"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_one_line(start: Path, tmp_path: Path, words: str, said: str) -> None:
+    command = ["search", "digits", "--model", str(start), "--storage", str(tmp_path / "s.db"), *words.split()]
+    done = CliRunner().invoke(searching.app, command)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "s.db").exists()
+
+
+def test_a_folder_without_pairs_says_what_is_missing(start: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="a folder needs --pairs FILE"):
+        search(Search(str(tmp_path), start))
+
+
+def test_a_model_without_clusters_is_refused(tmp_path: Path) -> None:
+    save_model(build_model(n_clusters=0, side=8, channels=1, seed=1), tmp_path / "start")
+    with pytest.raises(InputError, match="has no clusters yet"):
+        search(digits(tmp_path / "start", tmp_path))
+
+
+def test_without_optuna_the_mend_is_named(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(InputError, match=r"pip install 'constraintmatch\[search\]'"):
+        search(digits(start, tmp_path))
