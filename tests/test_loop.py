@@ -1,0 +1,292 @@
+"""The loop for real, on a few digits: labels answer, a person in the terminal answers, the model learns beside them."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from constraintmatch import cli
+from constraintmatch.annotate.learning import Learner, Learning
+from constraintmatch.annotate.loop import Limited, Loop, ask_in_terminal, ask_labels
+from constraintmatch.annotate.store import open_store
+from constraintmatch.annotate.terminal import FINISHED, PREVIOUS, Prompt, picture, read_choice, side_by_side
+from constraintmatch.answers import NONE, UNSURE, Answer, Question
+from constraintmatch.datasets import DATASETS, load_dataset
+from constraintmatch.errors import InputError
+from constraintmatch.images import ImageSet
+from constraintmatch.models import build_model, load_model, save_model
+from constraintmatch.oracle import LabelOracle
+from constraintmatch.planning import Train
+from constraintmatch.rounds import Asking, ask_until, image_belief
+from constraintmatch.running import method_settings, run_method, weights_hash
+
+SMALL = Learning({"pairs_per_step": 10, "images_per_step": 20}, {"steps": 2, "device": "cpu"}, every=5)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    row, folder = DATASETS["digits"], tmp_path_factory.mktemp("start") / "model"
+    size = {"n_clusters": 10, "side": 8, "channels": 1, "backbone": "tiny"}
+    model = build_model(mean=row.mean, std=row.std, **size)
+    images, settings = load_dataset("digits", "train"), method_settings("k_means", {"device": "cpu"})
+    save_model(run_method("k_means", model, images, arguments={"n_clusters": 10}, settings=settings).model, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images() -> ImageSet:
+    return load_dataset("digits", "val")
+
+
+def a_loop(start: Path, out: Path, **changes: object) -> Loop:
+    options: dict[str, object] = {"questions": 12, "model": start, "every": 6, "steps": 2, "device": "cpu"}
+    return Loop("digits", out, 10, **{**options, **changes})  # type: ignore[arg-type]
+
+
+# The learner
+
+
+def answered(images: ImageSet, start: Path, n: int) -> list[Answer]:
+    oracle = LabelOracle(images.labels, error=0.0)
+    return ask_until(image_belief(load_model(start), images), [], n, oracle, Asking())
+
+
+def test_a_round_begins_with_the_start_and_leaves_a_model(images: ImageSet, start: Path, tmp_path: Path) -> None:
+    answers = answered(images, start, 8)
+    learner = Learner(images, load_model(start), lambda: answers, tmp_path, SMALL)
+    assert learner.name() == "start"
+    assert learner.learn()
+    first = weights_hash(load_model(tmp_path / "model"))
+    assert first != weights_hash(load_model(start))
+    again = Learner(images, load_model(start), lambda: answers, tmp_path / "other", SMALL)
+    assert again.learn()
+    assert weights_hash(again.newest) == first
+    assert learner.n_learnt == 8
+    assert learner.name() == "round 8"
+    assert np.array_equal(learner.belief().probabilities, image_belief(learner.newest, images).probabilities)
+
+
+def test_answers_that_say_nothing_are_no_round(images: ImageSet, start: Path, tmp_path: Path) -> None:
+    answers = [Answer(Question(0, (1,)), UNSURE)]
+    learner = Learner(images, load_model(start), lambda: answers, tmp_path, SMALL)
+    assert not learner.learn()
+    assert not (tmp_path / "rounds").exists()
+
+
+def test_a_learner_goes_on_with_the_newest_finished_round(images: ImageSet, start: Path, tmp_path: Path) -> None:
+    answers = answered(images, start, 8)
+    first = Learner(images, load_model(start), lambda: answers, tmp_path, SMALL)
+    first.learn()
+    stopped = tmp_path / "rounds" / "0011"
+    stopped.mkdir()
+    (stopped / "run.json").write_text('{"format": 1, "request": {}, "status": "running"}')
+    later = Learner(images, load_model(start), lambda: answers, tmp_path, SMALL)
+    assert later.n_learnt == 8
+    assert weights_hash(later.newest) == weights_hash(first.newest)
+    assert not stopped.exists()
+
+
+def test_the_learner_learns_in_the_background_while_answers_come(images: ImageSet, start: Path, tmp_path: Path) -> None:
+    given, everything = list[Answer](), answered(images, start, 12)
+    learner = Learner(images, load_model(start), lambda: list(given), tmp_path, SMALL)
+    learner.start()
+    seen = set[str | None]()
+    for answer in everything:
+        given.append(answer)
+        time.sleep(0.01)
+    until = time.monotonic() + 60
+    while learner.n_learnt < 8 and time.monotonic() < until:  # the last few may be fewer than make a round
+        seen.add(learner.activity())
+        time.sleep(0.01)
+    learner.stop()
+    assert learner.n_learnt >= 8
+    assert any(line and line.startswith("learning from") for line in seen)
+
+
+def test_a_round_that_fails_is_told_and_asking_goes_on(images: ImageSet, start: Path, tmp_path: Path) -> None:
+    answers = answered(images, start, 8)
+    bad = Learning({"pairs_per_step": 10, "images_per_step": 20, "max_entropy": 7.0}, SMALL.settings, every=5)
+    learner = Learner(images, load_model(start), lambda: answers, tmp_path, bad)
+    learner.start()
+    until = time.monotonic() + 30
+    while learner.problem is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert learner.activity() == "max_entropy is 7.0; it must lie in [0, 1]"
+    assert learner.name() == "start"
+
+
+# Labels answer
+
+
+def test_labels_answer_until_the_questions_are_used_up(start: Path, tmp_path: Path) -> None:
+    rows = dict(ask_labels(a_loop(start, tmp_path / "loop")))
+    assert rows["answers"].endswith("(12 of 12)")
+    assert rows["model"].endswith("(has learnt from 12 answers)")
+    assert rows["scores"].startswith("ACC ")
+    assert sorted(path.name for path in (tmp_path / "loop" / "rounds").iterdir()) == ["0006", "0012"]
+    lines = (tmp_path / "loop" / "clusters.csv").read_text().splitlines()
+    assert len(lines) == 1 + len(load_dataset("digits", "train"))
+
+
+def test_the_same_command_with_more_questions_goes_on(start: Path, tmp_path: Path) -> None:
+    ask_labels(a_loop(start, tmp_path / "loop", questions=6))
+    rows = dict(ask_labels(a_loop(start, tmp_path / "loop", questions=12)))
+    assert rows["answers"].endswith("(12 of 12)")
+    whole = dict(ask_labels(a_loop(start, tmp_path / "whole", questions=12)))
+    assert whole["scores"] == rows["scores"]
+    assert weights_hash(load_model(tmp_path / "whole" / "model")) == weights_hash(
+        load_model(tmp_path / "loop" / "model")
+    )
+
+
+def test_labels_that_err_give_other_answers(start: Path, tmp_path: Path) -> None:
+    images = load_dataset("digits", "train")
+    for name, error in (("right", 0.0), ("wrong", 1.0)):
+        ask_labels(a_loop(start, tmp_path / name, questions=6), error)
+        with open_store(tmp_path / name / "answers.db", images, read_only=True) as store:
+            given = store.answers()
+        oracle = LabelOracle(images.labels, error=0.0)
+        share = np.mean([answer == oracle.answer(answer.question) for answer in given])
+        assert share == (1.0 if error == 0 else 0.0)
+
+
+def test_images_without_labels_cannot_answer(start: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    (tmp_path / "photos").mkdir()
+    for number, pixels in enumerate(load_dataset("digits", "val").images[:12]):
+        Image.fromarray(pixels[..., 0]).save(tmp_path / "photos" / f"{number}.png")
+    loop = Loop(str(tmp_path / "photos"), tmp_path / "loop", 10, model=start, device="cpu", images=Train())
+    with pytest.raises(InputError, match="has no labels"):
+        ask_labels(loop)
+
+
+# The terminal
+
+
+class Person:
+    """Types these lines, and keeps what was shown."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.lines: Iterator[str] = iter(lines)
+        self.shown: list[str] = []
+
+    def read(self, prompt: str) -> str:
+        self.shown.append(prompt)
+        line = next(self.lines, None)
+        if line is None:
+            raise EOFError
+        return line
+
+
+def test_a_person_answers_takes_back_and_finishes_in_the_terminal(start: Path, tmp_path: Path) -> None:
+    images, person = load_dataset("digits", "train"), Person(["y", "what?", "n", "p", "u", "f"])
+    prompt = Prompt(images, write=person.shown.append, read=person.read, width=60)
+    rows = dict(ask_in_terminal(a_loop(start, tmp_path / "loop", kind="pair"), prompt))
+    with open_store(tmp_path / "loop" / "answers.db", images, read_only=True) as store:
+        assert [answer.choice for answer in store.answers()] == [0, UNSURE]
+        assert store.counts().withdrawn == 1
+    assert rows["answers"].endswith("(2 of 12)")
+    assert "that is no answer" in person.shown
+
+
+def test_the_end_of_input_finishes(start: Path, tmp_path: Path) -> None:
+    images, person = load_dataset("digits", "train"), Person([])
+    prompt = Prompt(images, write=person.shown.append, read=person.read, colour=False)
+    rows = dict(ask_in_terminal(a_loop(start, tmp_path / "loop"), prompt))
+    assert rows["answers"].endswith("(0 of 12)")
+    assert "digits/" in person.shown[0]
+
+
+def test_which_of_these_is_answered_by_numbers_in_the_terminal(start: Path, tmp_path: Path) -> None:
+    images, person = load_dataset("digits", "train"), Person(["1", "0", "9", "5", "f"])
+    prompt = Prompt(images, write=person.shown.append, read=person.read, width=80)
+    ask_in_terminal(a_loop(start, tmp_path / "loop", kind="which"), prompt)
+    with open_store(tmp_path / "loop" / "answers.db", images, read_only=True) as store:
+        assert [answer.choice for answer in store.answers()] == [0, NONE, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "pair", "which"),
+    [
+        ("y", 0, None),
+        ("n", NONE, NONE),
+        ("2", None, 1),
+        ("3", None, None),
+        ("0", None, NONE),
+        (" U ", UNSURE, UNSURE),
+        ("previous", PREVIOUS, PREVIOUS),
+        ("f", FINISHED, FINISHED),
+        ("", None, None),
+        ("x", None, None),
+    ],
+)
+def test_what_a_line_means(text: str, pair: int | None, which: int | None) -> None:
+    assert read_choice(text, Question(0, (1,))) == pair
+    assert read_choice(text, Question(0, (1, 2))) == which
+
+
+def test_a_picture_is_two_pixels_to_a_line_in_their_colours() -> None:
+    image = np.zeros((2, 2, 3), np.uint8)
+    image[0, 0], image[1, 0] = (255, 0, 0), (0, 0, 255)
+    lines = picture(image, 2)
+    assert len(lines) == 1
+    assert lines[0].startswith("\x1b[38;2;255;0;0m\x1b[48;2;0;0;255m▀")
+    assert lines[0].endswith("\x1b[0m")
+
+
+def test_pictures_stand_under_their_captions() -> None:
+    shown = side_by_side([["aa", "bb"], ["cc", "dd"]], ["first", "2"], 2).splitlines()
+    assert shown == ["fi  2 ", "aa  cc", "bb  dd"]
+
+
+# What can go wrong
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--oracle", "people"], "--oracle people: known is labels"),
+        (["--oracle", "labels", "--terminal"], "--terminal asks a person"),
+        (["--error", "0.1"], "--error goes with --oracle labels"),
+        (["--oracle", "labels", "--error", "2"], "--error is 2.0; it is a share"),
+        (["--oracle", "labels", "--questions", "0"], "--questions is 0; it must be 1 or more"),
+        (["--oracle", "labels", "--steps", "0"], "--steps is 0; it must be 1 or more"),
+    ],
+)
+def test_bad_words_are_one_line_and_exit_code_2(words: list[str], said: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli.app, ["loop", "digits", "--out", str(tmp_path / "x"), *words])
+    assert done.exit_code == 2
+    assert said in done.output
+    assert len(done.output.strip().splitlines()) == 1
+
+
+def test_the_command_runs_the_loop_with_labels(start: Path, tmp_path: Path) -> None:
+    words = ["loop", "digits", "--model", start, "--out", tmp_path / "loop", "--oracle", "labels", "--device", "cpu"]
+    more = ["--questions", "6", "--every", "6", "--steps", "2", "--quiet"]
+    done = CliRunner().invoke(cli.app, [*map(str, words), *more])
+    assert done.exit_code == 0, done.output
+    assert "has learnt from 6 answers" in done.output
+
+
+def test_two_loops_on_one_folder_the_second_says_so(start: Path, tmp_path: Path) -> None:
+    images = load_dataset("digits", "train")
+    loop = a_loop(start, tmp_path / "loop")
+    with (
+        open_store(tmp_path / "loop" / "answers.db", images, source="digits"),
+        pytest.raises(InputError, match=r"answers\.db"),
+    ):
+        ask_labels(loop)
+
+
+def test_a_limited_chooser_counts_what_is_handed_out(images: ImageSet, start: Path) -> None:
+    belief = image_belief(load_model(start), images)
+    chooser = Limited(5, kind="pair", choose="random", seed=0)
+    first = chooser.next(belief, [], 20, ())
+    assert len(first) == 5
+    answers = [Answer(question, NONE) for question in first[:3]]
+    assert chooser.next(belief, answers, 20, first[3:]) == []
+    assert len(chooser.next(belief, answers, 20, ())) == 2
