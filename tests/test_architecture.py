@@ -67,6 +67,7 @@ ROOMS = [
 INSIDE = {
     "methods": [
         "neighbours",
+        "linear_heads",
         "preparation",
         "labels",
         "pairs",

@@ -559,3 +559,21 @@ def test_the_losses_can_be_captured_in_a_cuda_graph() -> None:
         loss = step()
     graph.replay()
     torch.testing.assert_close(loss.cpu(), all_pairs_loss(q.cpu(), soft_links(p.cpu()), informative(p.cpu(), 0.5)))
+
+
+@given(seed=st.integers(0, 10_000), share=st.floats(0.05, 1.0))
+@settings(max_examples=30, deadline=None)
+def test_the_surest_share_of_every_cluster_takes_part(seed: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    guess = torch.rand(24, 4, generator=generator).softmax(-1)  # nobody is sure
+    logits = torch.randn(24, 4, generator=generator)
+    target, confidence = guess.argmax(-1), guess.amax(-1)
+    means = []
+    for cluster in target.unique():
+        rows = torch.nonzero(target == cluster).squeeze(1)
+        order = rows[confidence[rows].argsort(descending=True)]
+        kept = order[: max(1, math.ceil(share * len(rows) - 1e-6))]
+        means.append(F.cross_entropy(logits[kept], target[kept]))
+    found = balanced_confident_cross_entropy(logits, guess, min_confidence=0.99, least_share=share)
+    torch.testing.assert_close(found, torch.stack(means).mean(), rtol=1e-5, atol=1e-5)
+    assert float(balanced_confident_cross_entropy(logits, guess, min_confidence=0.99)) == 0

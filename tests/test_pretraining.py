@@ -14,11 +14,23 @@ from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS, Trained, ViewChoice
 from constraintmatch.methods.k_means import k_means
 from constraintmatch.models import ClusterModel, build_model, with_projection
-from constraintmatch.pretraining import SHORT_STAGES, STAGES, pretrain, short_start, stage_summary, training_size
+from constraintmatch.pretraining import (
+    SHORT_STAGES,
+    STAGES,
+    pretrain,
+    short_start,
+    stage_summary,
+    training_size,
+    with_pretext,
+)
 from constraintmatch.running import Around, method_arguments, run_method, split_options
 from constraintmatch.training import TrainSettings
 
-FEW = {"simclr": {"epochs": 2}, "scan": {"epochs": 2, "images_per_step": 30, "lr": 1e-3}, "self_label": {"epochs": 1}}
+FEW = {
+    "simclr": {"epochs": 2},
+    "scan": {"epochs": 2, "images_per_step": 30, "lr": 1e-3, "n_tries": 2},
+    "self_label": {"epochs": 1},
+}
 CPU = {"device": "cpu", "seed": 3}
 
 
@@ -52,6 +64,23 @@ def test_finished_stages_are_loaded_and_not_trained_again(
     second = pretrain(fresh(), stripes, 3, recipe=FEW, settings=CPU, around=around)
     for name, value in first.state_dict().items():
         assert torch.equal(value, second.state_dict()[name])
+
+
+def test_results_of_finished_stages_stay_as_they_were_measured(stripes: ImageSet, tmp_path: Path) -> None:
+    around, results = Around(tmp_path / "runs", held_out=stripes), tmp_path / "results"
+    options = {"recipe": FEW, "settings": CPU, "around": around, "results": results}
+    pretrain(fresh(), stripes, 3, stages=STAGES[:2], **options)
+    before = {path.name: path.read_bytes() for path in results.iterdir()}
+    pretrain(fresh(), stripes, 3, stages=STAGES, **options)
+    assert sorted(path.name for path in results.iterdir()) == sorted([*before, "start-self_label.json"])
+    assert all((results / name).read_bytes() == content for name, content in before.items())
+
+
+def test_another_pretext_task_takes_the_place_of_the_first() -> None:
+    assert with_pretext(STAGES, "byol") == ("byol", "scan", "self_label")
+    assert with_pretext(("k_means",), "byol") == ("k_means",)
+    with pytest.raises(InputError, match="unknown pretext task 'moco'; known are simclr, byol"):
+        with_pretext(STAGES, "moco")
 
 
 def replace_with_failure(method: Callable[..., Trained]) -> Callable[..., None]:

@@ -292,6 +292,19 @@ def test_the_weights_of_the_best_evaluation_are_kept() -> None:
     assert said == [[6], [], []]
 
 
+def test_with_a_tolerance_the_latest_weights_near_the_best_are_kept() -> None:
+    settings = replace(CPU, evaluate_every=3)
+    for scores, kept in (
+        ([0.5, 0.9, 0.8, 0.75], 3),  # all within a fifth of 0.9
+        ([0.5, 0.9, 0.8, 0.1], 2),  # a collapse at the end
+        ([0.9, 0.8, 0.71, 0.63], 1),  # measured from the highest of all, not from the one before
+    ):
+        module, seen = network(), []
+        evaluate = judged(module, scores, seen)
+        fit(module, numbers, squares, settings, evaluate=evaluate, keep_best="quality", tolerance=0.2)
+        assert_equal(weights(module), seen[kept])
+
+
 def test_a_resumed_run_remembers_the_best(tmp_path: Path) -> None:
     settings, scores = replace(CPU, evaluate_every=3, checkpoint_every=4), [0.9, 0.1, 0.2, 0.3]
     first = network()

@@ -5,7 +5,7 @@ The paper's ablation is the `unconstrained` argument: none (constrained), pseudo
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -101,6 +101,8 @@ def train_on_pairs(
     bench = prepare(model, images, settings)
     batches = _Batches(bench, images, constraints, unconstrained, pairs_per_step, views, settings.steps)
     pair_objective = PAIR_OBJECTIVES[objective]
+    if unconstrained is not None:
+        unconstrained = replace(unconstrained, loss=bench.compiled(unconstrained.loss))
 
     def loss(network: Network, batch: SemiBatch) -> dict[str, Tensor]:
         terms = {"constrained": constrained_term(network, batch.pairs, pair_objective)}

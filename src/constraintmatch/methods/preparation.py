@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ __all__ = [
     "quality_judge",
     "spread",
 ]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,15 @@ class Bench:
     store: ImageStore
     maker: ViewMaker
     seed: int
+    compile: bool
 
     @property
     def prefetch(self) -> bool:
         return not self.store.resident
+
+    def compiled(self, function: Function) -> Function:
+        """The function, compiled where the network is: an all-pairs loss is a dozen passes over (n, n) otherwise."""
+        return cast(Function, torch.compile(function, dynamic=False)) if self.compile else function
 
 
 def prepare(model: ClusterModel, images: ImageSet, settings: TrainSettings, *, need_clusters: bool = True) -> Bench:
@@ -108,8 +115,9 @@ def prepare(model: ClusterModel, images: ImageSet, settings: TrainSettings, *, n
     if need_clusters:
         check_clusters(model.config.n_clusters, images)
     device = choose_device(settings.device)
-    maker = ViewMaker(derive_seed(settings.seed, "views"), device, compile=bool(settings.resolved(device).compile))
-    return Bench(device, ImageStore(images, device), maker, settings.seed)
+    compiles = bool(settings.resolved(device).compile)
+    maker = ViewMaker(derive_seed(settings.seed, "views"), device, compile=compiles)
+    return Bench(device, ImageStore(images, device), maker, settings.seed, compiles)
 
 
 def by_epochs(settings: TrainSettings, epochs: int, rows: Shuffled) -> TrainSettings:

@@ -10,6 +10,7 @@ from constraintmatch.batches import Shuffled, derive_seed
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed
 from constraintmatch.images import ImageSet
+from constraintmatch.methods.linear_heads import best_linear_head
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.methods.preparation import (
     Bench,
@@ -49,6 +50,7 @@ def scan(
     images_per_step: int = 128,
     n_neighbours: int = 20,
     n_heads: int = 1,
+    n_tries: int = 20,
     entropy_weight: float = 5.0,
     settings: TrainSettings = SCAN_SETTINGS,
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
@@ -57,12 +59,14 @@ def scan(
     """A model with a cluster head, from one trained on a pretext task; of several heads the one with the lowest loss.
 
     The last of ten evaluations whose `cluster_quality` is near the best gives the weights. Neighbours are mined once,
-    in the projections of the given model. A model that has this many clusters already keeps its head. The steps
-    follow from `epochs`.
+    in the projections of the given model. The head begins as the best of `n_tries` linear ones on the frozen features
+    (0: at random); a model that has this many clusters already keeps its own. The steps follow from `epochs`.
     """
     check_clusters(n_clusters, images)
     if n_neighbours < 1 or n_heads < 1:
         raise InputError(f"scan needs a neighbour and a head at least, not {n_neighbours} and {n_heads}")
+    if n_tries < 0:
+        raise InputError(f"n_tries is {n_tries}; it must be 0 or more")
     bench = prepare(model, images, settings, need_clusters=False)
     quality = quality_judge(model, images, bench.device)
     batches = _NeighbourSource(bench, model, images, n_neighbours, images_per_step, views.scan_strong())
@@ -70,6 +74,9 @@ def scan(
     kept = n_heads == 1 and model.config.n_clusters == n_clusters  # a head of k-means, say, is a start
     seed = derive_seed(settings.seed, "head")
     trained = model if kept else with_clusters(model, n_clusters, n_heads=n_heads, seed=seed)
+    if n_tries and not kept and n_heads == 1:
+        features = torch.from_numpy(embed(model, images, device=bench.device)).to(bench.device)
+        _begin_with_best(trained, features, batches.near, n_tries, entropy_weight, seed)
 
     def loss(network: Callable[..., Tensor], batch: NeighbourBatch) -> dict[str, Tensor]:
         # two passes, as published: each has its own BatchNorm statistics
@@ -92,6 +99,21 @@ def scan(
         reporter=job.reporter,
     )
     return Trained(trained if n_heads == 1 else best_head(trained, log), log)
+
+
+def _begin_with_best(
+    model: ClusterModel, features: Tensor, near: Tensor, n_tries: int, entropy_weight: float, seed: int
+) -> None:
+    """Put the best of several linear heads into the model; about 30 passes over the images, from 300 to 1,500 steps."""
+    steps = min(1_500, max(300, 30 * len(features) // 1_000))
+    clusters = model.config.n_clusters
+    best = best_linear_head(
+        features, near, clusters, n_heads=n_tries, steps=steps, entropy_weight=entropy_weight, seed=seed
+    )
+    assert model.head is not None
+    with torch.no_grad():
+        model.head.weight.copy_(best.weight)
+        model.head.bias.copy_(best.bias)
 
 
 class _NeighbourSource:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from constraintmatch.batches import Shuffled, Views, derive_seed
+from constraintmatch.errors import InputError
 from constraintmatch.evaluation import predict
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.preparation import (
@@ -34,18 +35,22 @@ def self_label(
     epochs: int = 200,
     images_per_step: int = 1000,
     min_confidence: float = 0.99,
+    least_share: float = 0.0,
     settings: TrainSettings = SELF_LABEL_SETTINGS,
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
     job: Job = Job(),  # noqa: B008 (frozen)
 ) -> Trained:
     """The model trained on its own predictions above `min_confidence`, clusters weighted by inverse frequency.
 
+    Of each cluster the surest `least_share` of its images in a batch take part too, sure or not (SCAN's recipe: none).
     The last of ten evaluations whose `cluster_quality` is near the best gives the weights. When no image is that sure
     the model stays as it is: with no loss, Adam would only decay its weights.
     """
+    if not 0 <= least_share <= 1:
+        raise InputError(f"least_share is {least_share}; it must lie in [0, 1]")
     bench = prepare(model, images, settings)
     sure = predict(model, images.take(spread(len(images), 5_000)), device=bench.device).confidence > min_confidence
-    if not sure.any():
+    if not sure.any() and not least_share:
         said = f"self_label: no image is surer than {min_confidence}; the model is kept as it was"
         job.reporter.say(said)
         return Trained(model, [{"step": 0, "kind": "evaluation", "warnings": [said], "seconds": 0.0}])
@@ -63,7 +68,8 @@ def self_label(
         with torch.no_grad():
             guess = network(batch.weak).float().softmax(-1)
         answer = network(batch.strong)
-        return {"self_label": balanced_confident_cross_entropy(answer, guess, min_confidence=min_confidence)}
+        options = {"min_confidence": min_confidence, "least_share": least_share}
+        return {"self_label": balanced_confident_cross_entropy(answer, guess, **options)}
 
     log = fit(
         model,

@@ -50,6 +50,7 @@ def run_cells(cells: Sequence[Cell], place: Place) -> list[Path]:
         else:
             place.reporter.say(f"{number} of {len(cells)}: {cell.name}")
             told = run_cell(cell, place)["scores"]["test"]
+            _forget_compiled()
             place.reporter.say(f"{cell.name}: " + ", ".join(f"{key} {100 * told[key]:.2f}" for key in told))
         found.append(_target(cell, place))
     return found
@@ -210,6 +211,13 @@ def _validation(model: ClusterModel, cell: Cell, place: Place) -> dict[str, Any]
 
 def _target(cell: Cell, place: Place) -> Path:
     return place.results / f"{cell.name}.json"
+
+
+def _forget_compiled() -> None:
+    """A long queue would else reach the compiler's limit of versions of one function, and go on uncompiled."""
+    import torch
+
+    torch.compiler.reset()
 
 
 def _forget_peak() -> None:

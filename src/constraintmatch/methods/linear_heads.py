@@ -1,0 +1,80 @@
+"""A cluster head found on frozen features: many linear heads are trained by SCAN's loss at once, the best is kept.
+
+Which clusters SCAN ends with is decided by where its head begins; on frozen features many beginnings cost seconds.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from constraintmatch.objectives import scan_loss
+
+__all__ = ["LinearHead", "best_linear_head"]
+
+BATCH, JUDGED = 1_000, 10_000  # anchors of a step, and anchors by which the heads are judged
+LARGEST_RATE = 0.06  # for inputs of length 1
+
+
+class LinearHead(NamedTuple):
+    """Weights (k, d) and biases (k,) of the best head, and the loss of every head (h,), in the order of their seeds."""
+
+    weight: Tensor
+    bias: Tensor
+    losses: Tensor
+
+
+def best_linear_head(
+    features: Tensor,
+    near: Tensor,
+    n_clusters: int,
+    *,
+    n_heads: int = 20,
+    steps: int = 1_500,
+    entropy_weight: float = 5.0,
+    seed: int = 0,
+) -> LinearHead:
+    """The head with the lowest SCAN loss of `n_heads`, each trained on features (n, d) and their neighbours (n, m).
+
+    The features are standardised for the training; the head is given back for the features as they are.
+    """
+    mean, scale = features.mean(0), features.std(0) + 1e-6
+    inputs = (features - mean) / scale / features.shape[1] ** 0.5
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(n_heads, features.shape[1], n_clusters, generator=generator).to(features.device)
+    bias = torch.zeros(n_heads, 1, n_clusters, device=features.device)
+    weight.requires_grad_()
+    bias.requires_grad_()
+    rate = LARGEST_RATE * features.shape[1] ** 0.5
+    optimizer = torch.optim.Adam([weight, bias], lr=rate)
+    for step in range(steps):
+        for group in optimizer.param_groups:  # to a twentieth: the last steps only settle
+            group["lr"] = rate * (1 - 0.95 * step / steps)
+        rows = torch.randint(len(features), (min(BATCH, len(features)),), generator=generator).to(features.device)
+        pick = torch.randint(near.shape[1], (len(rows), 1), generator=generator).to(features.device)
+        partners = near[rows].gather(1, pick).squeeze(1)
+        loss = _losses(inputs[rows], inputs[partners], weight, bias, entropy_weight).sum()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    with torch.no_grad():
+        losses = _judge(inputs, near, weight, bias, entropy_weight)
+        best = int(losses.argmin())
+        own = weight[best].T / scale / features.shape[1] ** 0.5
+        return LinearHead(own, bias[best, 0] - own @ mean, losses)
+
+
+def _losses(anchors: Tensor, partners: Tensor, weight: Tensor, bias: Tensor, entropy_weight: float) -> Tensor:
+    """SCAN's loss (h,) of each head."""
+    p, q = ((side @ weight + bias).softmax(-1) for side in (anchors, partners))  # (h, n, k)
+    each = torch.vmap(lambda one, other: scan_loss(one, other, entropy_weight=entropy_weight).total)
+    return each(p, q)
+
+
+def _judge(inputs: Tensor, near: Tensor, weight: Tensor, bias: Tensor, entropy_weight: float) -> Tensor:
+    """The loss (h,) on images spread over the set, each with five of its neighbours in turn."""
+    count = min(JUDGED, len(inputs))
+    rows = torch.linspace(0, len(inputs) - 1, count, device=inputs.device).long()
+    columns = torch.linspace(0, near.shape[1] - 1, min(5, near.shape[1]), device=inputs.device).long()
+    each = [_losses(inputs[rows], inputs[near[rows, column]], weight, bias, entropy_weight) for column in columns]
+    return torch.stack(each).mean(0)

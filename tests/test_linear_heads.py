@@ -1,0 +1,74 @@
+"""Linear cluster heads on frozen features: what they find, how the best is chosen, how it begins a training."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from constraintmatch.evaluation import accuracy
+from constraintmatch.images import ImageSet
+from constraintmatch.methods import METHODS
+from constraintmatch.methods.linear_heads import best_linear_head
+from constraintmatch.methods.neighbours import nearest_neighbours
+from constraintmatch.models import build_model
+from constraintmatch.objectives import scan_loss
+from constraintmatch.training import TrainSettings
+
+RNG = np.random.Generator(np.random.Philox(3))
+LABELS = RNG.integers(0, 5, 400)
+POINTS = (3 * np.eye(5, 12)[LABELS] + RNG.standard_normal((400, 12)) + 50).astype(np.float32)  # far from the origin
+FEATURES = torch.from_numpy(POINTS)
+NEAR = torch.from_numpy(nearest_neighbours(POINTS - POINTS.mean(0), 10))
+
+
+def found(n_heads: int, steps: int = 150, seed: int = 0) -> tuple[float, torch.Tensor]:
+    head = best_linear_head(FEATURES, NEAR, 5, n_heads=n_heads, steps=steps, seed=seed)
+    clusters = (FEATURES @ head.weight.T + head.bias).argmax(-1).numpy()
+    return accuracy(LABELS, clusters), head.losses
+
+
+def test_the_best_head_finds_groups_without_labels() -> None:
+    score, losses = found(8)
+    assert score > 0.9
+    assert losses.shape == (8,)
+
+
+def test_the_loss_of_the_head_that_is_given_back_is_the_lowest() -> None:
+    head = best_linear_head(FEATURES, NEAR, 5, n_heads=6, steps=40)
+    p = (FEATURES @ head.weight.T + head.bias).softmax(-1)
+    columns = torch.linspace(0, 9, 5).long()
+    judged = torch.stack([scan_loss(p, p[NEAR[:, column]]).total for column in columns]).mean()
+    assert float(judged) == pytest.approx(float(head.losses.min()), abs=1e-3)
+
+
+def test_the_same_seed_finds_the_same_head_and_the_global_generator_is_left_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first, second = (best_linear_head(FEATURES, NEAR, 5, n_heads=2, steps=5, seed=1) for _ in range(2))
+    assert torch.equal(first.weight, second.weight)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(first.weight, best_linear_head(FEATURES, NEAR, 5, n_heads=2, steps=5, seed=2).weight)
+
+
+def test_scan_begins_with_the_best_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["constraintmatch.methods.scan"]  # the package offers the function under this name
+    seen: list[torch.Tensor] = []
+    real = module.best_linear_head
+
+    def noting(*arguments: object, **options: object) -> object:
+        head = real(*arguments, **options)  # type: ignore[arg-type]
+        seen.append(head.weight.clone())
+        return head
+
+    monkeypatch.setattr(module, "best_linear_head", noting)
+    pixels = RNG.integers(0, 256, (60, 8, 8, 1), dtype=np.uint8)
+    model = build_model(n_clusters=0, side=8, channels=1, backbone="tiny")
+    still = TrainSettings(steps=1, lr=1e-30, optimizer="adam", schedule="constant", device="cpu")
+    images = ImageSet.from_arrays(pixels)
+    options = {"n_clusters": 3, "epochs": 1, "images_per_step": 60, "n_neighbours": 4, "settings": still}
+    trained = METHODS["scan"](model, images, n_tries=2, **options).model
+    assert torch.allclose(trained.head.weight, seen[0], atol=1e-6)
+    METHODS["scan"](model, images, n_tries=0, **options)
+    METHODS["scan"](trained, images, n_tries=2, **options)  # it has this many clusters already
+    assert len(seen) == 1
