@@ -1,4 +1,4 @@
-"""Fill the generated parts of README.md: tables from `results/`, the tree from the modules' first lines.
+"""Fill the generated parts of README.md and docs/start.md: tables from `results/`, the tree from the modules' lines.
 
 python docs/make_readme.py
 """
@@ -7,6 +7,7 @@ import ast
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "constraintmatch"
@@ -24,13 +25,70 @@ def demo_table() -> str:
     return "\n".join([*lines, f"| gain on the same pairs | {' | '.join(gains)} |"])
 
 
+SETS = {"cifar10": "CIFAR-10", "cifar100-20": "CIFAR-100-20"}
+STAGES = {"simclr": "SimCLR", "byol": "BYOL", "scan": "SCAN", "self_label": "self-labelling"}
+SCORES = {"knn_acc": "kNN", "acc": "ACC", "nmi": "NMI", "ari": "ARI"}
+
+
+def stage_results() -> list[tuple[str, str, dict[str, Any]]]:
+    """Every finished stage as (set, stage, result), in the order of the chain."""
+    files = [(name, stage, ROOT / "results" / f"start-{name}-{stage}.json") for name in SETS for stage in STAGES]
+    return [
+        (name, stage, json.loads(file.read_text(encoding="utf-8"))) for name, stage, file in files if file.is_file()
+    ]
+
+
 def start_table() -> str:
-    lines = ["| stage | on the test images | seconds |", "|---|---|--:|"]
-    for stage, title in {"simclr": "SimCLR, 500 epochs", "scan": "SCAN, 50 epochs"}.items():
-        result = json.loads((ROOT / "results" / f"start-cifar10-{stage}.json").read_text(encoding="utf-8"))
-        names = {"knn_acc": "kNN accuracy", "acc": "ACC", "nmi": "NMI", "ari": "ARI"}
-        told = [f"{title} {100 * result['scores'][key]:.1f}" for key, title in names.items() if key in result["scores"]]
-        lines.append(f"| {title} | {', '.join(told)} | {result['seconds']:,.0f} |")
+    """What each stage reached, for the README."""
+    lines = ["| | stage | on the test images | seconds |", "|---|---|---|--:|"]
+    for name, stage, result in stage_results():
+        told = [
+            f"{title} {100 * result['scores'][key]:.1f}" for key, title in SCORES.items() if key in result["scores"]
+        ]
+        lines.append(f"| {SETS[name]} | {STAGES[stage]} | {', '.join(told)} | {result['seconds']:,.0f} |")
+    return "\n".join(lines)
+
+
+def stage_table() -> str:
+    """Settings, scores and seconds of each stage, for docs/start.md."""
+    head = ["set", "stage", "epochs", "batch", "optimiser", "lr", *SCORES.values(), "s", "ms/step", "commit"]
+    lines = [
+        f"| {' | '.join(head)} |",
+        "|" + "|".join(["---"] * 2 + ["--:"] * 2 + ["---"] + ["--:"] * 7 + ["---"]) + "|",
+    ]
+    defaults = {"simclr": (500, 512), "byol": (500, 512), "scan": (50, 128), "self_label": (200, 1000)}
+    for name, stage, result in stage_results():
+        asked, how = result["arguments"], result["settings"]
+        epochs, batch = asked.get("epochs", defaults[stage][0]), asked.get("images_per_step", defaults[stage][1])
+        steps = result.get("steps") or how["steps"]
+        scores = [f"{100 * result['scores'][key]:.1f}" if key in result["scores"] else "–" for key in SCORES]
+        speed = f"{1e3 * result['training_seconds'] / steps:.1f}" if "training_seconds" in result else "–"
+        ema = f", EMA {how['ema']}" if how.get("ema") else ""
+        cells = [
+            SETS[name],
+            STAGES[stage],
+            str(epochs),
+            str(batch),
+            f"{how['optimizer']}{ema}",
+            f"{how['lr']:g}",
+            *scores,
+        ]
+        commit = str(result["environment"]["commit"])[:8]
+        seconds = f"{result['seconds']:,.0f}"
+        lines.append(f"| {' | '.join([*cells, seconds, speed, commit])} |")
+    return "\n".join(lines)
+
+
+def speed_table() -> str:
+    """Milliseconds a step beside the bare network's, from one process."""
+    found = json.loads((ROOT / "results" / "speed-h200.json").read_text(encoding="utf-8"))
+    lines = ["| step | ms | bare network, ms | ratio | images/s |", "|---|--:|--:|--:|--:|"]
+    for name, row in found["rows"].items():
+        batch = found["batches"][name]
+        seen = 2 * batch.get("pairs_per_step", 0) + batch.get("images_per_step", 0)
+        size = " + ".join(f"{count} {kind.split('_')[0]}" for kind, count in batch.items())
+        rate = f"{1e3 * seen / row['ms']:,.0f}"
+        lines.append(f"| {name} ({size}) | {row['ms']:.2f} | {row['floor_ms']:.2f} | {row['ratio']:.2f} | {rate} |")
     return "\n".join(lines)
 
 
@@ -65,12 +123,20 @@ def _after(lines: list[str], start: str) -> int:
     return at
 
 
-def readme(text: str) -> str:
-    """The README with its generated parts made anew."""
-    for name, part in {"demo table": demo_table(), "start table": start_table(), "tree": tree()}.items():
-        before, rest = text.split(f"<!-- {name} -->\n")
-        after = rest.split(f"<!-- end of {name} -->")[1]
-        text = f"{before}<!-- {name} -->\n{part}\n<!-- end of {name} -->{after}"
+def filled(text: str) -> str:
+    """The page with its generated parts made anew; it has some of them."""
+    parts = {
+        "demo table": demo_table,
+        "start table": start_table,
+        "stage table": stage_table,
+        "speed table": speed_table,
+        "tree": tree,
+    }
+    for name, make in parts.items():
+        if f"<!-- {name} -->\n" in text:
+            before, rest = text.split(f"<!-- {name} -->\n")
+            after = rest.split(f"<!-- end of {name} -->")[1]
+            text = f"{before}<!-- {name} -->\n{make()}\n<!-- end of {name} -->{after}"
     return text
 
 
@@ -79,6 +145,8 @@ def _mean(values: list[float]) -> str:
     return f"{mean} ± {statistics.stdev(values):.1f}" if len(values) > 1 else mean
 
 
+PAGES = (ROOT / "README.md", ROOT / "docs" / "start.md")
+
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(readme(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
