@@ -85,6 +85,9 @@ def draw(found: Sequence[dict[str, Any]], folder: Path) -> None:
         if name in PAPER:
             axes.axhline(PAPER[name], color="black", linewidth=1, linestyle="--", label="paper, 10,000 random pairs")
         axes.set(xscale="log", xlabel="answered questions", ylabel="test ACC, %")
+        budgets = sorted({point["answers"] for run in chosen for point in run["points"] if point["answers"]})
+        axes.set_xticks(budgets, [f"{budget:,}" for budget in budgets])
+        axes.set_xticks([], minor=True)
         axes.set_title(f"{TITLES[name]}, {100 * error:g} % wrong answers", loc="left", fontsize=11, weight="bold")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=9)

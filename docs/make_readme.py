@@ -9,6 +9,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from constraintmatch.paper.reproduction import readme_part
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "constraintmatch"
 
@@ -130,6 +132,7 @@ def filled(text: str) -> str:
         "start table": start_table,
         "stage table": stage_table,
         "speed table": speed_table,
+        "reproduction table": lambda: readme_part(ROOT / "results" / "paper"),
         "tree": tree,
     }
     for name, make in parts.items():

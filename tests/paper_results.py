@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from constraintmatch.datasets import DATASETS
 from constraintmatch.paper.cells import Cell
 
 BASE = {
@@ -27,6 +28,7 @@ def content(cell: Cell, acc: float | None = None, /, **changes: Any) -> dict[str
         "name": cell.name,
         "cell": cell.request(),
         "cut": cell.cut,
+        "data": dict(zip(("train", "test"), DATASETS[cell.dataset].splits[::2], strict=True)),
         "start": {"name": cell.start, "weights": f"{cell.fold}" if cell.start == "random" else "ab12cd34"},
         "arguments": {} if cell.method == "scan" else {"pairs_per_step": 200},
         "settings": {} if cell.method == "scan" else {"lr": 0.01, "seed": cell.fold, "steps": cell.steps},

@@ -22,6 +22,7 @@ from constraintmatch.annotate.app import create_app
 from constraintmatch.annotate.beliefs import open_model, pixel_belief
 from constraintmatch.annotate.choosing import Chooser
 from constraintmatch.annotate.clusters import galleries
+from constraintmatch.annotate.loop import Limited
 from constraintmatch.annotate.pictures import pictures_of
 from constraintmatch.annotate.security import MAX_BODY, Rules, is_loopback, rules_for
 from constraintmatch.annotate.serving import address, listen
@@ -129,6 +130,22 @@ def right(question: dict[str, Any]) -> int:
 
 
 # Questions and answers
+
+
+def test_a_budget_is_told_and_ends_the_questions(tmp_path: Path, stripes: ImageSet) -> None:
+    chooser = Limited(3, kind="which", choose="recommended", seed=0)
+    with serving(tmp_path / "a.db", stripes, belief_of(stripes), chooser=chooser) as place:
+        assert place.get("/api/state")["wanted"] == 3
+        for _ in range(3):
+            question = place.claim(hold=1)[0]
+            place.answer(question, right(question))
+        assert place.claim(hold=1) == []
+        assert place.post("/api/questions", {"annotator": "anna", "hold": 1})["done"]
+        assert place.get("/api/state")["counts"]["answered"] == 3
+
+
+def test_without_a_budget_none_is_told(shared: Place) -> None:
+    assert shared.get("/api/state")["wanted"] is None
 
 
 def test_an_answer_is_counted_and_survives_the_server(tmp_path: Path, stripes: ImageSet) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as tries
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -20,6 +23,7 @@ from constraintmatch.methods import METHODS, Job, Trained, ViewChoice
 from constraintmatch.methods.byol import OnlineAndTarget, TargetBatch, byol, momentum_at
 from constraintmatch.methods.k_means import k_means
 from constraintmatch.models import ClusterModel, build_model, with_projection
+from constraintmatch.objectives import cosine_loss
 from constraintmatch.pretraining import pretrain
 from constraintmatch.running import Around
 from constraintmatch.runs import open_run, read_log
@@ -66,8 +70,13 @@ def spread(model: ClusterModel, images: ImageSet) -> float:
 # What it learns
 
 
-def test_the_loss_falls_and_the_features_do_not_collapse(stripes: ImageSet) -> None:
-    model, log = run(stripes, epochs=40)
+@pytest.fixture(scope="module")
+def trained(stripes: ImageSet) -> Trained:
+    return run(stripes, epochs=40)
+
+
+def test_the_loss_falls_and_the_features_do_not_collapse(stripes: ImageSet, trained: Trained) -> None:
+    model, log = trained
     losses = [entry["loss_prediction"] for entry in log]
     assert losses[-1] < 0.85 * losses[0]
     assert losses[-1] > 0.05  # of a collapse it would be nothing
@@ -76,8 +85,8 @@ def test_the_loss_falls_and_the_features_do_not_collapse(stripes: ImageSet) -> N
     assert spread(model, same) < 0.01
 
 
-def test_k_means_after_it_finds_the_stripes(stripes: ImageSet) -> None:
-    model, _ = k_means(run(stripes, epochs=30).model, stripes, n_clusters=3, settings=TrainSettings(device="cpu"))
+def test_k_means_after_it_finds_the_stripes(stripes: ImageSet, trained: Trained) -> None:
+    model, _ = k_means(trained.model, stripes, n_clusters=3, settings=TrainSettings(device="cpu"))
     assert scores(stripes.labels, predict(model, stripes))["acc"] > 0.8
 
 
@@ -118,7 +127,7 @@ def test_the_model_has_the_trained_backbone_and_no_head(stripes: ImageSet) -> No
 
 
 def test_it_is_a_stage_of_pretraining(stripes: ImageSet, tmp_path: Path) -> None:
-    recipe = {"byol": {**SMALL, "epochs": 2}, "scan": {"epochs": 1, "images_per_step": 30}}
+    recipe = {"byol": {**SMALL, "epochs": 2}, "scan": {"epochs": 1, "images_per_step": 30, "n_tries": 0}}
     settings = {"device": "cpu", "seed": 3}
     model = pretrain(
         fresh(), stripes, 3, stages=("byol", "scan"), recipe=recipe, settings=settings, around=Around(tmp_path)
@@ -160,7 +169,7 @@ class Recorder:
 
     def __call__(self, module: OnlineAndTarget, next_batch: Any, loss: Any, *args: Any, **more: Any) -> Any:
         self.module = module
-        self.start = parameters(module.online)
+        self.first, self.start = parameters(module), parameters(module.online)
         assert_equal(self.start, parameters(module.target))
 
         def noting(network: Any, batch: TargetBatch) -> dict[str, Tensor]:
@@ -240,6 +249,56 @@ def test_the_loss_is_the_papers_distance_averaged_over_both_directions(stripes: 
     assert log[-1]["loss_prediction"] == pytest.approx(sum(distances) / (2 * n), rel=1e-4)
 
 
+@tries(max_examples=8, deadline=None)
+@given(
+    times=st.floats(0.1, 20),
+    rate=st.floats(1e-3, 0.3),
+    decay=st.sampled_from([0.0, 5e-4, 0.05]),
+    seed=st.integers(0, 9),
+)
+def test_a_hurried_predictor_has_a_higher_learning_rate_for_sgd(
+    times: float, rate: float, decay: float, seed: int
+) -> None:
+    """Three steps with momentum and decay in one group equal those with a group of times the rate, in float64."""
+    hurried, grouped = (pair().double().train() for _ in range(2))
+    hurried.hurry_predictor(times, decay)
+    one = torch.optim.SGD([*hurried.online.parameters(), *hurried.predictor.parameters()])
+    two = torch.optim.SGD(
+        [{"params": [*grouped.online.parameters()]}, {"params": [*grouped.predictor.parameters()], "lr": times * rate}]
+    )
+    for optimizer in (one, two):
+        for group, own in zip(optimizer.param_groups, (rate, times * rate), strict=False):
+            group |= {"lr": own, "momentum": 0.9, "weight_decay": decay}
+    images = some_images(seed=seed)
+    for both, optimizer in ((hurried, one), (grouped, two)):
+        for _ in range(3):
+            optimizer.zero_grad()
+            distance(both, images).backward()
+            optimizer.step()
+    for name, value in parameters(hurried).items():
+        torch.testing.assert_close(value, parameters(grouped)[name], rtol=1e-6, atol=1e-9)
+    still = parameters(pair().double())
+    assert not torch.equal(still["predictor.0.weight"], parameters(hurried)["predictor.0.weight"])
+
+
+def distance(both: OnlineAndTarget, images: Tensor) -> Tensor:
+    prediction, target = both(images).unbind()
+    return cosine_loss(prediction, target.roll(len(images) // 2, 0))
+
+
+def test_the_predictor_learns_at_its_own_rate_in_the_method(stripes: ImageSet, recorder: Recorder) -> None:
+    """After the first step the predictor has moved ten times as far, the online network as far as without."""
+    moved = []
+    for times in (1.0, 10.0):
+        run(stripes, epochs=1, predictor_rate=times, settings=replace(QUICK, lr=1e-3))
+        now = parameters(recorder.module)
+        moved.append({name: now[name] - recorder.first[name] for name in now})
+    slow, fast = moved
+    torch.testing.assert_close(slow["online.projector.0.weight"], fast["online.projector.0.weight"])
+    for name in ("predictor.0.weight", "predictor.3.weight", "predictor.3.bias"):
+        torch.testing.assert_close(10 * slow[name], fast[name], rtol=1e-3, atol=1e-7)
+
+
 def test_batches_are_pure_functions_of_the_step_and_carry_the_momentum(stripes: ImageSet, recorder: Recorder) -> None:
     for _ in range(2):
         run(stripes, epochs=4)
@@ -290,8 +349,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(stripes: ImageSet, tmp_path: 
 
 def test_the_network_compiles_in_one_piece_and_says_the_same() -> None:
     eager, traced = pair().train(), pair().train()
+    for both in (eager, traced):
+        both.hurry_predictor(10.0, 0.01)
     compiled = torch.compile(traced, dynamic=False, fullgraph=True, backend="aot_eager")
-    optimizers = [torch.optim.SGD(both.online.parameters(), lr=0.1) for both in (eager, traced)]
+    optimizers = [torch.optim.SGD(both.parameters(), lr=0.01, weight_decay=0.01) for both in (eager, traced)]
     for step in range(2):  # the second call reads weights that were changed in place
         for both, network, optimizer in zip((eager, traced), (eager, compiled), optimizers, strict=True):
             both.follow(torch.tensor(0.5))
@@ -301,6 +362,7 @@ def test_the_network_compiles_in_one_piece_and_says_the_same() -> None:
             optimizer.step()
     for left, right in zip(eager.state_dict().values(), traced.state_dict().values(), strict=True):
         torch.testing.assert_close(left, right)
+    assert not torch.equal(eager.predictor[0].weight, pair().predictor[0].weight)
 
 
 @pytest.mark.parametrize("n", [7, 61])
@@ -320,6 +382,9 @@ def test_sets_smaller_than_a_batch_are_taken_whole_and_the_rate_fits(stripes: Im
         ({"projection": 1}, "projection is 1; byol needs 2 or more"),
         ({"target_momentum": 1.5}, "target_momentum is 1.5; it must lie between 0 and 1"),
         ({"target_momentum": math.nan}, "target_momentum is nan"),
+        ({"predictor_rate": 0.0}, "predictor_rate is 0.0; it must be a positive number"),
+        ({"predictor_rate": math.inf}, "predictor_rate is inf"),
+        ({"settings": replace(QUICK, optimizer="adam")}, "needs the optimizer sgd; set it to 1 for adam"),
     ],
 )
 def test_impossible_arguments_get_one_line(stripes: ImageSet, change: dict[str, Any], said: str) -> None:

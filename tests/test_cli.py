@@ -76,7 +76,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, stripes: ImageSet) -> Path:
 def quick() -> Iterator[None]:
     """A short start of three epochs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretraining, "short_start", lambda *_, **__: {"simclr": {"epochs": 3}, "k_means": {}})
+        patch.setattr(
+            pretraining, "short_start", lambda *_, **__: {"simclr": {"epochs": 3}, "linear_scan": {"n_tries": 2}}
+        )
         yield
 
 

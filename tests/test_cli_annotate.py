@@ -144,6 +144,25 @@ def test_what_a_person_can_mend_is_one_line(
     assert told in refused("photos", "--no-browser", *words)
 
 
+def test_words_of_label_studio_are_explained_by_flags(folder: Path) -> None:
+    task = {"id": 1, "a": "00.png", "b": "03.png", "choice": "gleich", "annotator": "anna"}
+    other = {"id": 2, "a": "00.png", "b": "01.png", "choice": "verschieden", "annotator": "anna"}
+    file, db, out = (folder.parent / name for name in ("export.json", "a.db", "out.csv"))
+    file.write_text(json.dumps([task, other]))
+    assert "say what it means with --same TEXT and --different TEXT" in refused(folder, "--db", db, "--import", file)
+    words = ("--same", "gleich", "--different", "verschieden")
+    assert "2 answers imported" in run("annotate", folder, "--db", db, "--import", file, *words).stdout
+    run("annotate", folder, "--db", db, "--export", out)
+    links = [line.split(",")[:3] for line in out.read_text().splitlines()[1:]]
+    assert [(left, right, float(link)) for left, right, link in links] == [
+        ("00.png", "03.png", 1.0),
+        ("00.png", "01.png", 0.0),
+    ]
+    assert "go with --import" in refused(folder, "--db", db, "--same", "gleich")
+    pairs = write_pairs(folder, "00.png,03.png,1")
+    assert "go with an export of Label Studio" in refused(folder, "--db", db, "--import", pairs, "--same", "gleich")
+
+
 def test_a_folder_with_one_image_has_nothing_to_compare(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     Image.new("L", (8, 8)).save(tmp_path / "one" / "a.png")

@@ -12,7 +12,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A demo of seconds: two samples, a few steps."""
     monkeypatch.setattr(demo, "N_SAMPLES", 2)
     monkeypatch.setattr(demo, "STEPS", 4)
-    monkeypatch.setattr(demo, "short_start", lambda *_, **__: {"simclr": {"epochs": 2}, "k_means": {"restarts": 2}})
+    monkeypatch.setattr(demo, "short_start", lambda *_, **__: {"simclr": {"epochs": 2}, "linear_scan": {"n_tries": 2}})
 
 
 @pytest.mark.usefixtures("short")

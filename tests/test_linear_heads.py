@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from constraintmatch.errors import InputError
 from constraintmatch.evaluation import accuracy
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS
@@ -42,6 +43,13 @@ def test_the_loss_of_the_head_that_is_given_back_is_the_lowest() -> None:
     assert float(judged) == pytest.approx(float(head.losses.min()), abs=1e-3)
 
 
+def test_no_head_is_surer_than_it_may_be() -> None:
+    apart = torch.from_numpy((1_000 * np.eye(5, 12)[LABELS] + RNG.standard_normal((400, 12))).astype(np.float32))
+    head = best_linear_head(apart, NEAR, 5, n_heads=4, steps=200)
+    sure = (apart @ head.weight.T + head.bias).softmax(-1).amax(-1).mean()
+    assert 0.9 < float(sure) <= 0.981
+
+
 def test_the_same_seed_finds_the_same_head_and_the_global_generator_is_left_alone() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -72,3 +80,30 @@ def test_scan_begins_with_the_best_head(monkeypatch: pytest.MonkeyPatch) -> None
     METHODS["scan"](model, images, n_tries=0, **options)
     METHODS["scan"](trained, images, n_tries=2, **options)  # it has this many clusters already
     assert len(seen) == 1
+
+
+def test_linear_scan_leaves_the_backbone_and_finds_what_the_features_tell_apart() -> None:
+    labels = np.repeat(np.arange(3), 40)
+    pixels = np.zeros((120, 8, 8, 1), np.uint8)
+    for row, label in enumerate(labels):
+        pixels[row, 2 * label : 2 * label + 2] = 200
+    pixels += RNG.integers(0, 30, pixels.shape, dtype=np.uint8)
+    model = build_model(n_clusters=0, side=8, channels=1, backbone="tiny", seed=2)
+    settings = TrainSettings(device="cpu")
+    placed, log = METHODS["linear_scan"](
+        model, ImageSet.from_arrays(pixels), n_clusters=3, n_tries=6, settings=settings
+    )
+    for name, value in model.backbone.state_dict().items():
+        assert torch.equal(value, placed.backbone.state_dict()[name])
+    with torch.no_grad():
+        found = placed.eval()(torch.from_numpy(pixels).permute(0, 3, 1, 2)).argmax(-1).numpy()
+    assert accuracy(labels, found) > 0.95
+    assert log[-1]["kind"] == "evaluation"
+
+
+@pytest.mark.parametrize(("name", "value"), [("n_tries", 0), ("n_neighbours", 0)])
+def test_linear_scan_needs_a_head_and_a_neighbour(name: str, value: int) -> None:
+    images = ImageSet.from_arrays(RNG.integers(0, 256, (30, 8, 8, 1), dtype=np.uint8))
+    model = build_model(n_clusters=0, side=8, channels=1, backbone="tiny")
+    with pytest.raises(InputError, match="needs a head and a neighbour at least"):
+        METHODS["linear_scan"](model, images, n_clusters=3, **{name: value})

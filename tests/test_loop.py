@@ -1,11 +1,13 @@
 """The loop for real, on a few digits: labels answer, a person in the terminal answers, the model learns beside them."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from constraintmatch import cli
@@ -20,8 +22,9 @@ from constraintmatch.images import ImageSet
 from constraintmatch.models import build_model, load_model, save_model
 from constraintmatch.oracle import LabelOracle
 from constraintmatch.planning import Train
+from constraintmatch.pretraining import SHORT_STAGES
 from constraintmatch.rounds import Asking, ask_until, image_belief
-from constraintmatch.running import method_settings, run_method, weights_hash
+from constraintmatch.running import Around, method_settings, run_method, weights_hash
 
 SMALL = Learning({"pairs_per_step": 10, "images_per_step": 20}, {"steps": 2, "device": "cpu"}, every=5)
 
@@ -118,6 +121,54 @@ def test_a_round_that_fails_is_told_and_asking_goes_on(images: ImageSet, start: 
     assert learner.name() == "start"
 
 
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_stop_gives_up_the_round_under_way(images: ImageSet, start: Path, tmp_path: Path) -> None:
+    answers = answered(images, start, 8)
+    long = Learning(SMALL.arguments, {"steps": 100_000, "device": "cpu"}, every=5)
+    learner = Learner(images, load_model(start), lambda: answers, tmp_path, long)
+    learner.start()
+    wait_until(lambda: "%" in (learner.activity() or ""))
+    assert (learner.activity() or "").startswith("learning from 8 answers (")
+    learner.stop()
+    assert learner.activity() is None
+    assert learner.problem is None
+    assert (learner.n_learnt, learner.n_left) == (0, 8)
+    later = Learner(images, load_model(start), lambda: answers, tmp_path, SMALL)
+    assert later.name() == "start"
+    assert later.learn()
+
+
+def test_the_last_answers_and_those_before_a_pause_are_learnt_however_few(
+    images: ImageSet, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = answered(images, start, 3)
+    few = Learner(images, load_model(start), lambda: answers, tmp_path, SMALL)
+    assert not few.is_due()
+    last = Learner(images, load_model(start), lambda: answers, tmp_path, replace(SMALL, total=3))
+    assert last.is_due()
+    monkeypatch.setattr("constraintmatch.annotate.learning.PATIENCE", 0.0)
+    time.sleep(0.01)
+    assert few.is_due()
+    assert few.learn()
+    assert not few.is_due()
+
+
+def test_a_round_that_knows_answers_taken_back_since_is_not_gone_on_with(
+    images: ImageSet, start: Path, tmp_path: Path
+) -> None:
+    answers = answered(images, start, 8)
+    Learner(images, load_model(start), lambda: answers, tmp_path, SMALL).learn()
+    fewer = Learner(images, load_model(start), lambda: answers[:5], tmp_path, SMALL)
+    assert fewer.n_learnt == 0
+    assert (tmp_path / "rounds" / "0008").is_dir()
+
+
 # Labels answer
 
 
@@ -154,14 +205,61 @@ def test_labels_that_err_give_other_answers(start: Path, tmp_path: Path) -> None
 
 
 def test_images_without_labels_cannot_answer(start: Path, tmp_path: Path) -> None:
-    from PIL import Image
-
     (tmp_path / "photos").mkdir()
     for number, pixels in enumerate(load_dataset("digits", "val").images[:12]):
         Image.fromarray(pixels[..., 0]).save(tmp_path / "photos" / f"{number}.png")
     loop = Loop(str(tmp_path / "photos"), tmp_path / "loop", 10, model=start, device="cpu", images=Train())
     with pytest.raises(InputError, match="has no labels"):
         ask_labels(loop)
+
+
+def class_folders(place: Path, n: int = 40) -> Path:
+    digits = load_dataset("digits", "val")
+    assert digits.labels is not None
+    for number, (pixels, label) in enumerate(zip(digits.images[:n], digits.labels[:n], strict=True)):
+        (place / str(label)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels[..., 0]).save(place / str(label) / f"{number}.png")
+    return place
+
+
+def test_without_a_number_of_clusters_there_are_as_many_as_the_answers_show(tmp_path: Path) -> None:
+    folder = class_folders(tmp_path / "digits")
+    save_model(build_model(n_clusters=0, side=8, channels=1, backbone="tiny"), tmp_path / "features")
+    loop = Loop(str(folder), tmp_path / "loop", None, 30, tmp_path / "features", every=15, steps=2, device="cpu")
+    rows = dict(ask_labels(loop))
+    found = load_model(tmp_path / "loop" / "model").config.n_clusters
+    assert rows["clusters"].endswith(f"({found} clusters)")
+    assert 2 < found <= 10
+
+
+def test_images_that_come_later_need_no_new_start(tmp_path: Path) -> None:
+    folder = class_folders(tmp_path / "digits", 12)
+    save_model(build_model(n_clusters=0, side=8, channels=1, backbone="tiny"), tmp_path / "features")
+    small = {"every": 6, "steps": 2, "device": "cpu"}
+    ask_labels(Loop(str(folder), tmp_path / "loop", 3, 6, tmp_path / "features", **small))  # type: ignore[arg-type]
+    made = (tmp_path / "loop" / "start" / SHORT_STAGES[-1] / "run.json").read_bytes()
+    class_folders(folder, 14)
+    rows = dict(ask_labels(Loop(str(folder), tmp_path / "loop", 3, 9, **small)))  # type: ignore[arg-type]
+    assert rows["answers"].endswith("(9 of 9)")
+    assert (tmp_path / "loop" / "start" / SHORT_STAGES[-1] / "run.json").read_bytes() == made
+    assert len((tmp_path / "loop" / "clusters.csv").read_text().splitlines()) == 15
+    with pytest.raises(InputError, match="was begun with 3 clusters; leave --clusters out"):
+        ask_labels(Loop(str(folder), tmp_path / "loop", 4, 9, **small))  # type: ignore[arg-type]
+
+
+def test_a_number_of_clusters_may_be_given_later(tmp_path: Path) -> None:
+    folder, out = class_folders(tmp_path / "digits", 12), tmp_path / "loop"
+    features = build_model(n_clusters=2, side=8, channels=1, backbone="tiny")
+    images, around = ImageSet.from_folder(folder), Around(out / "start" / SHORT_STAGES[0])
+    quick = method_settings("simclr", {"device": "cpu"})
+    run_method(
+        "simclr", features, images, arguments={"epochs": 1, "images_per_step": 12}, settings=quick, around=around
+    )
+    small = {"every": 6, "steps": 2, "device": "cpu"}
+    ask_labels(Loop(str(folder), out, None, 6, **small))  # type: ignore[arg-type]
+    assert not (out / "start" / SHORT_STAGES[-1]).exists()
+    ask_labels(Loop(str(folder), out, 5, 9, **small))  # type: ignore[arg-type]
+    assert load_model(out / "model").config.n_clusters == 5
 
 
 # The terminal
@@ -199,6 +297,33 @@ def test_the_end_of_input_finishes(start: Path, tmp_path: Path) -> None:
     rows = dict(ask_in_terminal(a_loop(start, tmp_path / "loop"), prompt))
     assert rows["answers"].endswith("(0 of 12)")
     assert "digits/" in person.shown[0]
+
+
+def test_ctrl_c_in_the_terminal_ends_and_leaves_the_last_answers_for_next_time(start: Path, tmp_path: Path) -> None:
+    images, lines = load_dataset("digits", "train"), iter("yn")
+
+    def read(_prompt: str) -> str:
+        if (line := next(lines, None)) is None:
+            raise KeyboardInterrupt
+        return line
+
+    prompt = Prompt(images, write=lambda _text: None, read=read, colour=False)
+    rows = dict(ask_in_terminal(a_loop(start, tmp_path / "loop", kind="pair"), prompt))
+    assert rows["answers"].endswith("(2 of 12)")
+    assert rows["model"].endswith("(has learnt from 0 answers; 2 more wait: the same command learns them)")
+    assert (tmp_path / "loop" / "clusters.csv").exists()
+
+
+def test_a_contradiction_is_told_in_the_terminal(start: Path, tmp_path: Path) -> None:
+    images, person = load_dataset("digits", "train"), Person(["y", "y", "n", "p", "p", "p", "p", "f"])
+    loop = a_loop(start, tmp_path / "loop", kind="pair")
+    with open_store(tmp_path / "loop" / "answers.db", images, source="digits") as store:
+        for question in (Question(0, (1,)), Question(1, (2,)), Question(0, (2,))):
+            store.add_questions([question], urgent=True)
+    prompt = Prompt(images, write=person.shown.append, read=person.read, colour=False)
+    ask_in_terminal(loop, prompt)
+    assert any("one answer says different, 2 say same; p takes yours back" in line for line in person.shown)
+    assert "there is nothing to take back" in person.shown
 
 
 def test_which_of_these_is_answered_by_numbers_in_the_terminal(start: Path, tmp_path: Path) -> None:
@@ -277,9 +402,15 @@ def test_two_loops_on_one_folder_the_second_says_so(start: Path, tmp_path: Path)
     loop = a_loop(start, tmp_path / "loop")
     with (
         open_store(tmp_path / "loop" / "answers.db", images, source="digits"),
-        pytest.raises(InputError, match=r"answers\.db"),
+        pytest.raises(InputError, match=r"answers\.db: another server is at work .* choose another --out"),
     ):
         ask_labels(loop)
+
+
+def test_a_model_of_other_images_is_told_with_the_mend(tmp_path: Path) -> None:
+    save_model(build_model(n_clusters=10, side=16, channels=3), tmp_path / "other")
+    with pytest.raises(InputError, match=r"other: takes images of 16 px and 3 channel\(s\), digits has 8 px and 1"):
+        ask_labels(a_loop(tmp_path / "other", tmp_path / "loop"))
 
 
 def test_a_limited_chooser_counts_what_is_handed_out(images: ImageSet, start: Path) -> None:

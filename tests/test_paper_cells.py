@@ -1,5 +1,7 @@
 """The grids as data: what the paper's tables and figures are made of."""
 
+from typing import Any
+
 import pytest
 
 from constraintmatch.datasets import DATASETS
@@ -70,17 +72,40 @@ def test_folds_come_one_after_the_other() -> None:
     assert folds == sorted(folds)
 
 
+def test_several_grids_are_one_queue_without_repetition() -> None:
+    names = [cell.name for cell in grid_cells("table1", "table2", "flip", sets=["cifar100-20"], folds=[0, 1])]
+    each = [cell.name for name in ("table1", "table2", "flip") for cell in grid_cells(name, sets=["cifar100-20"])]
+    assert len(names) == len(set(names))
+    assert set(names) == {name for name in each if "fold" not in name or name[-5:] in ("fold0", "fold1")}
+    assert [name[-1] for name in names if "fold" in name] == sorted(name[-1] for name in names if "fold" in name)
+
+
+def test_a_queue_takes_of_each_grid_the_sets_that_it_has() -> None:
+    cells = grid_cells("table1", "table3", sets=["stl10", "cifar10"], folds=[0])
+    assert {(cell.dataset, cell.n_clusters) for cell in cells} == {("stl10", 10), ("cifar10", 10), ("cifar10", 50)}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("names", "cuts", "said"),
     [
-        ({"name": "table9"}, "unknown table or figure 'table9'; known are table1"),
-        ({"name": "table3", "sets": ["stl10"]}, "table3 has no set 'stl10'; it has cifar10, cifar100-20"),
-        ({"name": "table1", "folds": [-1]}, "fold -1 does not exist"),
+        ("table9", {}, "unknown table or figure 'table9'; known are table1"),
+        ("table3", {"sets": ["stl10"]}, "table3 has no set 'stl10'; there are cifar10, cifar100-20"),
+        ("table2 table3", {"sets": ["stl10"]}, "table2 and table3 have no set 'stl10'"),
+        ("table1", {"folds": [-1]}, "fold -1 does not exist"),
+        ("table1", {"folds": []}, "no folds are left"),
+        ("table1", {"steps": 0}, "0 steps: the paper's trainings have 20,000"),
+        ("table1", {"steps": 30_000}, "30,000 steps: the paper's trainings have 20,000"),
+        ("table1", {"methods": ["simclr"]}, "no cell has the method 'simclr'; there are scan, constraintmatch"),
+        ("table1", {"n_constraints": [7]}, "no cell has the number of constraints 7; there are 5,000, 10,000"),
     ],
 )
-def test_what_is_not_there_is_one_clear_line(arguments: dict[str, object], said: str) -> None:
+def test_what_is_not_there_is_one_clear_line(names: str, cuts: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        grid_cells(**arguments)  # type: ignore[arg-type]
+        grid_cells(*names.split(), **cuts)
+
+
+def test_a_longer_training_does_not_take_the_name_of_a_full_one() -> None:
+    assert Cell("cifar10", "constrained", 10, steps=STEPS + 1).name.endswith(f"-steps{STEPS + 1}")
 
 
 def test_the_start_of_a_cell_is_named_by_set_and_clusters() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from paper_results import write_cells
 from typer.testing import CliRunner
 
 from constraintmatch import cli
@@ -14,10 +15,12 @@ from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import Predictions, predict, scores
 from constraintmatch.models import build_model, load_model, save_model
-from constraintmatch.paper import runner
-from constraintmatch.paper.cells import Cell
+from constraintmatch.paper import gallery, runner
+from constraintmatch.paper.cells import Cell, grid_cells
 from constraintmatch.paper.gallery import wrong_but_right
-from constraintmatch.paper.runner import Place, cell_constraints, is_finished, run_cell, run_cells
+from constraintmatch.paper.runner import Place, cell_constraints, cell_states, is_finished, run_cell, run_cells
+from constraintmatch.progress import Quiet
+from constraintmatch.running import weights_hash
 from constraintmatch.stepping import Stepper
 from constraintmatch.training import Interrupted
 
@@ -48,12 +51,15 @@ def test_a_result_says_what_was_trained_and_what_came_out(place: Place) -> None:
     assert stored["settings"]["lr"] == DATASETS["digits"].tuned["constraintmatch"]["lr"]
     assert stored["environment"]["torch"]
     assert stored["seconds"] > 0
+    assert (stored["data"]["train"], stored["data"]["test"]) == DATASETS["digits"].splits[::2]
     assert len(stored["curve"]) == 4
-    model = load_model(place.results.parent / "models" / CELL.name)  # in half precision: a digit may change sides
+    model = load_model(place.results.parent / "models" / CELL.name)
     images = load_dataset("digits", "test")
-    assert scores(images.labels, predict(model, images))["acc"] == pytest.approx(
-        told["scores"]["test"]["acc"], abs=0.01
-    )
+    kept = scores(images.labels, predict(model, images))
+    assert told["half"]["weights"] == weights_hash(model)
+    assert {key: kept[key] for key in ("acc", "nmi", "ari")} == told["half"]["scores"]["test"]
+    trained = scores(images.labels, predict(load_model(place.runs / CELL.name), images))
+    assert {key: trained[key] for key in ("acc", "nmi", "ari")} == told["scores"]["test"]
 
 
 def test_finished_cells_are_not_run_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +118,19 @@ def test_a_result_of_other_settings_is_refused_by_name(place: Place) -> None:
         is_finished(CELL, place)
 
 
+@pytest.mark.parametrize("part", ["arguments", "settings"])
+def test_a_result_of_a_tuning_that_is_no_longer_ours_is_refused_by_name(place: Place, part: str) -> None:
+    path, key = place.results / f"{CELL.name}.json", {"arguments": "max_entropy", "settings": "lr"}[part]
+    run_cell(CELL, place)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, part: {**content[part], key: 0.77}}))
+    with pytest.raises(InputError, match=rf"{CELL.name}.json: a result of other settings \({key} is 0.77, asked is"):
+        is_finished(CELL, place)
+    without = {name: value for name, value in content[part].items() if name != key}
+    path.write_text(json.dumps({**content, part: without}))
+    assert is_finished(CELL, place)  # of a version that did not know it yet
+
+
 def test_a_result_of_another_format_is_refused_by_name(place: Place) -> None:
     place.results.mkdir()
     (place.results / f"{CELL.name}.json").write_text('{"format": 99, "kind": "cell"}')
@@ -152,6 +171,68 @@ def test_an_interrupted_cell_goes_on_from_its_checkpoint(place: Place, monkeypat
     assert run_cell(CELL, place)["scores"] == whole["scores"]
 
 
+class Listener(Quiet):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_what_a_later_cell_would_miss_is_found_before_the_first_training(place: Place, tmp_path: Path) -> None:
+    listener = Listener()
+    cells = [CELL, replace(CELL, n_clusters=30)]
+    with pytest.raises(InputError, match=r"scan-digits-30: the start of .* is not there"):
+        run_cells(cells, replace(place, reporter=listener))
+    with pytest.raises(
+        InputError, match=r"none: cifar10 is not there; looked for cifar-10-batches-py with data_batch_1"
+    ):
+        run_cells([CELL, Cell("cifar10", "scan")], replace(place, data_dir=tmp_path / "none"))
+    assert listener.said == []
+    assert not place.runs.exists()
+
+
+def test_a_training_that_diverges_does_not_stop_the_queue(place: Place) -> None:
+    wild = Cell("digits", "constrained", 300, options=(("lr", 1e30),), steps=20)
+    with pytest.raises(InputError, match="1 of 2 cells diverged, the others are finished; digits-constrained-300-lr"):
+        run_cells([wild, CELL], place)
+    assert [state for state, _ in cell_states([wild, CELL], place)] == ["missing", "finished", "in all"]
+
+
+def test_a_queue_that_is_stopped_says_how_to_go_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise Interrupted("stopped after step 2 of 4")
+
+    monkeypatch.setattr(runner, "run_cell", stopped)
+    with pytest.raises(KeyboardInterrupt, match=f"{CELL.name}: stopped after step 2 of 4; the same command goes on"):
+        run_cells([CELL], place)
+
+
+def test_a_model_can_be_kept_later_while_its_run_is_there(place: Place, tmp_path: Path) -> None:
+    run_cells([CELL], place)
+    listener = Listener()
+    later = replace(place, models=tmp_path / "models", reporter=listener)
+    run_cells([CELL], replace(later, runs=tmp_path / "gone"))
+    assert listener.said[-1].endswith(f"its model is not kept: there is no run in {tmp_path / 'gone' / CELL.name}")
+    run_cells([CELL], later)
+    stored = json.loads((place.results / f"{CELL.name}.json").read_text())
+    assert weights_hash(load_model(tmp_path / "models" / CELL.name)) == stored["half"]["weights"]
+    assert (tmp_path / "models" / CELL.name / "README.md").is_file()
+
+
+def test_without_a_data_folder_what_is_finished_is_shown(tmp_path: Path) -> None:
+    cells = grid_cells("table1", sets=["cifar10"], folds=[0, 1])
+    results = write_cells(tmp_path / "results", cells[:5])
+    words = ["paper", "table1", "--sets", "cifar10", "--starts", str(tmp_path), "--results", str(results)]
+    done = CliRunner().invoke(cli.app, words)
+    assert done.exit_code == 0, done.output
+    assert "26 of 31 cells are missing; --data-dir DIR runs them" in done.stderr
+    assert "| 93.17*" in done.stdout
+    none = CliRunner().invoke(cli.app, [*words[:-1], str(tmp_path / "none")])
+    assert none.exit_code == 2
+    assert "cifar10: say where it lies (--data-dir)" in none.stderr
+
+
 def test_the_command_runs_a_cut_grid_and_shows_the_paper_beside_it(place: Place) -> None:
     where = ["--starts", place.starts, "--results", place.results, "--out", place.runs, "--device", "cpu"]
     words = ["paper", "table2", "--sets", "digits", "--folds", "0", "--steps", "2", "--methods", "scan,constrained"]
@@ -160,12 +241,15 @@ def test_the_command_runs_a_cut_grid_and_shows_the_paper_beside_it(place: Place)
     assert "cut (2 steps)" in done.output
     listed = CliRunner().invoke(cli.app, [*words, *map(str, where), "--list"])
     assert [line.split() for line in listed.output.splitlines()] == [
-        ["digits-scan", "finished"],
-        ["digits-constrained-10000-fold0-steps2", "finished"],
+        ["finished", "digits-scan"],
+        ["finished", "digits-constrained-10000-fold0-steps2"],
+        ["in", "all", "2", "finished"],
     ]
 
 
-@pytest.mark.parametrize("words", [["table9"], ["table1", "--folds", "x"], ["table1", "--sets", "mnist"]])
+@pytest.mark.parametrize(
+    "words", [["table9"], ["table1", "--folds", "x"], ["table1", "--sets", "mnist"], ["gallery", "--sets", "mnist"]]
+)
 def test_bad_words_are_one_line_and_exit_code_2(words: list[str]) -> None:
     done = CliRunner().invoke(cli.app, ["paper", *words])
     assert done.exit_code == 2
@@ -190,3 +274,26 @@ def test_the_gallery_finds_pairs_that_are_wrong_and_rightly_linked() -> None:
         assert classes[left] != classes[right]
     rows = [row for pair in (*found.must_links[:2], *found.cannot_links[:2]) for row in pair]
     assert len(set(rows)) == len(rows)
+
+
+def test_a_gallery_is_made_once_and_one_of_another_training_is_refused(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gallery, "GALLERY_STEPS", 2)
+    sure = load_model(place.starts / "scan-digits")
+    assert sure.head is not None
+    sure.head.weight.data *= 1e4  # untrained and sure of itself: wrong nearly everywhere
+    save_model(sure, tmp_path / "starts" / "scan-digits")
+    place = replace(place, starts=tmp_path / "starts")
+    made = gallery.make_gallery("digits", place, tmp_path / "figures")
+    told = json.loads(made.read_text())
+    assert told["pairs"]
+    for pair in told["pairs"]:
+        assert (pair["link"] > 0.5) == (pair["true"][0] == pair["true"][1])
+        assert pair["predicted"][0] != pair["true"][0]
+    assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".png", ".svg"}
+    monkeypatch.setattr(gallery, "train_cell", lambda *_: pytest.fail("trained again"))
+    assert gallery.make_gallery("digits", place, tmp_path / "figures") == made
+    monkeypatch.setattr(gallery, "GALLERY_STEPS", 3)
+    with pytest.raises(InputError, match=r"gallery-digits.json: a gallery of another training"):
+        gallery.make_gallery("digits", place, tmp_path / "figures")

@@ -280,6 +280,17 @@ def test_a_cut_row_is_marked_and_not_set_beside_the_papers(tmp_path: Path) -> No
     assert cells[1:6] == ["10,000", "1", "57.00", "–", "–"]
 
 
+def test_a_smaller_copy_of_a_set_is_not_set_beside_the_papers_nor_mixed_with_the_set(tmp_path: Path) -> None:
+    small = {"train": 270, "test": 60, "fingerprint": "ab"}
+    rows = find_rows(read_results(write(tmp_path / "small", content(OURS, 0.9, data=small))))
+    text = table1(rows, ["cifar10"])
+    line = next(line for line in text.splitlines() if line.startswith("| ConstraintMatch") and "90.00" in line)
+    assert [cell.strip() for cell in line.strip("|").split("|")][3:6] == ["90.00", "–", "–"]
+    both = read_results(write(tmp_path / "both", content(OURS, data=small), content(replace(OURS, fold=1))))
+    with pytest.raises(InputError, match=r"of other images of cifar10 \(60 and 10,000 test images\)"):
+        find_rows(both)
+
+
 def test_a_set_without_results_shows_the_papers_values() -> None:
     text = table1({}, ["stl10"])
     assert "### STL-10, Test: not run here" in text

@@ -79,7 +79,7 @@ def test_results_of_finished_stages_stay_as_they_were_measured(stripes: ImageSet
 def test_another_pretext_task_takes_the_place_of_the_first() -> None:
     assert with_pretext(STAGES, "byol") == ("byol", "scan", "self_label")
     assert with_pretext(("k_means",), "byol") == ("k_means",)
-    with pytest.raises(InputError, match="unknown pretext task 'moco'; known are simclr, byol"):
+    with pytest.raises(InputError, match="unknown pretext task 'moco'; known are simclr, byol, simsiam"):
         with_pretext(STAGES, "moco")
 
 

@@ -11,7 +11,14 @@ from paper_results import content, write, write_cells
 from constraintmatch.errors import InputError
 from constraintmatch.paper.cells import GRIDS, Cell, grid_cells
 from constraintmatch.paper.figures import FIGURES
-from constraintmatch.paper.reproduction import drawings, part_text, readme_table, reproduction, write_reproduction
+from constraintmatch.paper.reproduction import (
+    drawings,
+    part_text,
+    readme_part,
+    readme_table,
+    reproduction,
+    write_reproduction,
+)
 from constraintmatch.paper.results import find_rows, read_results
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,6 +138,19 @@ def test_the_readmes_table_has_ours_the_papers_and_the_gain(tmp_path: Path) -> N
 def test_the_readmes_table_has_no_cut_results(tmp_path: Path) -> None:
     cut = replace(Cell("cifar10", "constraintmatch", 10_000), steps=3_000)
     assert readme_table(find_rows(read_results(write_cells(tmp_path, [cut])))) == readme_table({})
+
+
+def test_the_readmes_part_says_so_when_nothing_was_run(tmp_path: Path) -> None:
+    assert "have not been run yet; `constraintmatch paper table1`" in readme_part(tmp_path)
+    write_cells(tmp_path, [Cell("cifar10", "scan")])
+    assert readme_table(find_rows(read_results(tmp_path))) in readme_part(tmp_path)
+
+
+def test_a_figure_can_be_had_of_one_length_and_of_a_rehearsal(tmp_path: Path) -> None:
+    both = [cell for steps in (3_000, None) for cell in grid_cells("noise", sets=["digits"], folds=[0], steps=steps)]
+    folder = write_cells(tmp_path, both)
+    assert "cut (3,000 steps); Digits test" in part_text("noise", folder, ["digits"], 3_000)
+    assert "cut" not in part_text("noise", folder, ["digits"])
 
 
 def test_one_part_can_be_had_alone(some: Path) -> None:

@@ -1,5 +1,6 @@
 """The search: slots tried once by workers that race, die and come back; the paper's criterion; what is refused."""
 
+import functools
 import itertools
 import json
 import os
@@ -7,6 +8,7 @@ import pickle
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,8 +43,19 @@ GRID = Slots({"lr": (0.1, 0.01), "weight_decay": (1e-3, 1e-4)})
 Train = Callable[[dict[str, float], Path | None, Reporter], dict[str, Any]]
 
 
+@functools.cache
+def empty_storage() -> bytes:
+    """A storage without studies: making its tables takes longer than most of these tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        with open_storage(str(Path(folder) / "s.db")):
+            pass
+        return (Path(folder) / "s.db").read_bytes()
+
+
 @contextmanager
 def study_at(place: Path, protocol: dict[str, Any] | None = None) -> Iterator[Any]:
+    if not place.exists():
+        place.write_bytes(empty_storage())
     with open_storage(str(place)) as storage:
         yield open_study(storage, "s", protocol or {"steps": 1}, str(place))
 
@@ -87,7 +100,8 @@ def test_workers_that_race_try_every_point_once(tmp_path: Path) -> None:
     start = threading.Barrier(3)
 
     def worker() -> None:
-        with study_at(tmp_path / "s.db") as study:  # all three may be the one that makes it
+        with open_storage(str(tmp_path / "s.db")) as storage:  # all three may be the one that makes it
+            study = open_study(storage, "s", {"steps": 1}, str(tmp_path / "s.db"))
             start.wait()
             work(study, GRID, train, runs=None, patience=FAST, reporter=Quiet())
 
@@ -292,6 +306,8 @@ VALUES = {"weight_decay": [1e-4], "lr": [0.1, 0.01], "pseudo_weight": [1.0], "ma
 
 
 def digits(start: Path, place: Path, **changes: Any) -> Search:
+    if not (place / "search.db").exists():
+        (place / "search.db").write_bytes(empty_storage())
     asked = Search(
         "digits",
         start,
@@ -335,8 +351,27 @@ def completed_by(place: Path) -> dict[int, list[int]]:
     return found
 
 
-def test_two_workers_share_a_grid_and_one_that_is_killed_leaves_no_gap(start: Path, tmp_path: Path) -> None:
-    request = digits(start, tmp_path, steps=3)
+def stripes_search(stripes: ImageSet, place: Path, **changes: Any) -> Search:
+    """A search over images and pairs of a person; without labels nothing slow has to be imported."""
+    assert stripes.labels is not None
+    np.save(place / "images.npy", stripes.images)
+    Constraints.sample(stripes.labels, 40, seed=1).write(place / "pairs.csv")
+    save_model(build_model(n_clusters=3, side=8, channels=1, seed=1), place / "start")
+    asked = Search(
+        str(place / "images.npy"),
+        place / "start",
+        pairs=place / "pairs.csv",
+        values=VALUES,
+        steps=3,
+        storage=str(place / "search.db"),
+        settings={"device": "cpu"},
+        patience=FAST,
+    )
+    return replace(asked, **changes)
+
+
+def test_two_workers_share_a_grid_and_one_that_is_killed_leaves_no_gap(stripes: ImageSet, tmp_path: Path) -> None:
+    request = stripes_search(stripes, tmp_path)
     other = start_worker(request)
     assert other.stdin is not None
     assert other.stdout is not None
@@ -447,10 +482,7 @@ def test_another_start_is_another_search(start: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_searches_a_persons_own_images_and_pairs(tmp_path: Path, stripes: ImageSet) -> None:
-    assert stripes.labels is not None
-    np.save(tmp_path / "images.npy", stripes.images)
-    Constraints.sample(stripes.labels, 40, seed=1).write(tmp_path / "pairs.csv")
-    save_model(build_model(n_clusters=3, side=8, channels=1, seed=1), tmp_path / "start")
+    stripes_search(stripes, tmp_path)
     words = ["search", str(tmp_path / "images.npy"), "--pairs", str(tmp_path / "pairs.csv")]
     words += ["--model", str(tmp_path / "start"), "--storage", str(tmp_path / "s.db"), "--device", "cpu", "--quiet"]
     words += ["--steps", "2", "--sampler", "tpe", "--trials", "2", "--out", str(tmp_path / "best.json")]

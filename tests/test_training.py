@@ -73,7 +73,10 @@ def test_fit_is_plain_sgd_with_the_papers_schedule() -> None:
 
 
 def test_schedules_start_at_one_and_end_where_they_say() -> None:
-    assert [schedule(0.0) for schedule in SCHEDULES.values()] == [1.0, 1.0, 1.0]
+    assert [schedule(0.0) for schedule in SCHEDULES.values()] == [1.0, 1.0, 0.0, 1.0]
+    assert SCHEDULES["cosine-warm"](0.025) == pytest.approx(0.5)
+    assert SCHEDULES["cosine-warm"](0.05) == pytest.approx(1.0)
+    assert SCHEDULES["cosine-warm"](1.0) == pytest.approx(1e-3)
     assert SCHEDULES["cosine-7/16"](1.0) == pytest.approx(math.cos(7 * math.pi / 16))
     assert SCHEDULES["cosine"](1.0) == pytest.approx(1e-3)
     assert SCHEDULES["cosine"](0.5) == pytest.approx(0.5005)
@@ -284,20 +287,25 @@ def judged(module: nn.Module, scores: list[float], seen: list[dict[str, Tensor]]
 
 def test_the_weights_of_the_best_evaluation_are_kept() -> None:
     settings, said = replace(CPU, evaluate_every=3), []
-    for scores, best in (([0.1, 0.9, 0.3, 0.2], 1), ([0.1, 0.2, 0.3, 0.4], 3), ([0.5, 0.5, 0.5, 0.5], 3)):
+    for scores, best in (
+        ([0.0, 0.1, 0.9, 0.3, 0.2], 2),
+        ([0.0, 0.1, 0.2, 0.3, 0.4], 4),
+        ([0.5, 0.5, 0.5, 0.5, 0.5], 4),
+        ([0.9, 0.1, 0.1, 0.1, 0.1], 0),  # a stage that only does harm
+    ):
         module, seen = network(), []
         log = fit(module, numbers, squares, settings, evaluate=judged(module, scores, seen), keep_best="quality")
         assert_equal(weights(module), seen[best])
         said.append([entry["kept_step"] for entry in log if entry["kind"] == "kept"])
-    assert said == [[6], [], []]
+    assert said == [[6], [], [], [0]]
 
 
 def test_with_a_tolerance_the_latest_weights_near_the_best_are_kept() -> None:
     settings = replace(CPU, evaluate_every=3)
     for scores, kept in (
-        ([0.5, 0.9, 0.8, 0.75], 3),  # all within a fifth of 0.9
-        ([0.5, 0.9, 0.8, 0.1], 2),  # a collapse at the end
-        ([0.9, 0.8, 0.71, 0.63], 1),  # measured from the highest of all, not from the one before
+        ([0.1, 0.5, 0.9, 0.8, 0.75], 4),  # all within a fifth of 0.9
+        ([0.1, 0.5, 0.9, 0.8, 0.1], 3),  # a collapse at the end
+        ([0.1, 0.9, 0.8, 0.71, 0.63], 2),  # measured from the highest of all, not from the one before
     ):
         module, seen = network(), []
         evaluate = judged(module, scores, seen)
@@ -306,7 +314,7 @@ def test_with_a_tolerance_the_latest_weights_near_the_best_are_kept() -> None:
 
 
 def test_a_resumed_run_remembers_the_best(tmp_path: Path) -> None:
-    settings, scores = replace(CPU, evaluate_every=3, checkpoint_every=4), [0.9, 0.1, 0.2, 0.3]
+    settings, scores = replace(CPU, evaluate_every=3, checkpoint_every=4), [0.1, 0.9, 0.1, 0.2, 0.3]
     first = network()
 
     def failing(step: int) -> Numbers:
@@ -321,7 +329,7 @@ def test_a_resumed_run_remembers_the_best(tmp_path: Path) -> None:
     again = judged(module, [0.1, 0.2, 0.3], [])
     with open_run(tmp_path, {}, resume=True) as run:
         fit(module, numbers, squares, settings, run=run, evaluate=again, keep_best="quality")
-    assert_equal(weights(module), seen[0])
+    assert_equal(weights(module), seen[1])
     log = read_log(tmp_path)
     times = [entry["seconds"] for entry in log]
     assert times == sorted(times)
@@ -330,7 +338,7 @@ def test_a_resumed_run_remembers_the_best(tmp_path: Path) -> None:
     late = network()
     with open_run(tmp_path, {}, resume=True) as run:
         fit(late, numbers, squares, settings, run=run, evaluate=again, keep_best="quality")
-    assert_equal(weights(late), seen[0])
+    assert_equal(weights(late), seen[1])
     assert read_log(tmp_path) == log
 
 

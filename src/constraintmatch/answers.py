@@ -25,6 +25,7 @@ __all__ = [
     "implied_groups",
     "known_from",
     "links_of",
+    "n_kinds",
     "stated_constraints",
 ]
 
@@ -175,3 +176,16 @@ def known_from(answers: Sequence[Answer], n_images: int, *, soon: int) -> Known:
         frozenset(question.image for question in doubtful),
         frozenset((min(one.image, shown), max(one.image, shown)) for one in doubtful for shown in one.shown),
     )
+
+
+def n_kinds(answers: Sequence[Answer], n_images: int) -> int:
+    """How many kinds the answers have proved to be there: groups and images that all differ from each other.
+
+    Found greedily, the largest groups first, so it may be a few less than there are; 1 while nothing was told apart.
+    """
+    known = known_from(answers, n_images, soon=0)
+    different: list[int] = []
+    for component in sorted(known.apart, key=lambda one: (-known.size[one], one)):
+        if known.apart[component].issuperset(different):
+            different.append(component)
+    return max(1, len(different))

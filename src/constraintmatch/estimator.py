@@ -65,7 +65,7 @@ class ConstraintMatch(  # type: ignore[call-arg]
     n_clusters : 2 or more.
     method : "constraintmatch", "constrained" or "pseudo_label"; "supervised" and "fully_constrained" learn from labels.
     backbone : "tiny", "resnet18", "resnet34" or "timm:NAME"; None chooses by the side of the images.
-    start : what training starts from: "self-supervised" (SimCLR and k-means on the images, kept short),
+    start : what training starts from: "self-supervised" (SimCLR and linear heads, kept short),
         None (random weights), a model or run folder, or a `ClusterModel` (which is left as it is). A start without
         clusters, such as `build_model(n_clusters=0, backbone="timm:NAME", pretrained=True, …)`, takes SimCLR's place.
     steps : training steps; None: enough for 100 passes over the images, 500 to 20,000 (on a CPU to 1,000).

@@ -31,7 +31,8 @@ __all__ = [
     "stage_flags",
 ]
 
-STAGES = ("simclr", "byol", "k_means", "scan", "self_label")  # what `pretrain` can run; `train` runs the other methods
+# What `pretrain` can run; `train` runs the other methods.
+STAGES = ("simclr", "byol", "simsiam", "k_means", "linear_scan", "scan", "self_label")
 _NOT_FLAGS = {"n_clusters", "settings", "views", "job"}  # n_clusters is --clusters
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
 _MEANINGS = {
@@ -65,8 +66,9 @@ _MEANINGS = {
     "pairs_per_step": "Constrained pairs in a step.",
     "pool": "Unconstrained images: all or combined.",
     "projection": "Width of the projection head.",
+    "predictor_rate": "The predictor's learning rate as a multiple of the others'.",
     "pseudo_weight": "λ: weight of the unconstrained images' loss.",
-    "schedule": "Learning rate over time: cosine-7/16, cosine or constant.",
+    "schedule": "Learning rate over time: cosine-7/16, cosine, cosine-warm or constant.",
     "seed": "Seed of everything random in the run.",
     "selection": "Images that take part, by entropy or confidence.",
     "steps": "Training steps; 500 to 1,000 without a GPU.",

@@ -1,4 +1,4 @@
-"""The self-supervised start: a pretext task, k-means or SCAN, self-labelling, each a run of its own."""
+"""The self-supervised start: a pretext task, clusters (linear heads, k-means or SCAN), self-labelling; each a run."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -34,21 +34,20 @@ __all__ = [
 ]
 
 STAGES = ("simclr", "scan", "self_label")  # the paper's start
-SHORT_STAGES = ("simclr", "k_means")  # the one that a training makes by itself
-PRETEXTS = ("simclr", "byol")  # what the features are learnt by; a start has one of them
-ORDER = (*PRETEXTS, "k_means", "scan", "self_label")
+SHORT_STAGES = ("simclr", "linear_scan")  # the one that a training makes by itself
+PRETEXTS = ("simclr", "byol", "simsiam")  # what the features are learnt by; a start has one of them
+ORDER = (*PRETEXTS, "k_means", "linear_scan", "scan", "self_label")
 Recipe = Mapping[str, Mapping[str, Any]]  # of each stage its arguments and training settings
 
 
 def short_start(n_images: int, *, cpu: bool) -> dict[str, dict[str, Any]]:
     """The recipe of the start that a training makes by itself: minutes for a folder, on a CPU too.
 
-    At least 160 steps of SimCLR whatever the number of images, on a CPU not more; then clusters by k-means: on
-    digits two points under a short SCAN at a tuned rate (mean of four seeds), but steadier, without a rate to tune, and
-    done at once (docs/lab-notes.md).
+    At least 160 steps of SimCLR whatever the number of images, on a CPU not more; then clusters by linear heads on the
+    frozen features: seconds, and nothing to tune (decision 014).
     """
     epochs = -(-160 // max(1, n_images // 256))
-    return {"simclr": {"epochs": epochs if cpu else max(60, epochs), "images_per_step": 256}, "k_means": {}}
+    return {"simclr": {"epochs": epochs if cpu else max(60, epochs), "images_per_step": 256}, "linear_scan": {}}
 
 
 def training_size(n_images: int, *, cpu: bool) -> dict[str, Any]:
@@ -95,7 +94,7 @@ def pretrain(
     told: dict[str, float] = {}
     for stage in stages:
         chosen, changes = split_options(stage, (recipe or {}).get(stage, {}))
-        chosen |= {"n_clusters": n_clusters} if stage in ("k_means", "scan") else {}
+        chosen |= {"n_clusters": n_clusters} if stage in ("k_means", "linear_scan", "scan") else {}
         ours = method_settings(stage, {**changes, **(settings or {})})
         place = replace(around.within(stage), resume=True)  # of the same command
         target = None if results is None else results / f"{name}-{stage}.json"
@@ -126,7 +125,7 @@ def stage_summary(model: ClusterModel, images: ImageSet, held_out: ImageSet | No
     if model.config.n_clusters == 0:
         return _seen_in_features(model, images, target)
     sample = images.take(spread(len(images), 2_000))
-    near = nearest_neighbours(embed(model, sample, projected=True), 20)
+    near = nearest_neighbours(embed(model, sample), 20)
     predictions = predict(model, sample)
     told = {
         "neighbour_consistency": neighbour_consistency(near, predictions.clusters),
@@ -143,11 +142,11 @@ def _seen_in_features(model: ClusterModel, images: ImageSet, target: ImageSet | 
     """After a pretext task there are no clusters yet; where labels are known, how often neighbours share them."""
     if images.labels is None:
         return {}
-    device = next(model.parameters()).device
-    near = nearest_neighbours(embed(model, images, projected=True), 20, device=device)
+    features = embed(model, images)
+    near = nearest_neighbours(features, 20, device=next(model.parameters()).device)
     told = {"neighbour_acc": neighbour_consistency(near, images.labels)}
     if target is not None and target.labels is not None:
-        told["knn_acc"] = knn_accuracy(embed(model, images), images.labels, embed(model, target), target.labels)
+        told["knn_acc"] = knn_accuracy(features, images.labels, embed(model, target), target.labels)
     return told
 
 

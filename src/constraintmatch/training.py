@@ -29,6 +29,7 @@ Loss = Callable[[Callable[..., Tensor], B], dict[str, Tensor]]
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine-7/16": lambda t: math.cos(7 * math.pi * t / 16),  # ends at cos(7π/16) ≈ 0.195, not at zero
     "cosine": lambda t: 1e-3 + (1 - 1e-3) * (1 + math.cos(math.pi * t)) / 2,  # down to a thousandth
+    "cosine-warm": lambda t: t / 0.05 if t < 0.05 else SCHEDULES["cosine"]((t - 0.05) / 0.95),  # up first, 5 % long
     "constant": lambda t: 1.0,  # noqa: ARG005 (all schedules take the progress)
 }
 
@@ -42,7 +43,7 @@ class TrainSettings:
     optimizer: str = "sgd"  # or adam
     momentum: float = 0.9
     weight_decay: float = 1e-5
-    schedule: str = "cosine-7/16"  # or cosine, constant
+    schedule: str = "cosine-7/16"  # or cosine, cosine-warm, constant
     clip_norm: float | None = None  # largest gradient norm; None: no clipping
     ema: float | None = None  # decay of an average of the weights, kept instead of the last ones; None: none
     seed: int = 0
@@ -138,7 +139,8 @@ def fit(
     `network` is the module, compiled where that pays. `measure(batch)` adds values to each log line, `evaluate()` to
     the lines of `evaluate_every` and of the end. `keep_best` names a value of the evaluations: the weights that had the
     highest one are left in the module, not the last ones; with a `tolerance`, the latest weights that were not lower
-    than the highest by more than that share. With a run folder the loop resumes from its checkpoint.
+    than the highest by more than that share. The weights at the beginning are judged too: a stage that only does harm
+    leaves them. With a run folder the loop resumes from its checkpoint.
     """
     device = choose_device(settings.device)
     settings = settings.resolved(device)
@@ -197,6 +199,8 @@ class _Loop(Generic[B]):
         self.began = time.monotonic() - self._seconds_before()
         try:
             with _stop_signals() as stop:
+                if evaluate and self.keep_best and first == 0:
+                    self._evaluate(0, evaluate)
                 for step in range(first, settings.steps):
                     batch = next_batch(step)
                     self.stepper(batch, settings.lr * SCHEDULES[settings.schedule](step / settings.steps))
@@ -225,16 +229,19 @@ class _Loop(Generic[B]):
             self.reporter.update(done)
         every = settings.evaluate_every
         if evaluate and (last or (every and done % every == 0)):
-            with self.stepper.averaged():
-                values = evaluate()
-                self._note_best(done, values)
-            self._log(done, values, kind="evaluation")
+            self._evaluate(done, evaluate)
         if last or stop.is_set() or done % settings.checkpoint_every == 0:
             if not due:
                 self.stepper.check_finite(self._stop_for)
             self._save(done)
         if stop.is_set() and not last:
             raise Interrupted(f"stopped after step {done:,} of {settings.steps:,}")
+
+    def _evaluate(self, done: int, evaluate: Callable[[], Mapping[str, Any]]) -> None:
+        with self.stepper.averaged():
+            values = evaluate()
+            self._note_best(done, values)
+        self._log(done, values, kind="evaluation")
 
     def _note_best(self, done: int, values: Mapping[str, Any]) -> None:
         if self.keep_best is None:

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,15 +21,15 @@ from constraintmatch.annotate.store import open_store
 from constraintmatch.answers import Question
 from constraintmatch.images import ImageSet
 
-PROGRAM = "from constraintmatch.cli import app, asking; app()"
+PROGRAM = "from constraintmatch.cli import app; app()"
 COLOURS = [(178, 60, 48), (40, 120, 190), (60, 150, 70)]
 
 
 class Server:
-    """`constraintmatch annotate` over a folder: started, stopped, killed and started again on the same port."""
+    """A command that serves the page: started, stopped, killed and started again on the same port."""
 
-    def __init__(self, folder: Path, *words: str) -> None:
-        self.folder, self.words = folder, words
+    def __init__(self, *words: str) -> None:
+        self.words = words
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
@@ -38,9 +37,8 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> "Server":
-        words = ["annotate", str(self.folder), "--db", str(self.folder.parent / "answers.db"), "--no-browser"]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *words, "--port", str(self.port), *self.words],
+            [sys.executable, "-c", PROGRAM, *self.words, "--port", str(self.port), "--no-browser"],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -49,7 +47,7 @@ class Server:
             try:
                 urllib.request.urlopen(self.address, timeout=5).close()
                 return self
-            except (urllib.error.URLError, ConnectionError):
+            except OSError:  # not yet: refused, or listening and not answering
                 assert self.process.poll() is None, "the server ended"
                 time.sleep(0.05)
         raise AssertionError("the server did not start")
@@ -117,12 +115,44 @@ def serve(photos: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
             with open_store(tmp_path / "answers.db", ImageSet.from_folder(folder)) as store:
                 for question in asking:
                     store.add_questions([question], urgent=True)
-        started.append(Server(folder, *words).start())
+        started.append(Server("annotate", str(folder), "--db", str(tmp_path / "answers.db"), *words).start())
         return started[-1]
 
     yield begin
     for server in started:
         server.stop()
+
+
+@pytest.fixture
+def serve_loop(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Start `constraintmatch loop` over the digits with a quick start and rounds of two steps, in tmp_path / "loop"."""
+    started: list[Server] = []
+
+    def begin(*words: str) -> Server:
+        where = ["--model", str(quick_start(tmp_path / "start")), "--out", str(tmp_path / "loop"), "--device", "cpu"]
+        started.append(Server("loop", "digits", *where, "--steps", "2", *words).start())
+        return started[-1]
+
+    yield begin
+    for server in started:
+        server.stop()
+
+
+def quick_start(folder: Path) -> Path:
+    """A model of the digits whose clusters are those of k-means on untrained features."""
+    from constraintmatch.datasets import DATASETS, load_dataset
+    from constraintmatch.models import build_model, save_model
+    from constraintmatch.running import method_settings, run_method
+
+    if not folder.exists():
+        row = DATASETS["digits"]
+        model = build_model(n_clusters=10, side=8, channels=1, backbone="tiny", mean=row.mean, std=row.std)
+        settings = method_settings("k_means", {"device": "cpu"})
+        made = run_method(
+            "k_means", model, load_dataset("digits", "train"), arguments={"n_clusters": 10}, settings=settings
+        )
+        save_model(made.model, folder)
+    return folder
 
 
 def chromium_path() -> str | None:

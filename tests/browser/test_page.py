@@ -314,6 +314,30 @@ def test_other_machines_need_the_token(serve: Serve, visit: Visit) -> None:
     page.wait_for_selector("#stage:not([hidden]) img")
 
 
+def test_the_loop_learns_beside_the_person_and_shows_it(serve_loop: Serve, visit: Visit, tmp_path: Path) -> None:
+    server = serve_loop("--every", "5", "--questions", "8")
+    page = visit(server)
+    assert page.inner_text("#wanted").strip() == "of 8"
+    press(page, "111000")
+    answered(page, 6)
+    page.wait_for_function(
+        "() => document.getElementById('activity').textContent.includes('has learnt from')", timeout=60_000
+    )
+    watcher = visit(server, "bert", view="#clusters")
+    watcher.wait_for_selector(".gallery")
+    before = watcher.inner_text("#folder"), watcher.locator("#galleries").inner_html()
+    press(page, "20")
+    page.wait_for_function("() => document.getElementById('prompt').textContent.startsWith('All 8 questions')")
+    page.wait_for_function(
+        "() => document.getElementById('activity').textContent.includes('learnt from 8 answers')", timeout=60_000
+    )
+    watcher.wait_for_function("text => document.getElementById('folder').textContent !== text", arg=before[0])
+    watcher.wait_for_function("html => document.getElementById('galleries').innerHTML !== html", arg=before[1])
+    server.stop()
+    assert (tmp_path / "loop" / "model" / "model.safetensors").is_file()
+    assert (tmp_path / "loop" / "clusters.csv").is_file()
+
+
 def test_each_view_is_kept_to_be_looked_at(serve: Serve, visit: Visit, model: Path, tmp_path: Path) -> None:
     """With SCREENSHOTS=folder they are kept there."""
     place = Path(os.environ.get("SCREENSHOTS") or tmp_path)

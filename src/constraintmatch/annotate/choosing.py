@@ -15,6 +15,8 @@ Choice = Literal["recommended", "uncertain", "random"]
 class Chooser:
     """The next questions, and the question about an image that a person points at."""
 
+    total: int | None = None  # how many answers are wanted in all; None: as many as come
+
     def __init__(self, *, kind: Kind = "which", choose: Choice = "recommended", seed: int = 0) -> None:
         self.kind, self.choose, self.seed = kind, choose, seed
         self._seen: tuple[Belief, Landscape] | None = None

@@ -68,6 +68,7 @@ class Desk:
             model=self.model(),
             images=len(self.images),
             counts=told,
+            wanted=self.refill.chooser.total,
             certain=certain,
             contradictions=contradictions,
             activity=self.activity(),

@@ -4,6 +4,8 @@ folder/
   start/         the self-supervised start, where none was given
   rounds/0120/   the run folder of the round with 120 answers
   model/         the newest model
+
+A thread is enough: torch lets go of the interpreter while it computes, and an answer is taken in under 0.1 s meanwhile.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from constraintmatch.annotate.starting import begun
 from constraintmatch.answers import Answer
 from constraintmatch.errors import InputError
 from constraintmatch.landscape import Belief
@@ -29,20 +33,60 @@ if TYPE_CHECKING:
 
 __all__ = ["Learner", "Learning"]
 
+PATIENCE = 20.0  # seconds without a new answer after which fewer answers than make a round are learnt too
+LONGEST_STEPS = (
+    10.0  # seconds that a stop waits for the steps under way; then the thread is left to end with the program
+)
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Learning:
-    """How a round is trained: the method's arguments and training settings, and after how many new answers."""
+    """How a round is trained: the method's arguments and training settings, and after how many new answers.
+
+    `total` is how many answers there will be at most: the last of them are learnt at once, however few.
+    """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     every: int = 25
+    total: int | None = None
+
+
+class _Stopped(Exception):
+    """A round was given up."""
+
+
+class _Watched:
+    """A reporter that passes everything on, knows how far the round is, and gives it up when it should stop."""
+
+    def __init__(self, reporter: Reporter, should_stop: Callable[[], bool]) -> None:
+        self.reporter, self.should_stop = reporter, should_stop
+        self.total, self.done = 0, 0
+
+    def start(self, title: str, total: int, done: int = 0) -> None:
+        self.total, self.done = total, done
+        self.reporter.start(title, total, done)
+
+    def update(self, done: int, values: Mapping[str, float] | None = None) -> None:
+        self.done = done
+        self.reporter.update(done, values)
+        if self.should_stop():
+            raise _Stopped
+
+    def say(self, text: str) -> None:
+        self.reporter.say(text)
+
+    def stop(self) -> None:
+        self.reporter.stop()
+
+    def share(self) -> str:
+        """How much is done, as the page says it."""
+        return f" ({100 * self.done // self.total} %)" if self.total else ""
 
 
 class Learner:
-    """Trains on the answers so far, from the start each time; `belief` and `model` give the newest state."""
+    """Trains on the answers so far, from the start each time; `belief` and `newest` give the newest state."""
 
     def __init__(
         self,
@@ -54,17 +98,16 @@ class Learner:
         *,
         views: ViewChoice | None = None,
         held_out: ImageSet | None = None,
-        reporter: Reporter | None = None,
     ) -> None:
         self.images, self.start_model, self.answers, self.folder = images, start, answers, folder
         self.learning, self.views, self.held_out = learning, views, held_out
-        self.reporter = reporter or Quiet()
         self.problem: str | None = None
         self._learnt = 0  # answers that the newest model knows
-        self._training = 0  # answers of the round that is being trained; 0: none is
+        self._training: tuple[int, _Watched] | None = None  # the round under way: its answers, how far it is
         self._newest: ClusterModel = start
         self._belief: Belief | None = None
         self._event, self._stop = threading.Event(), False
+        self._seen, self._seen_at = 0, time.monotonic()  # answers when they were last counted, and since when so many
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self._take_up()
 
@@ -84,6 +127,11 @@ class Learner:
         """How many answers the newest model was trained on."""
         return self._learnt
 
+    @property
+    def n_left(self) -> int:
+        """How many answers it was not trained on."""
+        return max(0, len(self.answers()) - self._learnt)
+
     def name(self) -> str:
         """The newest model, as the store notes it beside the questions it asked."""
         return f"round {self._learnt}" if self._learnt else "start"
@@ -92,51 +140,62 @@ class Learner:
         """A line about what goes on, for the page."""
         if self.problem is not None:
             return self.problem
-        if self._training:
-            return f"learning from {self._training:,} answers"
-        return f"has learnt from {self._learnt:,} answers" if self._learnt else None
+        learnt = f"has learnt from {self._learnt:,} answers" if self._learnt else ""
+        if self._training is not None:
+            n_answers, watched = self._training
+            return f"learning from {n_answers:,} answers{watched.share()}" + (f"; {learnt}" if learnt else "")
+        return learnt or None
 
     def is_due(self) -> bool:
-        """Whether enough has been answered since the newest model."""
-        return len(self.answers()) - self._learnt >= self.learning.every
+        """Whether enough has been answered since the newest model, or the last of all, or nothing for a while."""
+        n_answers, now = len(self.answers()), time.monotonic()
+        if n_answers != self._seen:
+            self._seen, self._seen_at = n_answers, now
+        if n_answers <= self._learnt:
+            return False
+        last = self.learning.total is not None and n_answers >= self.learning.total
+        return last or n_answers - self._learnt >= self.learning.every or now - self._seen_at > PATIENCE
 
-    def learn(self) -> bool:
+    def learn(self, reporter: Reporter | None = None) -> bool:
         """Train one round on all answers so far; False where they say nothing that could be trained on."""
         from constraintmatch.methods import ViewChoice
         from constraintmatch.models import load_model
         from constraintmatch.running import Around, method_settings, run_method
 
-        answers = list(self.answers())
+        answers, settings = list(self.answers()), self.learning.settings
         pairs = closure_pairs(answers, len(self.images))
         if not len(pairs):
             return False
-        self._training = len(answers)
+        watched = _Watched(reporter or Quiet(), lambda: self._stop and threading.current_thread() is self._thread)
+        self._training = len(answers), watched
         place = self._round(len(answers))
         shutil.rmtree(place, ignore_errors=True)  # of a round that was stopped, with other answers perhaps
-        around = Around(place, reporter=self.reporter, views=self.views or ViewChoice(), held_out=self.held_out)
         try:
             run_method(
                 "constraintmatch",
-                _copy(self.start_model),
+                begun(self.start_model, self._newest, self.images, answers, settings),
                 self.images,
                 pairs,
                 arguments=self.learning.arguments,
-                settings=method_settings("constraintmatch", self.learning.settings),
-                around=around,
+                settings=method_settings("constraintmatch", settings),
+                around=Around(place, reporter=watched, views=self.views or ViewChoice(), held_out=self.held_out),
             )
             self._believe(load_model(place), len(answers))
         finally:
-            self._training = 0
+            self._training = None
         return True
 
     def start(self) -> None:
         """Begin to learn in the background whenever a round is due."""
+        self.belief()  # before the page asks: one thread at a time uses the device
         self._thread.start()
 
     def stop(self) -> None:
-        """No more rounds; one that is under way is left unfinished, and its answers are learnt next time."""
+        """No more rounds; one that is under way is given up, and its answers are learnt next time."""
         self._stop = True
         self._event.set()
+        if self._thread.is_alive():
+            self._thread.join(LONGEST_STEPS)
 
     def _run(self) -> None:
         while not self._stop:
@@ -146,6 +205,8 @@ class Learner:
             try:
                 if not self.learn():
                     self._event.wait(1.0)
+            except _Stopped:
+                return
             except InputError as error:  # the person goes on answering; the page says why nothing is learnt
                 self.problem = str(error)
                 return
@@ -165,22 +226,17 @@ class Learner:
         return self.folder / "rounds" / f"{n_answers:04d}"
 
     def _take_up(self) -> None:
-        """Go on with the newest round that was finished before; unfinished ones are cleared away."""
+        """Go on with the newest finished round that knows no more answers than stand now; clear unfinished ones."""
         from constraintmatch.models import load_model
         from constraintmatch.runs import is_finished
 
-        rounds = sorted((self.folder / "rounds").glob("[0-9]*"), key=lambda path: int(path.name))
-        for path in reversed(rounds):
-            if is_finished(path):
-                self._newest, self._learnt = load_model(path).to(_device(self.start_model)), int(path.name)
+        rounds = {int(path.name): path for path in (self.folder / "rounds").glob("*") if path.name.isdecimal()}
+        for n_answers, path in sorted(rounds.items(), reverse=True):
+            if not is_finished(path):
+                shutil.rmtree(path, ignore_errors=True)
+            elif n_answers <= len(self.answers()):
+                self._newest, self._learnt = load_model(path).to(_device(self.start_model)), n_answers
                 return
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _copy(model: ClusterModel) -> ClusterModel:
-    import copy
-
-    return copy.deepcopy(model)
 
 
 def _device(model: ClusterModel) -> Any:

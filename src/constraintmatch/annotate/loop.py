@@ -1,6 +1,7 @@
 """The loop: a start made once, questions, answers, a round of training in the background, better questions.
 
-A loop folder holds the start, the answers, the rounds and the newest model: the same command goes on with it.
+A loop folder holds the start, the answers, the rounds and the newest model: the same command goes on with it. Without a
+number of clusters the start has none, and each round begins with as many as the answers have shown to be there.
 """
 
 from __future__ import annotations
@@ -8,19 +9,23 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from constraintmatch.annotate.choosing import Choice, Chooser, Kind
+from constraintmatch.annotate.clashes import Clash
 from constraintmatch.annotate.learning import Learner, Learning
+from constraintmatch.annotate.records import Asked
 from constraintmatch.annotate.refill import Refill
 from constraintmatch.annotate.session import Door, image_folder, listening, serve_app
 from constraintmatch.annotate.store import Store, open_store
 from constraintmatch.annotate.terminal import FINISHED, PREVIOUS, Prompt
 from constraintmatch.answers import Answer, Question
+from constraintmatch.datasets import DATASETS
 from constraintmatch.errors import InputError
+from constraintmatch.files import check_target
 from constraintmatch.oracle import LabelOracle
 from constraintmatch.planning import Train, plan_pretraining
 from constraintmatch.progress import Quiet, Reporter
@@ -32,6 +37,9 @@ if TYPE_CHECKING:
     from constraintmatch.sources import Data
 
 __all__ = ["Limited", "Loop", "ask_in_terminal", "ask_labels", "ask_on_page"]
+
+
+MOST_LR = 0.02  # with few answers a higher rate is unstable (docs/lab-notes.md: 0.05 on digits)
 
 
 @dataclass(frozen=True)
@@ -64,10 +72,10 @@ class Limited(Chooser):
 
     def __init__(self, total: int, *, kind: Kind, choose: Choice, seed: int) -> None:
         super().__init__(kind=kind, choose=choose, seed=seed)
-        self.total = total
+        self.total = self.wanted = total
 
     def next(self, belief: Belief, answers: Sequence[Answer], n: int, waiting: Sequence[Question]) -> list[Question]:
-        left = self.total - len(answers) - len(waiting)
+        left = self.wanted - len(answers) - len(waiting)
         return super().next(belief, answers, min(n, left), waiting) if left > 0 else []
 
 
@@ -87,7 +95,7 @@ class _Open:
 
 
 def ask_on_page(loop: Loop, door: Door, reporter: Reporter | None = None) -> list[tuple[str, str]]:
-    """Serve the page and learn beside it until Ctrl-C; then learn the rest, and say what to do next."""
+    """Serve the page and learn beside it until Ctrl-C, which ends at once: a round under way is left for next time."""
     with listening(door) as sock, _opened(loop, reporter) as here:
         here.learner.start()
         serve_app(
@@ -103,33 +111,48 @@ def ask_on_page(loop: Loop, door: Door, reporter: Reporter | None = None) -> lis
             model=here.learner.name,
             activity=here.learner.activity,
         )
+        here.learner.stop()
         return _ended(here)
 
 
 def ask_in_terminal(
     loop: Loop, prompt: Prompt | None = None, reporter: Reporter | None = None
 ) -> list[tuple[str, str]]:
-    """Ask in the terminal and learn beside it until enough is answered or the person has finished."""
+    """Ask in the terminal and learn beside it until enough is answered or the person has finished; Ctrl-C ends too."""
     with _opened(loop, reporter) as here:
-        shown = prompt or Prompt(here.data.images)
-        refill = Refill(here.store, here.learner.belief, here.chooser(), here.learner.name)
         here.learner.start()
-        while (asked := _claim(refill)) is not None:
-            began, counts = time.monotonic(), here.store.counts()
-            heading = f"{counts.answered:,} of {loop.questions:,} answered; {here.learner.activity() or 'no round yet'}"
-            choice = shown.ask(asked.question, heading)
-            if choice == FINISHED:
-                break
-            if choice == PREVIOUS:
-                here.store.release("terminal")
-                here.store.undo("terminal")
-                continue
-            spent = round(1e3 * (time.monotonic() - began))
-            for clash in here.store.answer(asked.id, choice, "terminal", spent).contradictions:
-                here.reporter.say(
-                    f"this contradicts earlier answers ({', '.join(map(str, clash.answers))}); p takes it back"
-                )
+        try:
+            _ask_one_by_one(here, prompt or Prompt.of_terminal(here.data.images))
+            here.learner.stop()
+            _learn_the_rest(here)
+        except KeyboardInterrupt:
+            here.reporter.say("")  # the prompt's line ends
+            here.learner.stop()
         return _ended(here)
+
+
+def _ask_one_by_one(here: _Open, prompt: Prompt) -> None:
+    learner, store, who = here.learner, here.store, "terminal"
+    refill = Refill(store, learner.belief, here.chooser(), learner.name)
+    while (asked := _claim(refill, who)) is not None:
+        began, n_answers = time.monotonic(), store.counts().answered
+        heading = f"{n_answers:,} of {here.loop.questions:,} answered; {learner.activity() or 'no round yet'}"
+        choice = prompt.ask(asked.question, heading)
+        if choice == FINISHED:
+            return
+        if choice == PREVIOUS:
+            store.release(who)
+            if store.undo(who) is None:
+                prompt.write("there is nothing to take back")
+            continue
+        spent = round(1e3 * (time.monotonic() - began))
+        for clash in store.answer(asked.id, choice, who, spent).contradictions[:1]:
+            prompt.write(_clash_line(here, clash))
+
+
+def _clash_line(here: _Open, clash: Clash) -> str:
+    first, last = (here.data.images.names[clash.images[at]] for at in (0, -1))
+    return f"{first} and {last}: one answer says different, {len(clash.together):,} say same; p takes yours back"
 
 
 def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter | None = None) -> list[tuple[str, str]]:
@@ -149,19 +172,28 @@ def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter | None = None)
                 here.store.add_questions(chosen, model=here.learner.name())
                 for asked in here.store.claim("labels", len(chosen)):
                     here.store.answer(asked.id, oracle.answer(asked.question).choice, "labels")
-            if len(here.store.answers()) in (before, here.learner.n_learnt) or not here.learner.learn():
+            if len(here.store.answers()) in (before, here.learner.n_learnt) or not here.learner.learn(here.reporter):
                 break
             _say_round(here)
         return _ended(here)
 
 
-def _claim(refill: Refill) -> Any:
-    """The next question for the terminal, chosen now if none waits; None when nothing is left."""
-    held = refill.claim("terminal", 1)
+def _claim(refill: Refill, who: str) -> Asked | None:
+    """The next question, chosen now if none waits or the model is a new one; None when nothing is left."""
+    refill.fill()
+    held = refill.claim(who, 1)
     if not held:
         refill.fill()
-        held = refill.claim("terminal", 1)
+        held = refill.claim(who, 1)
+    if not held and refill.problem is not None:
+        raise InputError(refill.problem)
     return held[0] if held else None
+
+
+def _learn_the_rest(here: _Open) -> None:
+    if here.learner.n_left:
+        here.reporter.say(f"learning from the last answers, {here.learner.n_left:,} (Ctrl-C leaves that for next time)")
+        here.learner.learn(here.reporter)
 
 
 def _say_round(here: _Open) -> None:
@@ -175,32 +207,29 @@ def _scores(here: _Open) -> dict[str, float]:
 
     held_out = here.data.held_out
     target = held_out if held_out is not None and held_out.labels is not None else here.data.images
-    if target.labels is None:
+    if target.labels is None or not here.learner.newest.config.n_clusters:
         return {}
     told = scores(target.labels, predict(here.learner.newest, target))
     return {key: told[key] for key in ("acc", "nmi", "ari")}
 
 
 def _ended(here: _Open) -> list[tuple[str, str]]:
-    """Learn what has not been learnt, write the clusters, and say where everything is."""
-    from constraintmatch.evaluation import predict
+    """Write the newest model and its clusters, and say where everything is."""
+    from constraintmatch.evaluation import Predictions
     from constraintmatch.models import save_model
     from constraintmatch.workflow import write_clusters
 
-    here.learner.stop()
-    if len(here.store.answers()) > here.learner.n_learnt:
-        here.reporter.say("learning from the last answers (Ctrl-C leaves that for the next time)")
-        try:
-            here.learner.learn()
-        except KeyboardInterrupt:
-            here.reporter.say("left for the next time; every answer is kept")
-    out, counts = here.loop.out, here.store.counts()
-    save_model(here.learner.newest, out / "model")
-    write_clusters(out / "clusters.csv", here.data.images.names, predict(here.learner.newest, here.data.images))
-    rows = [
-        ("answers", f"{out / 'answers.db'} ({counts.answered:,} of {here.loop.questions:,})"),
-        ("model", f"{out / 'model'} (has learnt from {here.learner.n_learnt:,} answers)"),
-        ("clusters", str(out / "clusters.csv")),
+    out, learner, counts = here.loop.out, here.learner, here.store.counts()
+    rows = [("answers", f"{out / 'answers.db'} ({counts.answered:,} of {here.loop.questions:,})")]
+    probabilities = learner.belief().probabilities
+    if probabilities is None:
+        return [*rows, ("next", "the same command goes on; there are no clusters before the first round has learnt")]
+    save_model(learner.newest, out / "model")
+    write_clusters(out / "clusters.csv", here.data.images.names, Predictions(probabilities))
+    left = f"; {learner.n_left:,} more wait: the same command learns them" if learner.n_left else ""
+    rows += [
+        ("model", f"{out / 'model'} (has learnt from {learner.n_learnt:,} answers{left})"),
+        ("clusters", f"{out / 'clusters.csv'} ({learner.newest.config.n_clusters:,} clusters)"),
     ]
     if clashes := here.store.n_clashes():
         rows.append(("contradictions", f"{clashes:,}; what contradicts more or heavier answers was left out"))
@@ -213,52 +242,107 @@ def _ended(here: _Open) -> list[tuple[str, str]]:
 @contextmanager
 def _opened(loop: Loop, reporter: Reporter | None) -> Iterator[_Open]:
     reporter = reporter or Quiet()
-    request = replace(
-        loop.images,
-        data=loop.data,
-        clusters=loop.clusters,
-        model=loop.model,
-        out=loop.out / "start",
-        settings={"seed": loop.seed, "device": loop.device},
-    )
-    data, start, views = _start(loop, request, reporter)
-    with open_store(loop.out / "answers.db", data.images, source=str(data.record["source"])) as store:
+    check_target(loop.out / "answers.db")  # before minutes are spent on a start
+    data, start, views = _start(loop, reporter)
+    with _store(loop, data) as store:
         if store.notice:
             reporter.say(store.notice)
-        learner = Learner(
-            data.images,
-            start,
-            store.answers,
-            loop.out,
-            _learning(loop, data, start),
-            views=views,
-            held_out=data.held_out,
-        )
+        learning = _learning(loop, data, start)
+        learner = Learner(data.images, start, store.answers, loop.out, learning, views=views, held_out=data.held_out)
         try:
             yield _Open(loop, data, store, learner, reporter)
         finally:
             learner.stop()
 
 
-def _start(loop: Loop, request: Train, reporter: Reporter) -> tuple[Data, ClusterModel, ViewChoice]:
+@contextmanager
+def _store(loop: Loop, data: Data) -> Iterator[Store]:
+    """The answers of a loop folder; what is wrong with them is mended by another --out, for there is no --db."""
+    with ExitStack() as stack:
+        try:
+            opened = open_store(loop.out / "answers.db", data.images, source=str(data.record["source"]))
+            store = stack.enter_context(opened)
+        except InputError as error:
+            raise InputError(str(error).replace("another --db", "another --out")) from error.__cause__
+        yield store
+
+
+def _start(loop: Loop, reporter: Reporter) -> tuple[Data, ClusterModel, ViewChoice]:
     """The images and the model that every round begins with: given, or made once by the stages that it lacks."""
-    from constraintmatch.pretraining import pretrain, short_start
+    from constraintmatch.pretraining import SHORT_STAGES, pretrain, short_start
     from constraintmatch.running import Around
     from constraintmatch.training import choose_device
 
+    request, grows = _request(loop)
     plan = plan_pretraining(request, reporter)
-    if plan.stages:
-        reporter.say(f"{len(plan.data.images):,} images; a short start is made first, in {request.out}")
-    made = pretrain(
-        plan.model,
-        plan.data.images,
-        plan.clusters,
-        stages=plan.stages,
-        recipe=short_start(len(plan.data.images), cpu=plan.cpu),
-        settings={key: value for key, value in request.settings.items() if value is not None},
-        around=Around(request.out, reporter=reporter, views=plan.views, data=plan.data.record),
-    )
+    stages = tuple(stage for stage in plan.stages if not (grows and stage == SHORT_STAGES[-1]))
+    if grows:
+        reporter.say("no --clusters: there will be as many as your answers show")
+    if stages:
+        reporter.say(f"{len(plan.data.images):,} images; a short start is made first, once, in {request.out}")
+    try:
+        made = pretrain(
+            plan.model,
+            plan.data.images,
+            plan.clusters,
+            stages=stages,
+            recipe=short_start(len(plan.data.images), cpu=plan.cpu),
+            settings={key: value for key, value in request.settings.items() if value is not None},
+            around=Around(request.out, reporter=reporter, views=plan.views, data=plan.data.record),
+        )
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(f"{str(stop) or 'stopped'}; the same command goes on from there") from None
     return plan.data, made.to(choose_device(loop.device)), plan.views
+
+
+def _request(loop: Loop) -> tuple[Train, bool]:
+    """What the start is asked for, and whether its number of clusters is unknown.
+
+    A start that was made before is taken as it is, also when images have come or gone since.
+    """
+    from constraintmatch.models import load_model
+    from constraintmatch.pretraining import SHORT_STAGES
+    from constraintmatch.runs import is_finished
+
+    place, model = loop.out / "start", loop.model
+    features, clusters = (place / stage for stage in SHORT_STAGES)
+    if model is None and is_finished(clusters):
+        model = clusters
+        known = load_model(model).config.n_clusters
+        if loop.clusters not in (None, known):
+            raise InputError(
+                f"{loop.out}: was begun with {known} clusters; leave --clusters out or choose another --out"
+            )
+    known = 0 if model is None else _fitting(model, loop).config.n_clusters
+    grows = loop.clusters is None and loop.data not in DATASETS and not known
+    if model is None and is_finished(features):
+        model = features
+    request = replace(
+        loop.images,
+        data=loop.data,
+        clusters=2 if grows else loop.clusters,  # for a head that the start does without
+        model=model,
+        backbone=loop.images.backbone if loop.model is not None or model is None else None,
+        out=place,
+        settings={"seed": loop.seed, "device": loop.device},
+    )
+    return request, grows
+
+
+def _fitting(path: Path, loop: Loop) -> ClusterModel:
+    """The model, if it takes the images of the data set; a folder's images are brought to its size."""
+    from constraintmatch.models import load_model
+
+    model, row = load_model(path), DATASETS.get(loop.data)
+    if row is not None and (model.config.side, model.config.channels) != (row.side, row.channels):
+        takes, given = (
+            f"{side} px and {channels} channel(s)"
+            for side, channels in ((model.config.side, model.config.channels), (row.side, row.channels))
+        )
+        raise InputError(
+            f"{path}: takes images of {takes}, {loop.data} has {given}; name a model that was trained on it"
+        )
+    return model
 
 
 def _learning(loop: Loop, data: Data, start: ClusterModel) -> Learning:
@@ -267,11 +351,12 @@ def _learning(loop: Loop, data: Data, start: ClusterModel) -> Learning:
 
     cpu = next(start.parameters()).device.type == "cpu"
     size = training_size(len(data.images), cpu=cpu)
-    arguments = {key: size[key] for key in ("images_per_step", "pairs_per_step")}
+    arguments = {key: size[key] for key in ("images_per_step", "pairs_per_step", "warm_up")}
     if data.row is not None:
         tuned = data.row.tuned["constraintmatch"]
+        arguments.pop("warm_up")
         arguments |= {"pairs_per_step": data.row.pairs_per_step, "images_per_step": data.row.images_per_step}
         arguments |= {key: tuned[key] for key in ("pseudo_weight", "max_entropy")}
-    steps = loop.steps or (200 if cpu else 1_000)
-    settings = {"steps": steps, "lr": size["lr"] if data.row is None else data.row.tuned["constraintmatch"]["lr"]}
-    return Learning(arguments, {**settings, "seed": loop.seed, "device": loop.device}, loop.every)
+    rate = size["lr"] if data.row is None else data.row.tuned["constraintmatch"]["lr"]
+    settings = {"steps": loop.steps or (300 if cpu else 1_000), "lr": min(rate, MOST_LR)}
+    return Learning(arguments, {**settings, "seed": loop.seed, "device": loop.device}, loop.every, loop.questions)

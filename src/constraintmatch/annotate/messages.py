@@ -145,6 +145,7 @@ class StateOut(BaseModel):
     model: str | None
     images: int
     counts: CountsOut
+    wanted: int | None
     certain: float
     contradictions: int
     activity: str | None

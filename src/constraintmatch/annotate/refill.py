@@ -90,7 +90,7 @@ class Refill:
     def _fill(self) -> None:
         belief, answers = self.belief(), self.store.answers()
         with self._claiming:
-            held = [asked.question for one in self._held.values() for asked in one]
+            held = [asked.question for one in self._held.values() for asked in self.store.unanswered(one)]
             short, self._short = self._short, False
         if belief is None or not (short or self._is_stale(belief, len(answers), len(held))):
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import signal
 import socket
 import threading
@@ -84,7 +85,9 @@ class _Server(uvicorn.Server):
             return
 
         def stop(_number: int, _frame: FrameType | None) -> None:
-            self.force_exit = self.should_exit  # a second Ctrl-C does not wait
+            if self.should_exit:  # a second Ctrl-C does not wait, and wants to hear nothing of what it cut short
+                self.force_exit = True
+                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             self.should_exit = True
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -119,12 +119,24 @@ def export_answers(sitting: Sitting, out: Path, reporter: Reporter | None = None
         return export_pairs(store, out)
 
 
-def import_file(sitting: Sitting, file: Path, reporter: Reporter | None = None) -> Imported:
-    """Take the answers of a pairs file, or of Label Studio's export (.json), into the database."""
+def import_file(
+    sitting: Sitting,
+    file: Path,
+    reporter: Reporter | None = None,
+    *,
+    same: str | None = None,
+    different: str | None = None,
+) -> Imported:
+    """Take the answers of a pairs file, or of Label Studio's export (.json), into the database.
+
+    `same` and `different` are what the choices are called in that export, where they are not the usual words.
+    """
     if not file.is_file():
         raise InputError(f"{file}: no such file")
+    if file.suffix.lower() != ".json" and (same or different) is not None:
+        raise InputError(f"--same and --different go with an export of Label Studio (.json), not with {file}")
     with _opened(sitting, reporter or Quiet()) as (_, store):
-        return import_answers(store, file)
+        return import_answers(store, file, same=same, different=different)
 
 
 @contextmanager

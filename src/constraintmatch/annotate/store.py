@@ -209,6 +209,12 @@ class Store:
             query = "SELECT count(*) FROM questions WHERE state = 'waiting' AND (holder IS NULL OR held_until <= ?)"
             return self._number(query, (self._clock(),))
 
+    def unanswered(self, asked: Iterable[Asked]) -> list[Asked]:
+        """Those questions that no answer which stands has answered."""
+        with self._lock:
+            answered = {standing.question for standing in self._standing.values()}
+        return [one for one in asked if one.id not in answered]
+
     def release(self, annotator: str) -> None:
         """Give back what this annotator holds, for others to answer."""
         with self._writing() as connection:

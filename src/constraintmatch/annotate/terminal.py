@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -66,6 +69,12 @@ class Prompt:
     read: Callable[[str], str] = input
     width: int = 80
     colour: bool = True
+
+    @classmethod
+    def of_terminal(cls, images: ImageSet) -> Prompt:
+        """A prompt for this terminal: as wide as it is; no pictures where colours are not wanted (NO_COLOR, a pipe)."""
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        return cls(images, width=shutil.get_terminal_size().columns, colour=colour)
 
     def ask(self, question: Question, heading: str = "") -> int:
         """The person's choice; PREVIOUS and FINISHED are choices too, and an end of input is FINISHED."""

@@ -67,6 +67,12 @@ def annotate(
         Path | None,
         option("Take in a pairs file or Label Studio's export (.json) and end.", "--import", panel="Files"),
     ] = None,
+    same: Annotated[
+        str | None, option("What that export calls same, if not same or yes. (the usual words)", panel="Files")
+    ] = None,
+    different: Annotated[
+        str | None, option("What that export calls different. (the usual words)", panel="Files")
+    ] = None,
     host: Annotated[str, option("Address to listen on. (127.0.0.1: this machine only)", panel="Server")] = "127.0.0.1",
     port: Annotated[int, option("Port to listen on, 0 for a free one. (8765)", panel="Server")] = 8765,
     token: Annotated[
@@ -90,9 +96,12 @@ def annotate(
     )
     if export is not None and import_ is not None:
         raise InputError("--export and --import go one after the other; give one of them")
+    if import_ is None and (same or different) is not None:
+        raise InputError("--same and --different go with --import EXPORT.json")
     if export is not None:
         print_rows([("pairs", f"{export} ({session.export_answers(sitting, export, reporter(quiet)).describe()})")])
     elif import_ is not None:
-        print_rows([("answers", f"{db} ({session.import_file(sitting, import_, reporter(quiet)).describe()})")])
+        taken = session.import_file(sitting, import_, reporter(quiet), same=same, different=different)
+        print_rows([("answers", f"{db} ({taken.describe()})")])
     else:
         print_rows(session.serve_page(sitting, session.Door(host, port, token, browser), reporter(quiet)))

@@ -7,7 +7,6 @@ from constraintmatch.cli.asking import Choosing, QuestionKind
 from constraintmatch.cli.shared import (
     Backbone,
     Channels,
-    Clusters,
     DataDir,
     Device,
     Flip,
@@ -44,7 +43,7 @@ __all__ = ["way_of_asking"]
 @guarded
 def loop(
     data: Source,
-    clusters: Clusters = None,
+    clusters: Annotated[int | None, option("How many clusters to find. (as many as the answers show)")] = None,
     questions: Annotated[int, option("How many questions in all. (200)")] = 200,
     out: Annotated[Path, option("Folder for the start, the answers and the models. (loop)")] = Path("loop"),
     model: Annotated[Path | None, option("Model or run folder to begin with. (makes a short start)")] = None,
@@ -55,7 +54,7 @@ def loop(
         Choosing, option("How questions are chosen: recommended, uncertain, random. (recommended)")
     ] = Choosing.recommended,
     every: Annotated[int, option("Answers between two rounds of training. (25)")] = 25,
-    steps: Annotated[int | None, option("Steps of a round. (200 on a CPU, else 1,000)")] = None,
+    steps: Annotated[int | None, option("Steps of a round. (300 on a CPU, else 1,000)")] = None,
     terminal: Annotated[bool, option("Ask in the terminal, not on a page.", "--terminal")] = False,
     oracle: Annotated[str | None, option("labels: let the labels answer, for experiments.")] = None,
     error: Annotated[float, option("Share of wrong answers with --oracle. (0)")] = 0.0,

@@ -1,13 +1,15 @@
-"""Commands for researchers: the paper's tables and figures."""
+"""Commands for researchers: the paper's tables and figures, and model cards."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from constraintmatch.cli.shared import (
     DataDir,
     Device,
+    Model,
     QuietFlag,
     app,
     example,
@@ -28,16 +30,18 @@ __all__ = ["numbers"]
     epilog=example(
         "constraintmatch paper table1 --sets cifar10 \\",
         "  --data-dir data --folds 0",
+        "constraintmatch paper table2 flip links --steps 3000 \\",
+        "  --sets cifar100-20 --data-dir data --folds 0",
         "constraintmatch paper table1 --list",
     ),
 )
 @guarded
 def paper(
-    name: Annotated[
-        str,
+    names: Annotated[
+        list[str],
         typer.Argument(
             metavar="NAME",
-            help="table1, table2, table3, flip, links, selection, entropy, amount, noise or gallery.",
+            help="One or more of table1, table2, table3, flip, links, selection, entropy, amount, noise and gallery.",
         ),
     ],
     sets: Annotated[str, option("Some of its data sets: cifar10,cifar100-20. (all)")] = "",
@@ -50,38 +54,78 @@ def paper(
     starts: Annotated[Path, option("Folder with the starts: scan-cifar10 and so on. (weights)")] = Path("weights"),
     results: Annotated[Path, option("Folder for one JSON per cell. (results/paper)")] = Path("results/paper"),
     out: Annotated[Path, option("Folder for the run folders. (runs/paper)")] = Path("runs/paper"),
-    models: Annotated[Path | None, option("Folder for the trained models, in half precision. (not kept)")] = None,
+    models: Annotated[
+        Path | None, option("Folder for the trained models, in half precision, with cards. (not kept)")
+    ] = None,
     figures: Annotated[Path, option("Folder for the gallery's picture. (docs/figures)")] = Path("docs/figures"),
     device: Device = None,
     quiet: QuietFlag = False,
 ) -> None:
-    """Run a table or figure of the paper.
+    """Run tables and figures of the paper.
 
-    Every cell of the grid becomes one JSON; finished cells are skipped, a stopped one goes on from its checkpoint.
-    Then the table is shown with the paper's values beside ours.
+    Every cell of the grids becomes one JSON, a cell that several share only once; finished cells are skipped, a stopped
+    one goes on from its checkpoint. Then each table is shown with the paper's values beside ours. Without --data-dir
+    what is finished is shown and nothing is run.
     """
-    from constraintmatch.paper import cells as grids
-    from constraintmatch.paper import gallery, reproduction, runner
+    from constraintmatch.paper import runner
+    from constraintmatch.paper.cells import grid_cells
 
-    settings = {"device": device} if device else {}
-    place = runner.Place(data_dir, starts, results, out, models, settings, reporter(quiet))
-    if name == "gallery":
-        made = [gallery.make_gallery(dataset, place, figures) for dataset in words(sets) or ("cifar10",)]
-        print_rows([("gallery", str(path)) for path in made])
-        return
-    chosen = grids.grid_cells(
-        name,
-        sets=words(sets) or None,
-        folds=numbers(folds, "--folds") if folds else None,
-        steps=steps,
-        methods=words(methods) or None,
-        n_constraints=numbers(constraints, "--constraints") if constraints else None,
-    )
+    place = runner.Place(data_dir, starts, results, out, models, {"device": device} if device else {}, reporter(quiet))
+    cuts: dict[str, Any] = {
+        "sets": words(sets) or None,
+        "folds": numbers(folds, "--folds") if folds else None,
+        "steps": steps,
+        "methods": words(methods) or None,
+        "n_constraints": numbers(constraints, "--constraints") if constraints else None,
+    }
+    grids, galleries = [name for name in names if name != "gallery"], words(sets) or ("cifar10",)
+    chosen = grid_cells(*grids, **cuts) if grids else []
     if list_cells:
-        print_rows([(cell.name, "finished" if runner.is_finished(cell, place) else "missing") for cell in chosen])
+        shown = [results / f"gallery-{dataset}.json" for dataset in galleries if "gallery" in names]
+        made = [("finished" if path.is_file() else "missing", path.stem) for path in shown]
+        print_rows([*made, *(runner.cell_states(chosen, place) if chosen else [])])
         return
-    runner.run_cells(chosen, place)
-    typer.echo(reproduction.part_text(name, results, words(sets) or None))
+    runner.run_missing(chosen, place)
+    for name in grids:
+        _show(name, results, words(sets), steps, titled=len(grids) > 1)
+    if "gallery" in names:
+        from constraintmatch.paper.gallery import make_gallery
+
+        print_rows([("gallery", str(make_gallery(dataset, place, figures))) for dataset in galleries])
+
+
+@app.command(
+    cls=GroupedHelp,
+    epilog=example("constraintmatch card weights/constraintmatch-cifar10"),
+)
+@guarded
+def card(
+    model: Model,
+    results: Annotated[Path, option("Folder with one JSON per cell. (results/paper)")] = Path("results/paper"),
+) -> None:
+    """Write the model card of a model folder.
+
+    README.md with its scores, how to check them and how it was made, from the result that has the same weights.
+    """
+    from constraintmatch.paper.cards import write_card
+
+    print_rows([("card", str(write_card(model, results)))])
+
+
+def _show(name: str, results: Path, sets: tuple[str, ...], steps: int | None, *, titled: bool) -> None:
+    """Print a table or the numbers of a figure: laid out for a terminal, as Markdown in a pipe."""
+    from constraintmatch.paper import reproduction, terminal
+    from constraintmatch.paper.cells import GRIDS
+
+    own = tuple(dataset for dataset in sets if dataset in (*GRIDS[name].sets, "digits"))
+    if sets and not own:
+        return
+    title = f"## {GRIDS[name].title}\n\n" if titled and name.startswith("table") else ""  # a figure has its own
+    text = title + reproduction.part_text(name, results, own or None, steps)
+    console = Console()
+    typer.echo(terminal.for_terminal(text, console.width) if console.is_terminal else text)
+    if titled:
+        typer.echo()
 
 
 def numbers(text: str, flag: str) -> list[int]:

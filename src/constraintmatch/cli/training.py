@@ -147,7 +147,7 @@ def pretrain(
     clusters: Clusters = None,
     stages: Annotated[str, option(f"Which of {', '.join(STAGES)}. ({CHAIN})")] = CHAIN,
     pretext: Annotated[
-        str | None, option("What the features are learnt by: simclr or byol. (as in the stages)")
+        str | None, option("What features are learnt by: simclr, byol, simsiam. (as in the stages)")
     ] = None,
     backbone: Backbone = None,
     pretrained: Pretrained = False,

@@ -147,7 +147,7 @@ def check_images(model: ClusterModel, images: ImageSet) -> None:
 def quality_judge(model: ClusterModel, images: ImageSet, device: torch.device) -> Callable[[ClusterModel], float]:
     """A function that tells the `cluster_quality` of a model, by the neighbours that the images have in this one."""
     sample = images.take(spread(len(images), 5_000))
-    near = nearest_neighbours(embed(model, sample, projected=True, device=device), 20, device=device)
+    near = nearest_neighbours(embed(model, sample, device=device), 20, device=device)
     return lambda other: cluster_quality(predict(other, sample).probabilities, near)
 
 

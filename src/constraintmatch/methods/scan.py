@@ -59,8 +59,8 @@ def scan(
     """A model with a cluster head, from one trained on a pretext task; of several heads the one with the lowest loss.
 
     The last of ten evaluations whose `cluster_quality` is near the best gives the weights. Neighbours are mined once,
-    in the projections of the given model. The head begins as the best of `n_tries` linear ones on the frozen features
-    (0: at random); a model that has this many clusters already keeps its own. The steps follow from `epochs`.
+    in the features of the given model (decision 022). The head begins as the best of `n_tries` linear ones on these
+    features (0: at random); a model that has this many clusters already keeps its own. The steps follow from `epochs`.
     """
     check_clusters(n_clusters, images)
     if n_neighbours < 1 or n_heads < 1:
@@ -69,14 +69,14 @@ def scan(
         raise InputError(f"n_tries is {n_tries}; it must be 0 or more")
     bench = prepare(model, images, settings, need_clusters=False)
     quality = quality_judge(model, images, bench.device)
-    batches = _NeighbourSource(bench, model, images, n_neighbours, images_per_step, views.scan_strong())
+    features = torch.from_numpy(embed(model, images, device=bench.device))
+    batches = _NeighbourSource(bench, features, n_neighbours, images_per_step, views.scan_strong())
     settings = by_epochs(settings, epochs, batches.rows)
     kept = n_heads == 1 and model.config.n_clusters == n_clusters  # a head of k-means, say, is a start
     seed = derive_seed(settings.seed, "head")
     trained = model if kept else with_clusters(model, n_clusters, n_heads=n_heads, seed=seed)
     if n_tries and not kept and n_heads == 1:
-        features = torch.from_numpy(embed(model, images, device=bench.device)).to(bench.device)
-        _begin_with_best(trained, features, batches.near, n_tries, entropy_weight, seed)
+        _begin_with_best(trained, features.to(bench.device), batches.near, n_tries, entropy_weight, seed)
 
     def loss(network: Callable[..., Tensor], batch: NeighbourBatch) -> dict[str, Tensor]:
         # two passes, as published: each has its own BatchNorm statistics
@@ -119,13 +119,11 @@ def _begin_with_best(
 class _NeighbourSource:
     """Batches of images, each with one of its nearest neighbours, under one view."""
 
-    def __init__(
-        self, bench: Bench, model: ClusterModel, images: ImageSet, n_neighbours: int, batch: int, view: View
-    ) -> None:
+    def __init__(self, bench: Bench, features: Tensor, n_neighbours: int, batch: int, view: View) -> None:
         device = bench.device
-        features = embed(model, images, projected=True, device=device)
-        self.near = torch.from_numpy(nearest_neighbours(features, n_neighbours, device=device)).to(device)
-        self.rows = Shuffled(len(images), batch, derive_seed(bench.seed, "images"), device)
+        near = nearest_neighbours(features.numpy(), n_neighbours, device=device)
+        self.near = torch.from_numpy(near).to(device)
+        self.rows = Shuffled(len(features), batch, derive_seed(bench.seed, "images"), device)
         self.bench, self.view, self.picker = bench, view, torch.Generator(device)
 
     def __call__(self, step: int) -> NeighbourBatch:

@@ -1,6 +1,6 @@
 """A cell is one training of the paper's protocol; a grid is the list of cells behind a table or a figure."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +22,7 @@ class Cell:
     """One training: a data set, a method, a fold, and what differs from the paper's setting of that set.
 
     A fold is a sample of constraints and the seed of the training. `noise` is the share of constraints with the wrong
-    annotation. `options` are arguments of the method or training settings. Fewer than 20,000 steps make a cell cut.
+    annotation. `options` are arguments of the method or training settings. Other than 20,000 steps make a cell cut.
     """
 
     dataset: str
@@ -40,7 +40,7 @@ class Cell:
 
     @property
     def cut(self) -> bool:
-        return self.steps < STEPS and self.method != "scan"
+        return self.steps != STEPS and self.method != "scan"
 
     @property
     def name(self) -> str:
@@ -76,30 +76,65 @@ class Grid:
 
 
 def grid_cells(
-    name: str,
-    *,
+    *names: str,
     sets: Sequence[str] | None = None,
     folds: Sequence[int] | None = None,
     steps: int | None = None,
     methods: Sequence[str] | None = None,
     n_constraints: Sequence[int] | None = None,
 ) -> list[Cell]:
-    """The cells of a grid, fold by fold so that a stopped queue leaves whole folds; each once."""
-    if name not in GRIDS:
-        raise InputError(f"unknown table or figure {name!r}; known are {', '.join(GRIDS)}")
-    grid = GRIDS[name]
-    chosen = tuple(sets) if sets else grid.sets
-    if odd := [entry for entry in chosen if entry not in (*grid.sets, "digits")]:  # digits: a rehearsal on a CPU
-        raise InputError(f"{name} has no set {odd[0]!r}; it has {', '.join(grid.sets)}")
-    if folds is not None and (wrong := [fold for fold in folds if fold < 0]):
-        raise InputError(f"fold {wrong[0]} does not exist; folds are counted from 0")
+    """The cells of one or several grids, fold by fold so that a stopped queue leaves whole folds; each once.
+
+    Each grid takes those of the sets, methods and numbers of constraints that it has; one that no grid has is an error.
+    """
+    grids = [_grid(name) for name in names]
+    _check_sets(names, grids, sets)
+    _check_numbers(folds, steps)
     found: dict[str, Cell] = {}
     for fold in range(FOLDS) if folds is None else folds:
-        for dataset in chosen:
-            for cell in grid.cells(dataset, fold):
-                ours = cell if steps is None or cell.method == "scan" else replace(cell, steps=steps)
-                found[ours.name] = ours
-    return [cell for cell in found.values() if _wanted(cell, methods, n_constraints)]
+        for grid in grids:
+            for dataset in _sets_of(grid, sets):
+                for cell in grid.cells(dataset, fold):
+                    ours = cell if steps is None or cell.method == "scan" else replace(cell, steps=steps)
+                    found[ours.name] = ours
+    cells = list(found.values())
+    _check_there("method", methods, dict.fromkeys(cell.method for cell in cells))
+    paired = sorted({cell.n_constraints for cell in cells if cell.method in PAIRED})
+    _check_there("number of constraints", n_constraints, paired)
+    return [cell for cell in cells if _wanted(cell, methods, n_constraints)]
+
+
+def _grid(name: str) -> Grid:
+    if name not in GRIDS:
+        raise InputError(f"unknown table or figure {name!r}; known are {', '.join(GRIDS)}, gallery")
+    return GRIDS[name]
+
+
+def _sets_of(grid: Grid, sets: Sequence[str] | None) -> tuple[str, ...]:
+    known = (*grid.sets, "digits")  # digits: a rehearsal on a CPU
+    return grid.sets if not sets else tuple(name for name in dict.fromkeys(sets) if name in known)
+
+
+def _check_sets(names: Sequence[str], grids: Sequence[Grid], sets: Sequence[str] | None) -> None:
+    known = dict.fromkeys(name for grid in grids for name in grid.sets)
+    if odd := [name for name in sets or () if name not in (*known, "digits")]:
+        verb = "has" if len(names) == 1 else "have"
+        raise InputError(f"{' and '.join(names)} {verb} no set {odd[0]!r}; there are {', '.join(known)}")
+
+
+def _check_numbers(folds: Sequence[int] | None, steps: int | None) -> None:
+    if folds is not None and (wrong := [fold for fold in folds if fold < 0]):
+        raise InputError(f"fold {wrong[0]} does not exist; folds are counted from 0")
+    if folds is not None and not folds:
+        raise InputError("no folds are left; name some: --folds 0-4")
+    if steps is not None and not 1 <= steps <= STEPS:
+        raise InputError(f"{steps:,} steps: the paper's trainings have {STEPS:,}; a cut one has 1 or more of them")
+
+
+def _check_there(what: str, asked: Sequence[Any] | None, known: Collection[Any]) -> None:
+    told = [f"{one:,}" if isinstance(one, int) else str(one) for one in known]
+    if odd := [one for one in asked or () if one not in known]:
+        raise InputError(f"no cell has the {what} {odd[0]!r}; there are {', '.join(told) or 'none'}")
 
 
 def _wanted(cell: Cell, methods: Sequence[str] | None, n_constraints: Sequence[int] | None) -> bool:

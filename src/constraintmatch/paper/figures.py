@@ -100,13 +100,14 @@ class Sweep:
     log_x: bool = False
 
 
-def drawing(name: str, rows: Mapping[Cell, Row], dataset: str) -> Drawing | None:
+def drawing(name: str, rows: Mapping[Cell, Row], dataset: str, steps: int | None = None) -> Drawing | None:
     """The figure's numbers, or None with fewer than two points on every curve.
 
-    Cut and full cells never meet: the number of steps with the most points is shown, the larger of equals.
+    Cut and full cells never meet: without a number of steps the one with the most points is shown, the larger of
+    equals.
     """
     sweep = FIGURES[name]
-    own = [row for row in rows.values() if _on_curve(sweep, row.cell, dataset)]
+    own = [row for row in rows.values() if _on_curve(sweep, row.cell, dataset) and steps in (None, row.cell.steps)]
     if not own:
         return None
     counts = Counter(row.cell.steps for row in own)

@@ -10,7 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from constraintmatch.datasets import DATASETS
+from constraintmatch.errors import InputError
 from constraintmatch.evaluation import Predictions, match_clusters, predict
+from constraintmatch.files import read_json
 from constraintmatch.images import ImageSet
 from constraintmatch.objectives import soft_links
 from constraintmatch.paper.cells import Cell
@@ -41,19 +43,21 @@ def gallery_cell(dataset: str) -> Cell:
 
 
 def make_gallery(dataset: str, place: Place, figures: Path | str, *, seed: int = 0) -> Path:
-    """The picture and the JSON of one data set: two must-links above, two cannot-links below."""
-    cell = gallery_cell(dataset)
-    model = train_cell(cell, place)
-    everything = cell_images(cell, "train", place)
-    batch = np.random.Generator(np.random.Philox(seed)).permutation(len(everything))
-    images = everything.take(np.sort(batch[: 10 * DATASETS[dataset].images_per_step]))
-    predictions = predict(model, images)
+    """The picture and the JSON of one data set: two must-links above, two cannot-links below; made once."""
+    if dataset not in DATASETS:
+        raise InputError(f"the gallery has no set {dataset!r}; there are {', '.join(DATASETS)}")
+    cell, name = gallery_cell(dataset), f"gallery-{dataset}"
+    target = place.results / f"{name}.json"
+    if _is_made(target, cell, Path(figures) / f"{name}.png"):
+        place.reporter.say(f"{name}: made before")
+        return target
+    images = _some_images(cell, place, seed)
+    predictions = predict(train_cell(cell, place), images)
     assert images.labels is not None
     classes = _matched(predictions, images)
     found = wrong_but_right(predictions, classes, images.labels)
     chosen = [*found.must_links[:2], *found.cannot_links[:2]]
     pairs = [_shown(pair, images, predictions, classes) for pair in chosen]
-    name = f"gallery-{dataset}"
     note = (
         f"{DATASETS[dataset].title}, ConstraintMatch after {GALLERY_STEPS} steps: {len(found.wrong):,} of "
         f"{len(images):,} training images are wrong with a confidence above {MIN_CONFIDENCE}"
@@ -61,8 +65,27 @@ def make_gallery(dataset: str, place: Place, figures: Path | str, *, seed: int =
     draw_gallery(pairs, figures, name, note)
     told = [_told(pair, rows, images) for pair, rows in zip(pairs, chosen, strict=True)]
     values = {"format": FORMAT, "kind": "gallery", "name": name, "note": note, "cell": cell.request(), "pairs": told}
-    write_result(place.results / f"{name}.json", {**values, **_counts(found, images.labels, classes)})
-    return place.results / f"{name}.json"
+    write_result(target, {**values, **_counts(found, images.labels, classes)})
+    return target
+
+
+def _is_made(target: Path, cell: Cell, picture: Path) -> bool:
+    """Whether result and picture are there; a result of another format or training is refused by name."""
+    if not target.is_file():
+        return False
+    found = read_json(target)
+    if not isinstance(found, dict) or (found.get("format"), found.get("kind")) != (FORMAT, "gallery"):
+        raise InputError(f"{target}: not a gallery of format {FORMAT}; move it away or choose another --results")
+    if found.get("cell") != cell.request():
+        raise InputError(f"{target}: a gallery of another training; move it away or choose another --results")
+    return picture.is_file()
+
+
+def _some_images(cell: Cell, place: Place, seed: int) -> ImageSet:
+    """As many training images as ten steps see."""
+    everything = cell_images(cell, "train", place)
+    drawn = np.random.Generator(np.random.Philox(seed)).permutation(len(everything))
+    return everything.take(np.sort(drawn[: 10 * DATASETS[cell.dataset].images_per_step]))
 
 
 def wrong_but_right(

@@ -16,7 +16,7 @@ from constraintmatch.paper.published import METRICS, TABLE_1, TABLE_3, published
 from constraintmatch.paper.results import Result, Row, check_same_start, find_rows, read_results
 from constraintmatch.paper.tables import DASH, TITLES, markdown, signed, spread, table1, table2, table3
 
-__all__ = ["drawings", "part_text", "readme_table", "reproduction", "write_reproduction"]
+__all__ = ["drawings", "part_text", "readme_part", "readme_table", "reproduction", "write_reproduction"]
 
 NOT_YET = "not run yet"
 _SHOWN_SETS = ("cifar10", "cifar100-20")  # the sets that can be had everywhere
@@ -89,8 +89,10 @@ def reproduction(results_folder: Path | str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def part_text(name: str, results_folder: Path | str, sets: Sequence[str] | None = None) -> str:
-    """One table or figure as Markdown, for the command line; a figure as its numbers."""
+def part_text(
+    name: str, results_folder: Path | str, sets: Sequence[str] | None = None, steps: int | None = None
+) -> str:
+    """One table or figure as Markdown, for the command line; a figure as its numbers, of trainings of so many steps."""
     rows = find_rows(read_results(results_folder))
     if name == "gallery":
         return "\n\n".join(_galleries(Path(results_folder)))
@@ -99,14 +101,23 @@ def part_text(name: str, results_folder: Path | str, sets: Sequence[str] | None 
     chosen = tuple(sets) if sets else GRIDS[name].sets
     if name in _TABLES:
         return _TABLES[name][1](rows, chosen)
-    found = [one for one in drawings(rows) if one.name == name and one.dataset in chosen]
-    return "\n\n".join(f"{one.heading}; {one.note}\n\n{_numbers(one)}" for one in found) or _not_run(name)
+    found = [drawing(name, rows, dataset, steps) for dataset in chosen]
+    shown = [f"{one.heading}; {one.note}\n\n{_numbers(one)}" for one in found if one is not None]
+    return "\n\n".join(shown) or _not_run(name)
 
 
 def drawings(rows: Mapping[Cell, Row]) -> list[Drawing]:
     """Every figure that has points to show, set by set."""
     found = [drawing(name, rows, dataset) for name in FIGURES for dataset in GRIDS[name].sets]
     return [shown for shown in found if shown is not None]
+
+
+def readme_part(results_folder: Path | str) -> str:
+    """The README's table, or a line that says how to fill it."""
+    rows = find_rows(read_results(results_folder))
+    if not any(Cell(dataset, method, n) in rows for dataset in _SHOWN_SETS for method, n in _README_CELLS):
+        return "The trainings of the paper's tables have not been run yet; `constraintmatch paper table1` runs them."
+    return f"Test accuracy in % with 10,000 pairs:\n\n{readme_table(rows)}"
 
 
 def readme_table(rows: Mapping[Cell, Row]) -> str:

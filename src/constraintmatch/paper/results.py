@@ -14,6 +14,7 @@ from constraintmatch.paper.published import METRICS, SPLITS
 
 __all__ = [
     "FORMAT",
+    "FREE_SETTINGS",
     "Comparison",
     "Result",
     "Row",
@@ -21,12 +22,13 @@ __all__ = [
     "check_same_start",
     "compare",
     "find_rows",
+    "read_content",
     "read_results",
 ]
 
 FORMAT = 1
-_KEYS = ("name", "cell", "start", "arguments", "settings", "scores", "seconds", "environment")
-_FREE_SETTINGS = ("seed", "evaluate_every")  # may differ between the folds of a row
+_KEYS = ("name", "cell", "data", "start", "arguments", "settings", "scores", "seconds", "environment")
+FREE_SETTINGS = ("seed", "evaluate_every")  # may differ between the folds of a row
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,13 @@ class Result:
     seconds: float
     peak_gib: float | None
     environment: Mapping[str, Any]
+    data: Mapping[str, Any]
+
+    @property
+    def whole(self) -> bool:
+        """Whether the set had as many images as the paper's: a smaller copy is not set beside its values."""
+        n_train, _, n_test = DATASETS[self.cell.dataset].splits
+        return (self.data["train"], self.data["test"]) == (n_train, n_test)
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,9 @@ def find_rows(results: Iterable[Result]) -> dict[Cell, Row]:
 
 
 def check_same_start(rows: Iterable[Row]) -> None:
-    """An InputError that names two files where rows that stand side by side began with other weights."""
+    """An InputError that names two files where rows that stand side by side began with other weights or images."""
+    rows = list(rows)
+    _check_same_data(result for row in rows for result in row.results)
     seen: dict[str, Result] = {}
     for result in (result for row in rows for result in row.results if result.start != "random"):
         first = seen.setdefault(result.start, result)
@@ -105,6 +116,18 @@ def check_same_start(rows: Iterable[Row]) -> None:
             raise InputError(
                 f"{first.path} and {result.path}: from other weights of {result.start} ({first.weights}, "
                 f"{result.weights}), so they are not compared; run one of them again or move it away"
+            )
+
+
+def _check_same_data(results: Iterable[Result]) -> None:
+    seen: dict[str, Result] = {}
+    for result in results:
+        first = seen.setdefault(result.cell.dataset, result)
+        if first.data != result.data:
+            raise InputError(
+                f"{first.path} and {result.path}: of other images of {result.cell.dataset} "
+                f"({first.data['test']:,} and {result.data['test']:,} test images), "
+                "so they are not compared; run one of them again or move it away"
             )
 
 
@@ -132,7 +155,8 @@ def _signed_rank_p(gains: Sequence[float]) -> float:
     return float(wilcoxon(moved, alternative="greater", method=every_sign).pvalue)
 
 
-def _read(path: Path) -> Result | None:
+def read_content(path: Path) -> dict[str, Any] | None:
+    """A finished cell's JSON; None for results of other kinds. Another format, or entries missing, is an InputError."""
     content = read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("kind"), str):
         raise InputError(f"{path}: not a result of format {FORMAT}; move it away or run its cell again")
@@ -140,6 +164,13 @@ def _read(path: Path) -> Result | None:
         return None
     if missing := [key for key in _KEYS if key not in content]:
         raise InputError(f"{path}: {', '.join(missing)} missing; move it away or run its cell again")
+    return content
+
+
+def _read(path: Path) -> Result | None:
+    content = read_content(path)
+    if content is None:
+        return None
     try:
         return _result(path, content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -164,6 +195,7 @@ def _result(path: Path, content: Mapping[str, Any]) -> Result:
         float(content["seconds"]),
         content.get("peak_gib"),
         content["environment"],
+        content["data"],
     )
 
 
@@ -185,7 +217,7 @@ def _row(cell: Cell, results: Sequence[Result]) -> Row:
 
 def _check_alike(first: Result, second: Result, name: str) -> None:
     left, right = getattr(first, name), getattr(second, name)
-    for key in sorted((left.keys() | right.keys()) - {*_FREE_SETTINGS}):
+    for key in sorted((left.keys() | right.keys()) - {*FREE_SETTINGS}):
         if left.get(key) != right.get(key):
             raise InputError(
                 f"{first.path} and {second.path}: {key} is {left.get(key)!r} in one, {right.get(key)!r} in the other, "

@@ -2,7 +2,8 @@
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,31 @@ from constraintmatch.batches import derive_seed
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.errors import InputError
-from constraintmatch.evaluation import agreement, predict, scores
+from constraintmatch.evaluation import Predictions, agreement, predict, scores
 from constraintmatch.files import read_json
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import Trained, ViewChoice
-from constraintmatch.models import ClusterModel, build_model, load_model, save_model
+from constraintmatch.models import ClusterModel, build_model, load_model, model_folder, save_model
+from constraintmatch.paper.cards import write_card
 from constraintmatch.paper.cells import Cell
-from constraintmatch.paper.results import FORMAT
+from constraintmatch.paper.results import FORMAT, FREE_SETTINGS
 from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.running import Around, method_settings, run_method, split_options, weights_hash
+from constraintmatch.running import Around, method_arguments, method_settings, run_method, split_options, weights_hash
+from constraintmatch.runs import is_finished as run_is_finished
 from constraintmatch.runs import write_result
+from constraintmatch.training import NonFinite, TrainSettings, choose_device
 
-__all__ = ["Place", "cell_constraints", "cell_images", "is_finished", "run_cell", "run_cells", "train_cell"]
+__all__ = [
+    "Place",
+    "cell_constraints",
+    "cell_images",
+    "cell_states",
+    "is_finished",
+    "run_cell",
+    "run_cells",
+    "run_missing",
+    "train_cell",
+]
 
 # A supervised training begins with random weights and is no part of the paper's search: the field's usual setting.
 SUPERVISED = {"lr": 0.1, "weight_decay": 5e-4, "schedule": "cosine"}
@@ -42,18 +56,57 @@ class Place:
 
 
 def run_cells(cells: Sequence[Cell], place: Place) -> list[Path]:
-    """The results of the cells, in order; what is finished is not run again."""
-    found = []
+    """The results of the cells, in order; what is finished is not run again.
+
+    Results, data and starts are looked at before the first training. One that diverges does not stop the queue: it is
+    named at the end.
+    """
+    missing = [cell for cell in cells if not is_finished(cell, place)]
+    _check_doors(missing, place)
+    diverged = []
     for number, cell in enumerate(cells, start=1):
-        if is_finished(cell, place):
-            place.reporter.say(f"{number} of {len(cells)}: {cell.name}: finished before")
-        else:
-            place.reporter.say(f"{number} of {len(cells)}: {cell.name}")
+        if cell not in missing:
+            place.reporter.say(f"{number} of {len(cells)}: {cell.name}: finished before{_kept_now(cell, place)}")
+            continue
+        place.reporter.say(f"{number} of {len(cells)}: {cell.name}")
+        try:
             told = run_cell(cell, place)["scores"]["test"]
-            _forget_compiled()
+        except NonFinite as error:
+            place.reporter.say(f"{cell.name}: {error}")
+            diverged.append(f"{cell.name}: {error}")
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt(f"{cell.name}: {stop or 'stopped'}; the same command goes on from there") from stop
+        else:
             place.reporter.say(f"{cell.name}: " + ", ".join(f"{key} {100 * told[key]:.2f}" for key in told))
-        found.append(_target(cell, place))
-    return found
+        _forget_compiled()
+    if diverged:
+        raise InputError(f"{len(diverged)} of {len(cells)} cells diverged, the others are finished; {diverged[0]}")
+    return [_target(cell, place) for cell in cells]
+
+
+def run_missing(cells: Sequence[Cell], place: Place) -> None:
+    """Runs the cells; without a data folder those that are finished are enough, and the others are counted."""
+    missing = [cell for cell in cells if not is_finished(cell, place)]
+    away = [cell for cell in missing if not DATASETS[cell.dataset].bundled]
+    if place.data_dir is None and away and len(away) < len(cells):
+        place.reporter.say(
+            f"{len(away):,} of {len(cells):,} cells are missing; --data-dir DIR runs them, --list names them"
+        )
+        cells = [cell for cell in cells if cell not in away]
+    run_cells(cells, place)
+
+
+def cell_states(cells: Sequence[Cell], place: Place) -> list[tuple[str, str]]:
+    """Finished, begun or missing, and the cell's name; at last how many there are of each."""
+    rows = [(_state(cell, place), cell.name) for cell in cells]
+    counts = Counter(state for state, _ in rows)
+    return [*rows, ("in all", ", ".join(f"{n:,} {state}" for state, n in counts.items()))]
+
+
+def _state(cell: Cell, place: Place) -> str:
+    if is_finished(cell, place):
+        return "finished"
+    return "begun" if (place.runs / cell.name / "checkpoint.safetensors").is_file() else "missing"
 
 
 def is_finished(cell: Cell, place: Place) -> bool:
@@ -64,18 +117,14 @@ def is_finished(cell: Cell, place: Place) -> bool:
     found = read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("kind") != "cell":
         raise InputError(f"{path}: not a result of format {FORMAT}; move it away or choose another --results")
-    if differing := [key for key, value in cell.request().items() if found["cell"].get(key) != value]:
-        key = differing[0]
-        raise InputError(
-            f"{path}: a result of other settings ({key} is {found['cell'].get(key)!r}, asked is "
-            f"{cell.request()[key]!r}); move it away or choose another --results"
-        )
+    if other := next(_differences(cell, found, place), None):
+        raise InputError(f"{path}: a result of other settings ({other}); move it away or choose another --results")
     if cell.start != "random" and not (place.starts / cell.start).is_dir():
         return True  # a result may be looked at without its start
-    weights = weights_hash(_start(cell, place))
-    if found["start"]["weights"] != weights:
+    before, weights = found.get("start", {}).get("weights"), _start_hash(cell, place)
+    if before != weights:
         raise InputError(
-            f"{path}: a result from another start ({found['start']['weights']}, {cell.start} is {weights}); "
+            f"{path}: a result from another start ({before}, {cell.start} is {weights}); "
             "move it away or choose another --results"
         )
     return True
@@ -87,26 +136,34 @@ def run_cell(cell: Cell, place: Place) -> dict[str, Any]:
     start = _start(cell, place)
     start_hash = weights_hash(start)
     _forget_peak()
-    trained, request = _trained(cell, start, place)
-    if place.models is not None and cell.method != "scan":
-        save_model(trained.model, place.models / cell.name, half=True)
+    trained = _trained(cell, start, place)
+    kept = _rounded(trained.model)
+    if place.models is not None and cell.method != "scan":  # a start lies in its own folder
+        save_model(kept, place.models / cell.name, half=True)
+    arguments, settings = _asked(cell, place)
+    training_seconds = trained.log[-1]["seconds"] if trained.log else 0.0
     result = {
         "format": FORMAT,
         "kind": "cell",
         "name": cell.name,
         "cell": cell.request(),
         "cut": cell.cut,
+        "data": _data(cell, place),
         "start": {"name": cell.start, "weights": start_hash},
-        **request,
+        "arguments": arguments,
+        "settings": settings,
         "seed": cell.fold,
         "scores": {split: _scores(trained.model, cell, split, place) for split in ("test", "train+test")},
+        "half": {"weights": weights_hash(kept), "scores": {"test": _scores(kept, cell, "test", place)}},
         "validation": _validation(trained.model, cell, place),
         "curve": [entry for entry in trained.log if entry["kind"] == "evaluation"],
-        "seconds": round(time.monotonic() - began, 1),
-        "training_seconds": trained.log[-1]["seconds"] if trained.log else 0.0,
+        "seconds": round(max(time.monotonic() - began, training_seconds), 1),  # a resumed one began earlier
+        "training_seconds": training_seconds,
         "peak_gib": _peak(),
     }
     write_result(_target(cell, place), result)
+    if place.models is not None and cell.method != "scan":
+        write_card(place.models / cell.name, place.results)
     return result
 
 
@@ -121,7 +178,7 @@ def cell_constraints(cell: Cell, images: ImageSet) -> Constraints | None:
 
 def train_cell(cell: Cell, place: Place) -> ClusterModel:
     """The trained model of a cell, from its run folder if it is finished; no result is written."""
-    return _trained(cell, _start(cell, place), place)[0].model
+    return _trained(cell, _start(cell, place), place).model
 
 
 def cell_images(cell: Cell, split: str, place: Place) -> ImageSet:
@@ -129,17 +186,13 @@ def cell_images(cell: Cell, split: str, place: Place) -> ImageSet:
     return _images(cell.dataset, split, place.data_dir)
 
 
-def _trained(cell: Cell, start: ClusterModel, place: Place) -> tuple[Trained, dict[str, Any]]:
-    """The model of the cell, and how it was trained."""
+def _trained(cell: Cell, start: ClusterModel, place: Place) -> Trained:
+    """The model of the cell and its log, on the device where it is scored."""
+    device = choose_device(place.settings.get("device"))
     if cell.method == "scan":
-        return Trained(start, []), {"arguments": {}, "settings": {}}
+        return Trained(start.to(device), [])
     images, row = cell_images(cell, "train", place), DATASETS[cell.dataset]
-    arguments, changes = split_options(cell.method, _options(cell))
-    every = max(1, cell.steps // 10)
-    watched = {"evaluate_every": every, "checkpoint_every": max(1_000, every), "log_every": max(1, every // 4)}
-    settings = method_settings(
-        cell.method, {**watched, **changes, "steps": cell.steps, "seed": cell.fold, **place.settings}
-    )
+    arguments, _ = split_options(cell.method, _options(cell))
     around = Around(
         out=place.runs / cell.name,
         resume=True,
@@ -148,9 +201,57 @@ def _trained(cell: Cell, start: ClusterModel, place: Place) -> tuple[Trained, di
         held_out=cell_images(cell, "test", place),
         data={"name": cell.dataset, "split": "train", "kind": "dataset"},
     )
-    pairs = cell_constraints(cell, images)
+    pairs, settings = cell_constraints(cell, images), _settings(cell, place)
     trained = run_method(cell.method, start, images, pairs, arguments=arguments, settings=settings, around=around)
-    return trained, {"arguments": arguments, "settings": settings.request()}
+    trained.model.to(device)  # a finished run comes from its folder
+    return trained
+
+
+def _settings(cell: Cell, place: Place) -> TrainSettings:
+    _, changes = split_options(cell.method, _options(cell))
+    every = max(1, cell.steps // 10)
+    watched = {"evaluate_every": every, "checkpoint_every": 1_000, "log_every": max(1, every // 4)}
+    return method_settings(
+        cell.method, {**watched, **changes, "steps": cell.steps, "seed": cell.fold, **place.settings}
+    )
+
+
+def _asked(cell: Cell, place: Place) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All arguments and settings that decide the result, the defaults too, as its JSON has them."""
+    if cell.method == "scan":
+        return {}, {}
+    arguments, _ = split_options(cell.method, _options(cell))
+    defaults = {name: parameter.default for name, parameter in method_arguments(cell.method).items()}
+    return {**defaults, **arguments}, _settings(cell, place).request()
+
+
+def _differences(cell: Cell, found: Mapping[str, Any], place: Place) -> Iterator[str]:
+    """What a result was made with and is not asked for now; an entry that only one of them knows is passed over."""
+    arguments, settings = _asked(cell, place)
+    for name, values in (("cell", cell.request()), ("arguments", arguments), ("settings", settings)):
+        before = found.get(name, {})
+        for key in sorted(values.keys() & before.keys() - {*FREE_SETTINGS}):
+            if before[key] != values[key]:
+                yield f"{key} is {before[key]!r}, asked is {values[key]!r}"
+
+
+def _check_doors(cells: Sequence[Cell], place: Place) -> None:
+    """An InputError for data or a start that a later cell would miss."""
+    for cell in {cell.dataset: cell for cell in cells}.values():
+        cell_images(cell, "test", place)
+    for cell in {cell.start: cell for cell in cells}.values():
+        _start(cell, place)
+
+
+def _kept_now(cell: Cell, place: Place) -> str:
+    """Keeps the model of a finished cell, if it was not and its run is still there; what to say of it."""
+    if place.models is None or cell.method == "scan" or (place.models / cell.name).is_dir():
+        return ""
+    if not run_is_finished(place.runs / cell.name):
+        return f"; its model is not kept: there is no run in {place.runs / cell.name}"
+    save_model(load_model(place.runs / cell.name), place.models / cell.name, half=True)
+    write_card(place.models / cell.name, place.results)
+    return ""
 
 
 def _options(cell: Cell) -> dict[str, Any]:
@@ -181,23 +282,61 @@ def _start(cell: Cell, place: Place) -> ClusterModel:
         )
     folder = place.starts / cell.start
     if not folder.is_dir():
-        raise InputError(f"{folder}: the start of {cell.name} is not there; make it with constraintmatch pretrain")
+        raise InputError(
+            f"{folder}: the start of {cell.name} is not there; make it with "
+            f"constraintmatch pretrain {cell.dataset} --clusters {cell.n_clusters}, or name its folder with --starts"
+        )
     model = load_model(folder)
     if model.config.n_clusters != cell.n_clusters:
         raise InputError(f"{folder}: has {model.config.n_clusters} clusters, {cell.name} needs {cell.n_clusters}")
     return model
 
 
-@functools.lru_cache(maxsize=4)  # a queue goes over the same splits again and again
+def _start_hash(cell: Cell, place: Place) -> str:
+    if cell.start == "random":
+        return weights_hash(_start(cell, place))
+    folder = model_folder(place.starts / cell.start)
+    return _hash_of(folder, (folder / "model.safetensors").stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=16)
+def _hash_of(folder: Path, _: int) -> str:
+    """The hash of a model folder that was changed then."""
+    return weights_hash(load_model(folder))
+
+
+@functools.lru_cache(maxsize=8)  # a queue goes over the four splits of two sets again and again
 def _images(dataset: str, split: str, data_dir: Path | None) -> ImageSet:
     return load_dataset(dataset, split, data_dir)
+
+
+def _data(cell: Cell, place: Place) -> dict[str, Any]:
+    """How many images there are and which, so that a smaller copy of a set is not taken for the set."""
+    train, test = (cell_images(cell, split, place) for split in ("train", "test"))
+    return {"train": len(train), "test": len(test), "fingerprint": test.fingerprint()}
+
+
+def _rounded(model: ClusterModel) -> ClusterModel:
+    """The model as a half-precision folder gives it back."""
+    weights = {name: value.half() if value.is_floating_point() else value for name, value in model.state_dict().items()}
+    rounded = ClusterModel(model.config)
+    rounded.load_state_dict(weights)
+    return rounded.to(next(model.parameters()).device)
 
 
 def _scores(model: ClusterModel, cell: Cell, split: str, place: Place) -> dict[str, float]:
     images = cell_images(cell, split, place)
     assert images.labels is not None
-    told = scores(images.labels, predict(model, images))
+    told = scores(images.labels, _predicted(model, images))
     return {key: told[key] for key in ("acc", "nmi", "ari")}
+
+
+def _predicted(model: ClusterModel, images: ImageSet) -> Predictions:
+    """Predictions in full fp32 on a GPU too: TF32 would move a few images that a CPU places elsewhere."""
+    import torch
+
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        return predict(model, images)
 
 
 def _validation(model: ClusterModel, cell: Cell, place: Place) -> dict[str, Any]:
@@ -205,7 +344,7 @@ def _validation(model: ClusterModel, cell: Cell, place: Place) -> dict[str, Any]
     images = cell_images(cell, "val", place)
     assert images.labels is not None
     pairs = Constraints.sample(images.labels, DATASETS[cell.dataset].n_validation_constraints, seed=0)
-    told = agreement(pairs, predict(model, images))
+    told = agreement(pairs, _predicted(model, images))
     return {"loss": told["constraint_loss"], "balanced": told["balanced"], "constraints": len(pairs)}
 
 

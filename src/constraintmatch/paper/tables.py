@@ -37,9 +37,9 @@ class _Line:
     printed: PublishedRow | None
 
     def paper(self, dataset: str, metric: str) -> float | None:
-        """The paper's value; a cut row is not compared with a full one, so it has none."""
-        cut = self.row is not None and self.row.cell.cut
-        return None if cut or self.printed is None else self.printed.value(dataset, metric)
+        """The paper's value; a cut row or one of a smaller copy of the set is not compared, so it has none."""
+        other = self.row is not None and (self.row.cell.cut or not self.row.results[0].whole)
+        return None if other or self.printed is None else self.printed.value(dataset, metric)
 
     def star(self, dataset: str) -> str:
         """The paper's mark of significance."""

@@ -3,7 +3,8 @@
 const NONE = -1, UNSURE = -2;
 const HOLD = 4;                  // questions, so that the next images are there before they are needed
 const STEADY = 350;              // ms in which keys are not taken after the question changed by itself
-const TINY = 64;                 // pixels; smaller images are scaled up with hard edges
+const TINY = 32;                 // pixels; smaller images, digits perhaps, are scaled up with hard edges, photos smoothly
+const REFRESH = 3000;            // ms between two looks at what the model does
 const ROWS = 24;                 // images of a cluster shown at first
 
 const by = (id) => document.getElementById(id);
@@ -70,10 +71,12 @@ function unconfirmed() {
 
 function showState(state) {
   if (!state) return;
+  const learnt = page.state !== null && page.state.model !== state.model;
   page.state = state;
   const { counts } = state;
   const number = (value) => Math.round(value).toLocaleString("en");
   by("answered").textContent = number(counts.answered);
+  by("wanted").textContent = state.wanted === null ? "" : ` of ${number(state.wanted)}`;
   by("same").textContent = number(counts.same);
   by("different").textContent = number(counts.different);
   by("unsure").textContent = number(counts.unsure);
@@ -81,8 +84,10 @@ function showState(state) {
   by("certain").textContent = `${(100 * state.certain).toFixed(state.certain && state.certain < 0.1 ? 1 : 0)} %`;
   by("contradictions").textContent = number(state.contradictions);
   by("contradictions").disabled = state.contradictions === 0;
-  by("activity").textContent = state.activity ?? "";
+  by("activity").textContent = state.activity ? `The model: ${state.activity}.` : "";
   by("activity").hidden = !state.activity;
+  // a new model: its clusters are shown, unless somebody is about to name one
+  if (learnt && !by("view-clusters").hidden && !document.activeElement.matches("#galleries input")) showClusters();
   by("folder").textContent = `· ${number(state.images)} images of ${state.source}${state.model ? `, model ${state.model}` : ", no model"}`;
 }
 
@@ -219,7 +224,9 @@ function waiting() {
 }
 
 function finished() {
-  by("prompt").textContent = page.state?.counts.answered ? "Nothing is left to ask. Thank you." : "There is nothing to ask.";
+  const { counts, wanted } = page.state ?? { counts: { answered: 0 } };
+  const all = wanted && counts.answered >= wanted;
+  by("prompt").textContent = all ? `All ${wanted.toLocaleString("en")} questions are answered. Thank you.` : counts.answered ? "Nothing is left to ask. Thank you." : "There is nothing to ask.";
   by("stage").hidden = true;
   setKeys(null);
   say(by("prompt").textContent);
@@ -578,7 +585,7 @@ function ownName() {
 
 async function refresh() {
   for (;;) {
-    await wait(10000);
+    await wait(REFRESH);
     if (document.hidden || page.outbox.length) continue;
     try { showState((await call("GET", "/api/state"))); } catch { /* the next answer will tell */ }
   }
@@ -602,8 +609,8 @@ async function start() {
   page.outbox = unconfirmed();
   send();
   route();
-  await fill();
   refresh();
+  await fill();
 }
 
 start();
