@@ -10,7 +10,7 @@ from constraintmatch.errors import InputError
 from constraintmatch.evaluation import accuracy
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS
-from constraintmatch.methods.linear_heads import best_linear_head
+from constraintmatch.methods.linear_heads import best_linear_head, steady_head
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.models import build_model
 from constraintmatch.objectives import scan_loss
@@ -50,6 +50,20 @@ def test_no_head_is_surer_than_it_may_be() -> None:
     assert 0.9 < float(sure) <= 0.981
 
 
+def test_a_steady_head_says_what_the_best_one_says() -> None:
+    head = best_linear_head(FEATURES, NEAR, 5, n_heads=6, steps=100)
+    weight, bias = steady_head(FEATURES, head)
+    before, after = ((FEATURES @ w.T + b).argmax(-1) for w, b in ((head.weight, head.bias), (weight, bias)))
+    assert float((before == after).float().mean()) > 0.97
+    assert float(weight.norm()) < 10 * float(head.weight.norm())
+
+
+def test_a_head_that_leaves_a_cluster_empty_is_given_back_as_it_is() -> None:
+    head = best_linear_head(FEATURES, NEAR, 5, n_heads=1, steps=1)._replace(bias=torch.tensor([1e9, 0, 0, 0, 0]))
+    weight, _ = steady_head(FEATURES, head)
+    assert torch.equal(weight, head.weight)
+
+
 def test_the_same_seed_finds_the_same_head_and_the_global_generator_is_left_alone() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -62,14 +76,14 @@ def test_the_same_seed_finds_the_same_head_and_the_global_generator_is_left_alon
 def test_scan_begins_with_the_best_head(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["constraintmatch.methods.scan"]  # the package offers the function under this name
     seen: list[torch.Tensor] = []
-    real = module.best_linear_head
+    real = module.steady_head
 
-    def noting(*arguments: object, **options: object) -> object:
-        head = real(*arguments, **options)  # type: ignore[arg-type]
-        seen.append(head.weight.clone())
-        return head
+    def noting(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+        weight, bias = real(*arguments)
+        seen.append(weight.clone())
+        return weight, bias
 
-    monkeypatch.setattr(module, "best_linear_head", noting)
+    monkeypatch.setattr(module, "steady_head", noting)
     pixels = RNG.integers(0, 256, (60, 8, 8, 1), dtype=np.uint8)
     model = build_model(n_clusters=0, side=8, channels=1, backbone="tiny")
     still = TrainSettings(steps=1, lr=1e-30, optimizer="adam", schedule="constant", device="cpu")

@@ -10,6 +10,7 @@ from constraintmatch.batches import derive_seed
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed
 from constraintmatch.images import ImageSet
+from constraintmatch.methods.linear_heads import regression_head
 from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_clusters, evaluate_now, prepare, spread
 from constraintmatch.models import ClusterModel, with_clusters
 from constraintmatch.training import TrainSettings
@@ -40,12 +41,12 @@ def k_means(
     sample = images.take(spread(len(images), most_images))
     seed = derive_seed(settings.seed, "k-means") % 2**32
     clusters = _clusters(embed(model, sample, projected=True, device=device), n_clusters, restarts, seed)
-    weight, bias = _linear_head(embed(model, sample, device=device), clusters, n_clusters)
+    weight, bias = regression_head(embed(model, sample, device=device), clusters, n_clusters)
     placed = with_clusters(model, n_clusters)
     assert placed.head is not None
     with torch.no_grad():
-        placed.head.weight.copy_(torch.from_numpy(weight).float())  # Apple's GPUs take no float64
-        placed.head.bias.copy_(torch.from_numpy(bias).float())
+        placed.head.weight.copy_(weight)
+        placed.head.bias.copy_(bias)
     entry = {"step": 1, "kind": "evaluation", **evaluate_now(placed, images, job), "seconds": 0.0}
     return Trained(placed, [entry])
 
@@ -61,23 +62,6 @@ def _clusters(features: NDArray[np.float32], n_clusters: int, restarts: int, see
         clusters = KMeans(n_clusters, n_init=restarts, random_state=seed).fit_predict(unit)
     _refuse_equal(len(np.unique(clusters)), n_clusters)
     return np.asarray(clusters, np.int64)
-
-
-def _linear_head(
-    features: NDArray[np.float32], clusters: NDArray[np.int64], n_clusters: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Weights (k, d) and biases (k,) of the regression, in the features' own scale."""
-    from sklearn.linear_model import LogisticRegression
-
-    mean, scale = features.mean(0), features.std(0) + 1e-6
-    with warnings.catch_warnings():  # of many clusters for few images, or of a fit that could be closer: both will do
-        warnings.simplefilter("ignore", UserWarning)
-        fitted = LogisticRegression(C=0.1, max_iter=200, tol=1e-3).fit((features - mean) / scale, clusters)
-    weight, bias = fitted.coef_, fitted.intercept_
-    if n_clusters == 2:  # scikit-learn keeps one row for two classes; half of it on each side is the same softmax
-        weight, bias = np.concatenate((-weight, weight)) / 2, np.concatenate((-bias, bias)) / 2
-    weight = weight / scale
-    return weight, bias - weight @ mean
 
 
 def _refuse_equal(distinct: int, n_clusters: int) -> None:

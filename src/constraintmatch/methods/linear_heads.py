@@ -3,16 +3,20 @@
 Which clusters SCAN ends with is decided by where its head begins; on frozen features many beginnings cost seconds.
 """
 
+import warnings
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from constraintmatch.objectives import scan_loss
 
-__all__ = ["LinearHead", "best_linear_head"]
+__all__ = ["LinearHead", "best_linear_head", "regression_head", "steady_head"]
 
 BATCH, JUDGED = 1_000, 10_000  # anchors of a step, and anchors by which the heads are judged
+REPEATED = 10_000  # images whose clusters the steady head is fitted to
 LARGEST_RATE = 0.06  # for inputs of length 1
 SUREST = 0.98  # mean confidence of the head; on digits and CIFAR heads are less sure by themselves
 
@@ -69,6 +73,19 @@ def best_linear_head(
         return LinearHead(own, calm * bias[best, 0] - own @ mean, losses)
 
 
+def steady_head(features: Tensor, head: LinearHead) -> tuple[Tensor, Tensor]:
+    """Weights (k, d) and biases (k,) that say what the head says and stay right while the network moves.
+
+    Where the head leaves a cluster empty it is given back as it is.
+    """
+    rows = torch.linspace(0, len(features) - 1, min(REPEATED, len(features)), device=features.device).long()
+    chosen = features[rows]
+    clusters = (chosen @ head.weight.T + head.bias).argmax(-1).cpu().numpy()
+    if len(np.unique(clusters)) < len(head.bias):
+        return head.weight, head.bias
+    return regression_head(chosen.cpu().numpy(), clusters, len(head.bias))
+
+
 def _calming(logits: Tensor) -> float:
     """What to multiply logits (n, k) with so that the mean confidence is at most SUREST; 1 if it is.
 
@@ -95,3 +112,25 @@ def _judge(inputs: Tensor, near: Tensor, weight: Tensor, bias: Tensor, entropy_w
     columns = torch.linspace(0, near.shape[1] - 1, min(5, near.shape[1]), device=inputs.device).long()
     each = [_losses(inputs[rows], inputs[near[rows, column]], weight, bias, entropy_weight) for column in columns]
     return torch.stack(each).mean(0)
+
+
+def regression_head(
+    features: NDArray[np.float32], clusters: NDArray[np.int64], n_clusters: int
+) -> tuple[Tensor, Tensor]:
+    """Weights (k, d) and biases (k,) that repeat the clusters of the features, by logistic regression.
+
+    Every cluster must have an image. The regression is held back, so that the head stays right while the network moves;
+    the head that found the clusters may hang on what hardly varies (docs/lab-notes.md).
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    mean, scale = features.mean(0), features.std(0) + 1e-6
+    with warnings.catch_warnings():  # of many clusters for few images, or of a fit that could be closer: both will do
+        warnings.simplefilter("ignore", UserWarning)
+        fitted = LogisticRegression(C=0.1, max_iter=200, tol=1e-3).fit((features - mean) / scale, clusters)
+    weight, bias = fitted.coef_, fitted.intercept_
+    if n_clusters == 2:  # scikit-learn keeps one row for two classes; half of it on each side is the same softmax
+        weight, bias = np.concatenate((-weight, weight)) / 2, np.concatenate((-bias, bias)) / 2
+    weight = weight / scale
+    bias = bias - weight @ mean
+    return torch.from_numpy(weight).float(), torch.from_numpy(bias).float()  # Apple's GPUs take no float64

@@ -6,7 +6,7 @@ from constraintmatch.batches import derive_seed
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.linear_heads import best_linear_head
+from constraintmatch.methods.linear_heads import best_linear_head, steady_head
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_clusters, evaluate_now, prepare, spread
 from constraintmatch.models import ClusterModel, with_clusters
@@ -28,7 +28,7 @@ def linear_scan(
     views: ViewChoice = ViewChoice(),  # noqa: B008, ARG001 (frozen; every method takes it)
     job: Job = Job(),  # noqa: B008 (frozen)
 ) -> Trained:
-    """A model whose head is the best of `n_tries` linear ones by SCAN's loss; the backbone stays as it is.
+    """A model whose head repeats the best of `n_tries` linear ones by SCAN's loss; the backbone stays as it is.
 
     Neighbours are mined in the features of at most `most_images` images; of small sets each image gets fewer of them,
     a quarter of what a cluster has on average.
@@ -42,8 +42,9 @@ def linear_scan(
     features = embed(model, sample, device=device)
     near = torch.from_numpy(nearest_neighbours(features, min(n_neighbours, few), device=device)).to(device)
     steps = min(1_500, max(300, 30 * len(sample) // 1_000))
+    inputs = torch.from_numpy(features).to(device)
     best = best_linear_head(
-        torch.from_numpy(features).to(device),
+        inputs,
         near,
         n_clusters,
         n_heads=n_tries,
@@ -51,10 +52,11 @@ def linear_scan(
         entropy_weight=entropy_weight,
         seed=derive_seed(settings.seed, "head"),
     )
+    weight, bias = steady_head(inputs, best)
     placed = with_clusters(model, n_clusters)
     assert placed.head is not None
     with torch.no_grad():
-        placed.head.weight.copy_(best.weight)
-        placed.head.bias.copy_(best.bias)
+        placed.head.weight.copy_(weight)
+        placed.head.bias.copy_(bias)
     entry = {"step": 1, "kind": "evaluation", **evaluate_now(placed, images, job), "seconds": 0.0}
     return Trained(placed, [entry])

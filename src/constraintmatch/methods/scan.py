@@ -10,7 +10,7 @@ from constraintmatch.batches import Shuffled, derive_seed
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.linear_heads import best_linear_head
+from constraintmatch.methods.linear_heads import best_linear_head, steady_head
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.methods.preparation import (
     Bench,
@@ -110,10 +110,11 @@ def _begin_with_best(
     best = best_linear_head(
         features, near, clusters, n_heads=n_tries, steps=steps, entropy_weight=entropy_weight, seed=seed
     )
+    weight, bias = steady_head(features, best)
     assert model.head is not None
     with torch.no_grad():
-        model.head.weight.copy_(best.weight)
-        model.head.bias.copy_(best.bias)
+        model.head.weight.copy_(weight)
+        model.head.bias.copy_(bias)
 
 
 class _NeighbourSource:
