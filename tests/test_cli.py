@@ -182,7 +182,7 @@ def test_evaluate_prints_scores_and_writes_json(trained: tuple[Path, Any], tmp_p
     shown = run("evaluate", trained[0], *words).stdout
     told = json.loads((tmp_path / "e.json").read_text())
     for name in ("ACC", "NMI", "ARI", "ECE"):
-        assert f"{name} {told['scores'][name.lower()]:.3f}" in shown
+        assert f"{name} {told['scores'][name.lower()]:.4f}" in shown
     assert "(on 2 pairs)" in shown
     assert re.search(r"^sizes +0: \d+  1: \d+  2: \d+$", shown, re.MULTILINE)
 

@@ -383,7 +383,7 @@ def score_lines(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     """An evaluation as rows of a table."""
     rows = []
     if told["scores"]:
-        said = "  ".join(f"{name.upper()} {value:.3f}" for name, value in told["scores"].items())
+        said = "  ".join(f"{name.upper()} {value:.4f}" for name, value in told["scores"].items())
         rows.append(("scores", f"{said}  (on {told['scored_on']})"))
     if told["agreement"]:
         parts = {key: told["agreement"][key] for key in ("must_link", "cannot_link", "balanced")}
