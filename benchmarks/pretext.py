@@ -34,10 +34,11 @@ from constraintmatch.errors import InputError
 from constraintmatch.evaluation import accuracy, embed, knn_accuracy, neighbour_consistency
 from constraintmatch.files import read_json
 from constraintmatch.images import ImageSet
-from constraintmatch.methods import METHODS, Trained, ViewChoice
+from constraintmatch.methods import Trained, ViewChoice
 from constraintmatch.methods.linear_heads import best_linear_head
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.models import ClusterModel, build_model, save_model
+from constraintmatch.pretraining import PRETEXTS
 from constraintmatch.progress import Lines
 from constraintmatch.running import Around, method_arguments, method_settings, run_method, split_options
 from constraintmatch.runs import write_result
@@ -352,7 +353,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(DATASETS))
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--tasks", nargs="*", default=[], help=f"of {', '.join(METHODS)} those that are pretext tasks")
+    parser.add_argument("--tasks", nargs="*", default=[], help=f"of {', '.join(PRETEXTS)}")
     parser.add_argument("--variant", action="append", default=[], metavar="NAME:METHOD.OPTION=VALUE,…")
     parser.add_argument("--seconds", type=float, default=60.0, help="of steps, for each task")
     parser.add_argument("--epochs", nargs="*", default=[], help="instead of seconds: a number, or task=number")
