@@ -1,6 +1,5 @@
 """Answers from and to files: the pairs file round trip, and Label Studio's exports."""
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -279,6 +278,11 @@ annotations = values | st.lists(st.fixed_dictionaries({"result": values, "comple
     content=st.lists(st.fixed_dictionaries({"annotations": annotations, "data": values, "image1": values}), max_size=2)
 )
 def test_whatever_the_export_holds_it_is_read_or_told(store: Store, tmp_path: Path, content: Any) -> None:
-    path = written(tmp_path, content)
-    with contextlib.suppress(InputError):
+    path, before = written(tmp_path, content), len(store.rows())
+    told = ""
+    try:
         import_label_studio(store, path)
+    except InputError as error:
+        told = str(error)
+    assert "\n" not in told
+    assert len(store.rows()) == before or not told  # a file that is refused leaves nothing behind

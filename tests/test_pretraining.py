@@ -50,7 +50,9 @@ def test_the_chain_leaves_a_model_with_clusters_and_results(stripes: ImageSet, t
     assert sorted(results) == ["x-scan.json", "x-self_label.json", "x-simclr.json"]
     assert results["x-simclr.json"]["settings"]["steps"] == 2
     assert {"knn_acc", "neighbour_acc"} <= results["x-simclr.json"]["scores"].keys()
-    assert {"acc", "neighbour_consistency", "over_0.99"} <= results["x-scan.json"]["scores"].keys()
+    assert {"acc", "neighbour_consistency", "over_0.99", "smallest_cluster", "largest_cluster"} <= results[
+        "x-scan.json"
+    ]["scores"].keys()
     assert {"commit", "torch", "gpu"} <= results["x-scan.json"]["environment"].keys()
 
 
@@ -163,7 +165,9 @@ def test_training_sizes_stay_in_their_bounds() -> None:
 
 def test_a_summary_needs_no_labels(stripes: ImageSet) -> None:
     told = stage_summary(fresh(3), replace(stripes, labels=None))
-    assert set(told) == {"neighbour_consistency", "mean_confidence", "over_0.99", "empty_clusters"}
+    sizes = {"smallest_cluster", "largest_cluster", "empty_clusters"}
+    assert set(told) == {"neighbour_consistency", "mean_confidence", "over_0.99", *sizes}
+    assert told["smallest_cluster"] <= 1 / 3 <= told["largest_cluster"]
     assert stage_summary(with_projection(fresh()), replace(stripes, labels=None)) == {}
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "model_folder",
     "save_model",
     "with_clusters",
+    "with_head",
     "with_projection",
 ]
 
@@ -120,6 +121,16 @@ def with_clusters(model: ClusterModel, n_clusters: int, *, n_heads: int = 1, see
     """The same backbone under a fresh cluster head, without a projection; the given model is left as it is."""
     config = replace(model.config, n_clusters=n_clusters, n_heads=n_heads, projection=0)
     return _on_backbone(model, config, seed)
+
+
+def with_head(model: ClusterModel, weight: torch.Tensor, bias: torch.Tensor) -> ClusterModel:
+    """The same backbone under a linear cluster head of these weights (k, d) and biases (k,)."""
+    placed = with_clusters(model, len(bias))
+    assert placed.head is not None
+    with torch.no_grad():
+        placed.head.weight.copy_(weight)
+        placed.head.bias.copy_(bias)
+    return placed
 
 
 def with_projection(model: ClusterModel, width: int = 128, *, seed: int = 0) -> ClusterModel:

@@ -127,11 +127,14 @@ def stage_summary(model: ClusterModel, images: ImageSet, held_out: ImageSet | No
     sample = images.take(spread(len(images), 2_000))
     near = nearest_neighbours(embed(model, sample), 20)
     predictions = predict(model, sample)
+    shares = np.bincount(predictions.clusters, minlength=model.config.n_clusters) / len(sample)
     told = {
         "neighbour_consistency": neighbour_consistency(near, predictions.clusters),
         "mean_confidence": float(predictions.confidence.mean()),
         "over_0.99": float((predictions.confidence > 0.99).mean()),
-        "empty_clusters": float(len(np.setdiff1d(np.arange(model.config.n_clusters), predictions.clusters))),
+        "smallest_cluster": float(shares.min()),
+        "largest_cluster": float(shares.max()),
+        "empty_clusters": float((shares == 0).sum()),
     }
     if target is not None and target.labels is not None:
         told |= scores(target.labels, predict(model, target))

@@ -24,7 +24,7 @@ from typing import Any
 from constraintmatch.errors import InputError
 from constraintmatch.files import folder_lock, read_json, write_atomically, write_json
 
-__all__ = ["RunFolder", "environment", "is_finished", "open_run", "read_log", "write_result"]
+__all__ = ["RunFolder", "environment", "flat_items", "is_finished", "open_run", "read_log", "write_result"]
 
 FORMAT = 1
 
@@ -128,6 +128,15 @@ def write_result(path: Path | str, values: Mapping[str, Any]) -> None:
     write_json(path, {**_plain(values), "environment": environment(), "written": _now()})
 
 
+def flat_items(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The entries of nested mappings as ("outer.inner", value): two records are then compared entry by entry."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from flat_items(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
 def environment() -> dict[str, Any]:
     """Versions, hardware and commit of this process: what a result must carry beside its numbers."""
     import torch
@@ -154,7 +163,7 @@ def _stored(path: Path) -> dict[str, Any] | None:
 
 
 def _same_request(stored: Mapping[str, Any], asked: Mapping[str, Any], path: Path) -> None:
-    before, now = dict(_flat(stored)), dict(_flat(asked))
+    before, now = dict(flat_items(stored)), dict(flat_items(asked))
     differing = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
     if odd := sorted(differing - _places(before, now)):
         said = "; ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in odd[:4])
@@ -176,14 +185,6 @@ def _places(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
     if same("model.weights") and before.get("data.start.model") and now.get("data.start.model"):
         places |= {"data.start.model"}
     return places
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
 
 
 def _fresh(record: Mapping[str, Any]) -> dict[str, Any]:

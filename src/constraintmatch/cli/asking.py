@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Annotated
 
 from constraintmatch.cli.shared import (
+    Browser,
     DataDir,
     Device,
+    Host,
+    Port,
     QuietFlag,
     Source,
     Split,
     Strict,
+    Token,
     app,
     example,
     guarded,
@@ -73,14 +77,10 @@ def annotate(
     different: Annotated[
         str | None, option("What that export calls different. (the usual words)", panel="Files")
     ] = None,
-    host: Annotated[str, option("Address to listen on. (127.0.0.1: this machine only)", panel="Server")] = "127.0.0.1",
-    port: Annotated[int, option("Port to listen on, 0 for a free one. (8765)", panel="Server")] = 8765,
-    token: Annotated[
-        str | None, option("Secret in the page's address. (none; off this machine a new one)", panel="Server")
-    ] = None,
-    browser: Annotated[
-        bool, option("Open the page in the browser. (yes)", "--browser/--no-browser", panel="Server")
-    ] = True,
+    host: Host = "127.0.0.1",
+    port: Port = 8765,
+    token: Token = None,
+    browser: Browser = True,
     split: Split = None,
     data_dir: DataDir = None,
     strict: Strict = False,

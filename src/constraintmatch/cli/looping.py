@@ -6,15 +6,19 @@ from typing import Annotated, Literal
 from constraintmatch.cli.asking import Choosing, QuestionKind
 from constraintmatch.cli.shared import (
     Backbone,
+    Browser,
     Channels,
     DataDir,
     Device,
     Flip,
+    Host,
     Labels,
+    Port,
     QuietFlag,
     Side,
     Source,
     Strict,
+    Token,
     Without,
     app,
     class_folders,
@@ -61,14 +65,10 @@ def loop(
     seed: Annotated[int, option("Seed of everything random. (0)")] = 0,
     device: Device = None,
     quiet: QuietFlag = False,
-    host: Annotated[str, option("Address to listen on. (127.0.0.1: this machine only)", panel="Server")] = "127.0.0.1",
-    port: Annotated[int, option("Port to listen on, 0 for a free one. (8765)", panel="Server")] = 8765,
-    token: Annotated[
-        str | None, option("Secret in the page's address. (none; off this machine a new one)", panel="Server")
-    ] = None,
-    browser: Annotated[
-        bool, option("Open the page in the browser. (yes)", "--browser/--no-browser", panel="Server")
-    ] = True,
+    host: Host = "127.0.0.1",
+    port: Port = 8765,
+    token: Token = None,
+    browser: Browser = True,
     backbone: Backbone = None,
     side: Side = None,
     channels: Channels = None,

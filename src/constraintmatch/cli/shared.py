@@ -18,20 +18,24 @@ from constraintmatch.progress import Quiet, Reporter, console_reporter, say_erro
 __all__ = [
     "DATA",
     "Backbone",
+    "Browser",
     "Channels",
     "Clusters",
     "Columns",
     "DataDir",
     "Device",
     "Flip",
+    "Host",
     "Labels",
     "Model",
+    "Port",
     "Pretrained",
     "QuietFlag",
     "Side",
     "Source",
     "Split",
     "Strict",
+    "Token",
     "Without",
     "app",
     "class_folders",
@@ -81,6 +85,12 @@ Flip = Annotated[
     bool | None, option("A mirrored image means the same, or not. (it does)", "--flip/--no-flip", panel="Images")
 ]
 Without = Annotated[str, option("Changes that would spoil the images: rotate,solarize.", panel="Images")]
+Host = Annotated[str, option("Address to listen on. (127.0.0.1: this machine only)", panel="Server")]
+Port = Annotated[int, option("Port to listen on, 0 for a free one. (8765)", panel="Server")]
+Token = Annotated[
+    str | None, option("Secret in the page's address. (none; off this machine a new one)", panel="Server")
+]
+Browser = Annotated[bool, option("Open the page in the browser. (yes)", "--browser/--no-browser", panel="Server")]
 Backbone = Annotated[str | None, option("tiny, resnet18, resnet34 or timm:NAME. (fits the images)")]
 Pretrained = Annotated[bool, option("Begin with the weights of a timm backbone.", "--pretrained")]
 

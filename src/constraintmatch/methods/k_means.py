@@ -3,7 +3,6 @@
 import warnings
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from constraintmatch.batches import derive_seed
@@ -12,7 +11,7 @@ from constraintmatch.evaluation import embed
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.linear_heads import regression_head
 from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_clusters, evaluate_now, prepare, spread
-from constraintmatch.models import ClusterModel, with_clusters
+from constraintmatch.models import ClusterModel, with_head
 from constraintmatch.training import TrainSettings
 
 __all__ = ["k_means"]
@@ -42,11 +41,7 @@ def k_means(
     seed = derive_seed(settings.seed, "k-means") % 2**32
     clusters = _clusters(embed(model, sample, projected=True, device=device), n_clusters, restarts, seed)
     weight, bias = regression_head(embed(model, sample, device=device), clusters, n_clusters)
-    placed = with_clusters(model, n_clusters)
-    assert placed.head is not None
-    with torch.no_grad():
-        placed.head.weight.copy_(weight)
-        placed.head.bias.copy_(bias)
+    placed = with_head(model, weight, bias)
     entry = {"step": 1, "kind": "evaluation", **evaluate_now(placed, images, job), "seconds": 0.0}
     return Trained(placed, [entry])
 

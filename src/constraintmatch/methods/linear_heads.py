@@ -35,7 +35,7 @@ def best_linear_head(
     n_clusters: int,
     *,
     n_heads: int = 20,
-    steps: int = 1_500,
+    steps: int | None = None,
     entropy_weight: float = 5.0,
     seed: int = 0,
 ) -> LinearHead:
@@ -48,6 +48,7 @@ def best_linear_head(
     mean = features.mean(0)
     scale = (features - mean).norm(dim=1).mean().clamp(min=1e-12)
     inputs = (features - mean) / scale
+    steps = steps or min(1_500, max(300, 30 * len(features) // BATCH))  # about 30 passes over the images
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(n_heads, features.shape[1], n_clusters, generator=generator).to(features.device)
     bias = torch.zeros(n_heads, 1, n_clusters, device=features.device)

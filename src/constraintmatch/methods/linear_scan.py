@@ -9,7 +9,7 @@ from constraintmatch.images import ImageSet
 from constraintmatch.methods.linear_heads import best_linear_head, steady_head
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_clusters, evaluate_now, prepare, spread
-from constraintmatch.models import ClusterModel, with_clusters
+from constraintmatch.models import ClusterModel, with_head
 from constraintmatch.training import TrainSettings
 
 __all__ = ["linear_scan"]
@@ -41,22 +41,15 @@ def linear_scan(
     few = max(1, len(sample) // (4 * n_clusters))
     features = embed(model, sample, device=device)
     near = torch.from_numpy(nearest_neighbours(features, min(n_neighbours, few), device=device)).to(device)
-    steps = min(1_500, max(300, 30 * len(sample) // 1_000))
     inputs = torch.from_numpy(features).to(device)
     best = best_linear_head(
         inputs,
         near,
         n_clusters,
         n_heads=n_tries,
-        steps=steps,
         entropy_weight=entropy_weight,
         seed=derive_seed(settings.seed, "head"),
     )
-    weight, bias = steady_head(inputs, best)
-    placed = with_clusters(model, n_clusters)
-    assert placed.head is not None
-    with torch.no_grad():
-        placed.head.weight.copy_(weight)
-        placed.head.bias.copy_(bias)
+    placed = with_head(model, *steady_head(inputs, best))
     entry = {"step": 1, "kind": "evaluation", **evaluate_now(placed, images, job), "seconds": 0.0}
     return Trained(placed, [entry])

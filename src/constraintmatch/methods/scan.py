@@ -23,7 +23,7 @@ from constraintmatch.methods.preparation import (
     prepare,
     quality_judge,
 )
-from constraintmatch.models import ClusterModel, with_clusters
+from constraintmatch.models import ClusterModel, with_clusters, with_head
 from constraintmatch.objectives import scan_loss
 from constraintmatch.training import TrainSettings, fit
 from constraintmatch.views import View
@@ -76,7 +76,11 @@ def scan(
     seed = derive_seed(settings.seed, "head")
     trained = model if kept else with_clusters(model, n_clusters, n_heads=n_heads, seed=seed)
     if n_tries and not kept and n_heads == 1:
-        _begin_with_best(trained, features.to(bench.device), batches.near, n_tries, entropy_weight, seed)
+        inputs = features.to(bench.device)
+        best = best_linear_head(
+            inputs, batches.near, n_clusters, n_heads=n_tries, entropy_weight=entropy_weight, seed=seed
+        )
+        trained = with_head(model, *steady_head(inputs, best))
 
     def loss(network: Callable[..., Tensor], batch: NeighbourBatch) -> dict[str, Tensor]:
         # two passes, as published: each has its own BatchNorm statistics
@@ -99,22 +103,6 @@ def scan(
         reporter=job.reporter,
     )
     return Trained(trained if n_heads == 1 else best_head(trained, log), log)
-
-
-def _begin_with_best(
-    model: ClusterModel, features: Tensor, near: Tensor, n_tries: int, entropy_weight: float, seed: int
-) -> None:
-    """Put the best of several linear heads into the model; about 30 passes over the images, from 300 to 1,500 steps."""
-    steps = min(1_500, max(300, 30 * len(features) // 1_000))
-    clusters = model.config.n_clusters
-    best = best_linear_head(
-        features, near, clusters, n_heads=n_tries, steps=steps, entropy_weight=entropy_weight, seed=seed
-    )
-    weight, bias = steady_head(features, best)
-    assert model.head is not None
-    with torch.no_grad():
-        model.head.weight.copy_(weight)
-        model.head.bias.copy_(bias)
 
 
 class _NeighbourSource:
@@ -142,10 +130,6 @@ def best_head(model: ClusterModel, log: list[dict[str, float]]) -> ClusterModel:
     last = next(entry for entry in reversed(log) if "loss_head0" in entry)
     losses = [last[f"loss_head{h}"] for h in range(model.config.n_heads)]
     best, k = losses.index(min(losses)), model.config.n_clusters
-    single = with_clusters(model, k)
     assert model.head is not None
-    assert single.head is not None
-    with torch.no_grad():
-        single.head.weight.copy_(model.head.weight[best * k : (best + 1) * k])
-        single.head.bias.copy_(model.head.bias[best * k : (best + 1) * k])
-    return single
+    rows = slice(best * k, (best + 1) * k)
+    return with_head(model, model.head.weight[rows], model.head.bias[rows])

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from constraintmatch.errors import InputError
 from constraintmatch.files import check_target
 from constraintmatch.progress import Reporter
-from constraintmatch.runs import environment
+from constraintmatch.runs import environment, flat_items
 
 __all__ = [
     "Patience",
@@ -378,7 +378,7 @@ def open_study(storage: Any, name: str, protocol: Mapping[str, Any], place: str)
     if stored is None:  # whoever made the study did not live to say what for
         study.set_user_attr("protocol", dict(protocol))
         return study
-    before, now = dict(_flat(stored)), dict(_flat(protocol))
+    before, now = dict(flat_items(stored)), dict(flat_items(protocol))
     if odd := [key for key in {**now, **before} if before.get(key) != now.get(key)]:
         said = "; ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in odd[:3])
         raise InputError(f"{where} is of another search ({said}); choose another --study or --storage")
@@ -393,14 +393,6 @@ def _stored_protocol(study: Any) -> dict[str, Any] | None:
             return None
         time.sleep(wait)  # another worker may have made the study a moment ago
     return None
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
 
 
 def _first_line(error: BaseException) -> str:
