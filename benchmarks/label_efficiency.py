@@ -3,25 +3,40 @@
     python benchmarks/label_efficiency.py cifar10 --data-dir data --model weights/scan-cifar10 --out results
 
 One JSON for each way of asking and error rate: random-pair, chosen-pair, chosen-which. Every round begins with the
-start and trains on all answers so far.
+start, whose head is told all answers so far (`propagate`), and trains on them. `--plain` leaves the head as it was.
+`--steps 0` trains nothing: the features are found once, and the head alone is told; minutes on a CPU.
 """
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from constraintmatch.answers import Answer, stated_constraints
 from constraintmatch.datasets import DATASETS, load_dataset
-from constraintmatch.evaluation import predict, scores
+from constraintmatch.evaluation import Predictions, embed, predict, scores
+from constraintmatch.images import ImageSet
+from constraintmatch.landscape import Belief
 from constraintmatch.methods import ViewChoice
+from constraintmatch.methods.neighbours import nearest_neighbours
+from constraintmatch.methods.propagate import told_head
 from constraintmatch.models import ClusterModel, load_model
 from constraintmatch.oracle import LabelOracle
+from constraintmatch.propagation import known_groups, neighbour_graph
 from constraintmatch.questions import implied_groups
-from constraintmatch.rounds import Asking, closure_pairs, image_belief, simulate
+from constraintmatch.rounds import Asking, closure_pairs, image_belief, informed, simulate
 from constraintmatch.running import Around, method_settings, run_method, split_options, weights_hash
 from constraintmatch.runs import write_result
 
+Head = tuple[Tensor, Tensor]
 WAYS = {
     "random-pair": Asking("pair", "random"),
     "chosen-pair": Asking("pair", "recommended"),
@@ -30,34 +45,86 @@ WAYS = {
 }
 
 
+class HeadAlone:
+    """The start with its features found once: a round is a head over them (weights, biases)."""
+
+    def __init__(self, model: ClusterModel, images: ImageSet, test: ImageSet, device: str) -> None:
+        assert model.head is not None
+        self.start = model.head.weight.detach().cpu(), model.head.bias.detach().cpu()
+        self.features, self.test = (embed(model, of, device=device) for of in (images, test))
+        self.graph = neighbour_graph(self.features, nearest_neighbours(self.features, 20, device=device))
+
+    def shares(self, head: Head, of: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """Cluster probabilities of the images, or of other features."""
+        logits = torch.from_numpy(self.features if of is None else of) @ head[0].T + head[1]
+        return logits.softmax(-1).numpy()
+
+    def believe(self, head: Head) -> Belief:
+        return Belief.of(self.features, self.shares(head))
+
+    def train(self, answers: Sequence[Answer]) -> Head:
+        groups = known_groups(stated_constraints(answers, len(self.features)), len(self.start[1]))
+        if len(groups) < 2:
+            return self.start
+        return told_head(self.features, self.shares(self.start), groups, self.graph) or self.start
+
+    def score(self, head: Head, labels: Any) -> dict[str, float]:
+        return scores(labels, Predictions(self.shares(head, self.test)))
+
+
+class WholeNetwork:
+    """Rounds that train the network from the start each time."""
+
+    def __init__(self, asked: argparse.Namespace, images: ImageSet, test: ImageSet, options: dict[str, Any]) -> None:
+        self.asked, self.images, self.test = asked, images, test
+        self.start = load_model(asked.model).to(asked.device)
+        self.arguments, changes = split_options("constraintmatch", options)
+        changes |= {"steps": asked.steps, "seed": asked.seed, "log_every": asked.steps}
+        self.settings = method_settings("constraintmatch", changes)
+        row = DATASETS[asked.name]
+        self.around = Around(views=ViewChoice(flip=row.flip, without=tuple(sorted(row.without))))
+
+    def believe(self, model: ClusterModel) -> Belief:
+        return image_belief(model, self.images)
+
+    def train(self, answers: Sequence[Answer]) -> ClusterModel:
+        asked = self.asked
+        place = {"seed": asked.seed, "device": asked.device}
+        begun = load_model(asked.model) if asked.plain else informed(self.start, self.images, answers, place)
+        pairs = closure_pairs(answers, len(self.images), seed=asked.seed)
+        given = {"arguments": self.arguments, "settings": self.settings, "around": self.around}
+        return run_method("constraintmatch", begun, self.images, pairs, **given).model
+
+    def score(self, model: ClusterModel, labels: Any) -> dict[str, float]:
+        return scores(labels, predict(model, self.test))
+
+
+@cache
+def head_alone(model: Path, name: str, data_dir: Path | None, device: str) -> HeadAlone:
+    """Of one start, for all ways of asking: the features take minutes on a CPU."""
+    images, test = (load_dataset(name, part, data_dir) for part in ("train", "test"))
+    return HeadAlone(load_model(model), images, test, device)
+
+
 def run(asked: argparse.Namespace, way: str, error: float) -> dict[str, Any]:
     row = DATASETS[asked.name]
     images = load_dataset(asked.name, "train", asked.data_dir)
     test = load_dataset(asked.name, "test", asked.data_dir)
     assert images.labels is not None
-    assert test.labels is not None
-    start = load_model(asked.model)
     own = {"pairs_per_step": row.pairs_per_step, "images_per_step": row.images_per_step}
     options = {**own, **row.tuned["constraintmatch"], **dict(word.split("=") for word in asked.set)}
     options = {key: float(value) if isinstance(value, str) else value for key, value in options.items()}
-    arguments, changes = split_options("constraintmatch", options)
-    settings = method_settings("constraintmatch", {**changes, "steps": asked.steps, "seed": asked.seed})
-    settings = replace(settings, log_every=asked.steps)
-    around = Around(views=ViewChoice(flip=row.flip, without=tuple(sorted(row.without))))
-
-    def train(answers: Any) -> ClusterModel:
-        pairs = closure_pairs(answers, len(images), seed=asked.seed)
-        fresh = load_model(asked.model)
-        return run_method(
-            "constraintmatch", fresh, images, pairs, arguments=arguments, settings=settings, around=around
-        ).model
-
-    points, began = [], time.monotonic()
-    points.append({"answers": 0, **scores(test.labels, predict(start.to(asked.device), test))})
+    began = time.monotonic()
+    rounds: HeadAlone | WholeNetwork = (
+        WholeNetwork(asked, images, test, options)
+        if asked.steps
+        else head_alone(asked.model, asked.name, asked.data_dir, asked.device)
+    )
+    points: list[dict[str, Any]] = [{"answers": 0, **rounds.score(rounds.start, test.labels)}]  # type: ignore[arg-type]
     oracle = LabelOracle(images.labels, error=error, seed=asked.seed)
     asking = replace(WAYS[way], seed=asked.seed)
-    for done in simulate(lambda model: image_belief(model, images), train, start, asked.budgets, oracle, asking):
-        told = scores(test.labels, predict(done.model, test))
+    for done in simulate(rounds.believe, rounds.train, rounds.start, asked.budgets, oracle, asking):
+        told = rounds.score(done.model, test.labels)
         groups = implied_groups(done.answers, len(images))
         seconds = round(time.monotonic() - began, 1)
         points.append({"answers": len(done.answers), **told, "groups": int(groups.max()) + 1, "seconds": seconds})
@@ -66,6 +133,8 @@ def run(asked: argparse.Namespace, way: str, error: float) -> dict[str, Any]:
             flush=True,
         )
     request = {"data": asked.name, "way": way, "error": error, "steps": asked.steps, "seed": asked.seed}
+    request["head"] = "the start's" if asked.plain else "told the answers"
+    options = options if asked.steps else {}
     return {**request, "options": options, "start": weights_hash(load_model(asked.model)), "points": points}
 
 
@@ -81,19 +150,19 @@ def main() -> None:
         type=lambda text: [int(n) for n in text.split(",")],
         default=[50, 100, 200, 500, 1000, 2000, 5000, 10000],
     )
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=1000, help="of the network in a round; 0: only the head is told")
+    parser.add_argument("--plain", action="store_true", help="begin with the start's head as it is")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=None)
     parser.add_argument("--set", nargs="*", default=[], help="other options of the training, such as lr=0.02")
     parser.add_argument("--out", type=Path, default=Path("results"))
     asked = parser.parse_args()
     if asked.device is None:
-        import torch
-
         asked.device = "cuda" if torch.cuda.is_available() else "cpu"
     for error in map(float, asked.errors.split(",")):
         for way in asked.ways.split(","):
-            target = asked.out / f"questions-{asked.name}-{way}-error{error:g}.json"
+            alone = "" if asked.steps else "-head"
+            target = asked.out / f"questions-{asked.name}-{way}{alone}-error{error:g}.json"
             if target.is_file():
                 print(f"{target}: finished before")
                 continue

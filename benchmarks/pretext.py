@@ -10,6 +10,9 @@ them; compilation does not count. A variant is a task of another name with other
 k-means, and the best of 20 linear heads trained by SCAN's loss on the frozen features; these three in the projections
 too, where a model has them. One JSON a task and seed; what is finished is not done again. `--held-out val` keeps the
 test images out of a choice.
+
+`--kept MODEL --record RESULT` judges a model that was trained before (a stage of `pretrain`) instead of training one;
+steps and seconds are those of its result, the environment is that of the judgement.
 """
 
 import argparse
@@ -37,7 +40,7 @@ from constraintmatch.images import ImageSet
 from constraintmatch.methods import Trained, ViewChoice
 from constraintmatch.methods.linear_heads import best_linear_head
 from constraintmatch.methods.neighbours import nearest_neighbours
-from constraintmatch.models import ClusterModel, build_model, save_model
+from constraintmatch.models import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pretraining import PRETEXTS
 from constraintmatch.progress import Lines
 from constraintmatch.running import Around, method_arguments, method_settings, run_method, split_options
@@ -272,6 +275,31 @@ def run_task(task: Task, sets: Sets, epochs: int | None, asked: argparse.Namespa
     return {"epochs": epochs, "steps": steps, "scores": found, **times, "curve": curve}
 
 
+def judge_kept(sets: Sets, asked: argparse.Namespace) -> tuple[Task, dict[str, Any]]:
+    """A finished model's task and what its JSON holds: judged now, timed by the record of its training."""
+    record, model = read_json(asked.record), load_model(asked.kept)
+    last, steps = model.config.trained[-1], record.get("steps", record["settings"]["steps"])  # where it stood at first
+    if (record["stage"], steps) != (last["method"], last["steps"]) or last["data"]["name"] != sets.row.name:
+        raise InputError(f"{asked.record}: is not the record of {asked.kept}, or not of {sets.row.name}")
+    if record["data"]["split"] != TRAINED_ON[sets.split]:
+        raise InputError(f"{asked.kept}: was trained on {record['data']['split']}, which is not judged by {sets.split}")
+    task = Task(last["method"], last["method"])
+    epochs = steps // batch_of(task, len(sets.images)).steps_per_epoch
+    device = choose_device(asked.device)
+    seconds = record["training_seconds"]
+    result = {
+        **request_of(task, sets, epochs, asked, last["seed"]),
+        "epochs": epochs,
+        "steps": steps,
+        "scores": judge(model.to(device), sets, sets.row.n_clusters, last["seed"], device),
+        "ms": round(1e3 * seconds / steps, 3),
+        "seconds": seconds,  # with compilation: the record has no other
+        "training_seconds": seconds,
+        "trained_in": record["environment"],
+    }
+    return task, result
+
+
 def keep(model: ClusterModel, folder: Path, request: Mapping[str, Any], steps: int) -> None:
     """Write the model folder in half precision, with what it was trained by."""
     settings = {name: request["settings"][name] for name in ("lr", "seed")}
@@ -335,6 +363,10 @@ def compare(asked: argparse.Namespace) -> None:
     )
     sets = Sets(DATASETS[asked.name], images, held_out, asked.held_out)
     rows: list[str] = []
+    if asked.kept:
+        task, result = judge_kept(sets, asked)
+        write_result(asked.out / f"{file_name(task, sets, result['settings']['seed'])}.json", result)
+        rows += shown(task, result["settings"]["seed"], result)
     for seed in asked.seeds:
         for task in tasks:
             target = asked.out / f"{file_name(task, sets, seed)}.json"
@@ -363,9 +395,13 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--out", type=Path, default=Path("results/pretext"))
     parser.add_argument("--models", type=Path, help="folder for the models, in half precision")
+    parser.add_argument("--kept", type=Path, help="model folder to judge, with --record: the JSON of its stage")
+    parser.add_argument("--record", type=Path)
     asked = parser.parse_args()
-    if not asked.tasks and not asked.variant:
+    if not asked.tasks and not asked.variant and not asked.kept:
         parser.error("name --tasks or a --variant")
+    if (asked.kept is None) != (asked.record is None):
+        parser.error("--kept and --record go together")
     if not asked.seconds > 0 or asked.warm_steps < 2:
         parser.error("--seconds must be positive and --warm-steps 2 or more")
     try:

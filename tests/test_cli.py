@@ -254,13 +254,24 @@ def test_class_folders_are_scored_by_their_names(tmp_path: Path, stripes: ImageS
 
 
 def test_pretrain_leaves_a_model_that_train_takes(folder: Path, tmp_path: Path) -> None:
-    epochs = ("--epochs-simclr", 2, "--epochs-scan", 2, "--epochs-self-label", 2)
+    epochs = ("--epochs-byol", 2, "--hidden-byol", 64, "--epochs-scan", 2, "--epochs-self-label", 2)
     words = ("pretrain", folder / "in", "--clusters", 3, "--out", tmp_path / "s", "--side", 8, "--device", "cpu")
     result = run(*words, *epochs)
-    assert {path.name for path in (tmp_path / "s").glob("[!.]*")} == {"simclr", "scan", "self_label", "model"}
+    assert {path.name for path in (tmp_path / "s").glob("[!.]*")} == {"byol", "scan", "self_label", "model"}
     assert f"--model {tmp_path / 's'}" in result.stdout
     words = ("train", folder / "in", "--pairs", folder / "pairs.csv", "--model", tmp_path / "s", "--steps", 2)
     run(*words, "--out", tmp_path / "r", "--device", "cpu", "-q")
+
+
+def test_a_chain_is_chosen_by_its_name(folder: Path, tmp_path: Path) -> None:
+    words = ("pretrain", folder / "in", "--clusters", 3, "--side", 8, "--device", "cpu", "-q")
+    few = ("--epochs-simclr", 2, "--n-tries-linear-scan", 2)
+    run(*words, "--out", tmp_path / "s", "--chain", "short", *few)
+    assert {path.name for path in (tmp_path / "s").glob("[!.]*")} == {"simclr", "linear_scan", "model"}
+    mistaken = refused(*words, "--out", tmp_path / "t", "--epochs-simclr", 2)
+    assert "--epochs-simclr is of simclr, which does not run; the stages are byol, scan, self_label" in mistaken
+    assert "known are scan, byol, short" in refused(*words, "--out", tmp_path / "t", "--chain", "propos")
+    assert not (tmp_path / "t").exists()
 
 
 def test_a_start_is_not_made_over_a_run(trained: tuple[Path, Any], folder: Path) -> None:

@@ -15,8 +15,11 @@ from constraintmatch.methods import METHODS, Trained, ViewChoice
 from constraintmatch.methods.k_means import k_means
 from constraintmatch.models import ClusterModel, build_model, with_projection
 from constraintmatch.pretraining import (
+    CHAINS,
+    ORDER,
     SHORT_STAGES,
     STAGES,
+    chain_stages,
     pretrain,
     short_start,
     stage_summary,
@@ -83,6 +86,13 @@ def test_another_pretext_task_takes_the_place_of_the_first() -> None:
     assert with_pretext(("k_means",), "byol") == ("k_means",)
     with pytest.raises(InputError, match="unknown pretext task 'moco'; known are simclr, byol, simsiam"):
         with_pretext(STAGES, "moco")
+
+
+def test_chains_have_names_and_scan_is_the_papers() -> None:
+    assert chain_stages("scan") == STAGES == ("simclr", "scan", "self_label")
+    assert all(set(stages) <= set(ORDER) for stages in CHAINS.values())
+    with pytest.raises(InputError, match="unknown chain 'propos'; known are scan, byol, short"):
+        chain_stages("propos")
 
 
 def replace_with_failure(method: Callable[..., Trained]) -> Callable[..., None]:

@@ -21,11 +21,14 @@ from constraintmatch.runs import is_finished, write_result
 from constraintmatch.training import choose_device
 
 __all__ = [
+    "CHAINS",
     "ORDER",
+    "OWN_CHAIN",
     "PRETEXTS",
     "SHORT_STAGES",
     "STAGES",
     "Recipe",
+    "chain_stages",
     "pretrain",
     "short_start",
     "stage_summary",
@@ -37,6 +40,8 @@ STAGES = ("simclr", "scan", "self_label")  # the paper's start
 SHORT_STAGES = ("simclr", "linear_scan")  # the one that a training makes by itself
 PRETEXTS = ("simclr", "byol", "simsiam")  # what the features are learnt by; a start has one of them
 ORDER = (*PRETEXTS, "k_means", "linear_scan", "scan", "self_label")
+CHAINS = {"scan": STAGES, "byol": ("byol", "scan", "self_label"), "short": SHORT_STAGES}
+OWN_CHAIN = "byol"  # for images that are no data set of the paper: better in less time (decision 023)
 Recipe = Mapping[str, Mapping[str, Any]]  # of each stage its arguments and training settings
 
 
@@ -62,6 +67,13 @@ def training_size(n_images: int, *, cpu: bool) -> dict[str, Any]:
     steps = int(min(1_000 if cpu else 20_000, max(500, 100 * n_images / batch)))
     rate = 0.01 * min(3.0, max(1.0, (20_000 / steps) ** 0.5))
     return {"images_per_step": batch, "pairs_per_step": batch // 3, "steps": steps, "lr": rate, "warm_up": 0.5}
+
+
+def chain_stages(chain: str) -> tuple[str, ...]:
+    """The stages of a chain by name; `scan` is the paper's."""
+    if chain not in CHAINS:
+        raise InputError(f"unknown chain {chain!r}; known are {', '.join(CHAINS)}")
+    return CHAINS[chain]
 
 
 def with_pretext(stages: Sequence[str], pretext: str) -> tuple[str, ...]:

@@ -4,9 +4,10 @@ A round begins with the same start again, not with the model of the round before
 confirm, and a start with more answers is what a person expects of more answers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,10 @@ from constraintmatch.images import ImageSet
 from constraintmatch.landscape import Belief, landscape_of
 from constraintmatch.questions import Choice, Kind, next_questions
 
-__all__ = ["Annotator", "Asking", "Round", "ask_until", "closure_pairs", "image_belief", "simulate"]
+if TYPE_CHECKING:
+    from constraintmatch.models import ClusterModel
+
+__all__ = ["Annotator", "Asking", "Round", "ask_until", "closure_pairs", "image_belief", "informed", "simulate"]
 
 Rows = NDArray[np.int64]
 
@@ -143,6 +147,23 @@ def simulate(
         model = train(answers)
         belief = believe(model)
         yield Round(tuple(answers), model)
+
+
+def informed(
+    start: "ClusterModel", images: ImageSet, answers: Sequence[Answer], settings: Mapping[str, Any] | None = None
+) -> "ClusterModel":
+    """A copy of the start (with clusters) whose head knows the answers already; see `propagate`.
+
+    What the answers say of some images is carried to all before the network is trained: pseudo-constraints then confirm
+    what a person said, not what the start had wrong. Of the settings, seed and device count.
+    """
+    from constraintmatch.running import method_settings, run_method
+
+    own = {key: value for key, value in (settings or {}).items() if key in ("seed", "device")}
+    stated = stated_constraints(answers, len(images))
+    return run_method(
+        "propagate", copy.deepcopy(start), images, stated, settings=method_settings("propagate", own)
+    ).model
 
 
 def image_belief(

@@ -436,23 +436,27 @@ def _data_record(file: Path) -> dict[str, Any]:
 
 def pretrain_model(
     request: Train,
-    stages: Sequence[str],
+    stages: Sequence[str] = (),
     arguments: Mapping[str, Any] | None = None,
     reporter: Reporter | None = None,
     *,
+    chain: str | None = None,
     pretext: str | None = None,
 ) -> Path:
     """The full self-supervised start; goes on where an earlier call stopped, and leaves OUT/model.
 
-    `arguments` carry their stage at the end: epochs_simclr. `pretext` takes the place of the stages' own.
+    No `stages`: those of the chain; no chain: the paper's for its data sets, the stronger one for others. `pretext`
+    takes the place of theirs. `arguments` carry their stage at the end: epochs_simclr.
     """
     from constraintmatch.models import save_model
     from constraintmatch.planning import plan_pretraining
-    from constraintmatch.pretraining import pretrain, with_pretext
+    from constraintmatch.pretraining import OWN_CHAIN, chain_stages, pretrain, with_pretext
     from constraintmatch.running import Around
     from constraintmatch.training import Interrupted
 
+    stages = stages or chain_stages(chain or ("scan" if request.data in DATASETS else OWN_CHAIN))
     stages = with_pretext(stages, pretext) if pretext else stages
+    recipe = _by_stage(stages, arguments or {})
     assert request.out is not None
     reporter = reporter or Quiet()
     plan = plan_pretraining(request, reporter)
@@ -464,7 +468,7 @@ def pretrain_model(
             data.images,
             plan.clusters,
             stages=stages,
-            recipe={stage: _of_stage(stage, arguments or {}) for stage in stages},
+            recipe=recipe,
             settings=request.settings,
             around=around,
         )
@@ -474,6 +478,17 @@ def pretrain_model(
     return request.out / "model"
 
 
-def _of_stage(stage: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    ending = f"_{stage}"
-    return {key.removesuffix(ending): value for key, value in arguments.items() if key.endswith(ending)}
+def _by_stage(stages: Sequence[str], arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The arguments of each stage without its name at their end; one of a stage that does not run is an error."""
+    from constraintmatch.pretraining import ORDER
+
+    found: dict[str, dict[str, Any]] = {stage: {} for stage in stages}
+    for name, value in arguments.items():
+        stage = max((stage for stage in ORDER if name.endswith(f"_{stage}")), key=len)  # linear_scan, not scan
+        if stage not in found:
+            raise InputError(
+                f"--{name.replace('_', '-')} is of {stage}, which does not run; the stages are {', '.join(stages)} "
+                "(--chain, --stages or --pretext choose others)"
+            )
+        found[stage][name.removesuffix(f"_{stage}")] = value
+    return found

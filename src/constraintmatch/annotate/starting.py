@@ -1,5 +1,5 @@
-"""The model that a round begins with: the start as it is, or for an unknown number of clusters one with as many as the
-answers have shown so far.
+"""The model that a round begins with: the start with a head that knows the answers; for an unknown number of clusters
+with as many as the answers have shown so far.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from constraintmatch.answers import Answer, n_kinds
-from constraintmatch.rounds import image_belief
+from constraintmatch.rounds import image_belief, informed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,12 +29,12 @@ def begun(
     answers: Sequence[Answer],
     settings: Mapping[str, Any],
 ) -> ClusterModel:
-    """A copy of the start; if it has no clusters, with those of a short start for as many kinds as were answered.
+    """A copy of the start whose head knows the answers; if it has no clusters, with as many as kinds were answered.
 
     Clusters do not become fewer, and keep the numbers that the newest model gave them: people have named them.
     """
     if start.config.n_clusters:
-        return copy.deepcopy(start)
+        return informed(start, images, answers, settings)
     from constraintmatch.pretraining import SHORT_STAGES
     from constraintmatch.running import method_settings, run_method
 
@@ -48,6 +48,7 @@ def begun(
         arguments={"n_clusters": max(2, known, n_kinds(answers, len(images)))},
         settings=method_settings(finds_clusters, wanted),
     ).model
+    made = informed(made, images, answers, settings)
     if known:
         _renumber(made, image_belief(made, images).probabilities, image_belief(newest, images).probabilities)
     return made

@@ -35,7 +35,6 @@ from constraintmatch.flags import STAGES, GroupedHelp, add_flags, method_flags, 
 
 __all__ = ["Conflict"]
 
-CHAIN = "simclr,scan,self_label"  # the paper's start
 METHOD = f"One of {', '.join(name for name in methods() if name not in STAGES)}. (constraintmatch)"
 
 
@@ -145,9 +144,16 @@ def pretrain(
     *,
     out: Annotated[Path, option("Folder for the stages and for the model they leave.")],
     clusters: Clusters = None,
-    stages: Annotated[str, option(f"Which of {', '.join(STAGES)}. ({CHAIN})")] = CHAIN,
+    chain: Annotated[
+        str | None,
+        option(
+            "scan: simclr,scan,self_label, as the paper; byol: the same with byol; short: simclr,linear_scan. "
+            "(scan for the paper's data sets, else byol)"
+        ),
+    ] = None,
+    stages: Annotated[str, option(f"Instead of a chain: some of {', '.join(STAGES)}.")] = "",
     pretext: Annotated[
-        str | None, option("What features are learnt by: simclr, byol, simsiam. (as in the stages)")
+        str | None, option("What features are learnt by: simclr, byol, simsiam. (as in the chain)")
     ] = None,
     backbone: Backbone = None,
     pretrained: Pretrained = False,
@@ -162,7 +168,7 @@ def pretrain(
     arguments: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
-    """Make a full self-supervised start: SimCLR, SCAN, self-labelling.
+    """Make a full self-supervised start: a pretext task, SCAN, self-labelling.
 
     The same command again goes on where it stopped.
     """
@@ -184,7 +190,7 @@ def pretrain(
         strict=strict,
         settings=settings,
     )
-    model = workflow.pretrain_model(request, words(stages), arguments, reporter(quiet), pretext=pretext)
+    model = workflow.pretrain_model(request, words(stages), arguments, reporter(quiet), chain=chain, pretext=pretext)
     following = f"constraintmatch train {shlex.quote(data)} --pairs pairs.csv --model {shlex.quote(str(out))}"
     print_rows([("model", str(model)), ("next", following)])
 

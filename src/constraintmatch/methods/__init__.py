@@ -9,6 +9,7 @@ from constraintmatch.methods.fully_constrained import fully_constrained
 from constraintmatch.methods.k_means import k_means
 from constraintmatch.methods.linear_scan import linear_scan
 from constraintmatch.methods.preparation import Job, Trained, ViewChoice
+from constraintmatch.methods.propagate import propagate
 from constraintmatch.methods.pseudo_label import pseudo_label
 from constraintmatch.methods.scan import scan
 from constraintmatch.methods.self_label import self_label
@@ -26,6 +27,7 @@ METHODS: dict[str, Callable[..., Trained]] = {
     "linear_scan": linear_scan,
     "scan": scan,
     "self_label": self_label,
+    "propagate": propagate,
     "constrained": constrained,
     "pseudo_label": pseudo_label,
     "constraintmatch": constraintmatch,

@@ -1,0 +1,103 @@
+"""What a few images are known to be, carried along their neighbours to all the others: arrays, no torch.
+
+Groups of images that must-links join become the seeds of clusters. A seed's share reaches every image by steps from
+neighbour to neighbour, less with every step: label spreading (Zhou et al., 2003), solved instead of iterated.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+from scipy.sparse.linalg import cg
+
+from constraintmatch.constraints import Constraints
+from constraintmatch.errors import InputError
+
+__all__ = ["carried", "known_groups", "neighbour_graph", "seeds"]
+
+Rows = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+APART = 0.5  # of the groups taken before, the share that a group must be known to differ from
+SUREST = 0.25  # of a cluster that no answer is about, the share of its images that stand for it
+
+
+def known_groups(constraints: Constraints, most: int) -> list[Rows]:
+    """At most so many groups of images that are known to be of one kind each, the largest first; rows of each.
+
+    A group counts if it is known to differ from half of those before it. Pairs at random tell hardly any two groups
+    apart, so they give hardly any groups: of two groups of one kind one would be a cluster of its own, and wrong.
+    """
+    view = constraints.component_constraints()
+    size = np.bincount(view.component, minlength=1)
+    apart: dict[int, set[int]] = {}
+    for one, other in view.cannot.tolist():
+        apart.setdefault(one, set()).add(other)
+        apart.setdefault(other, set()).add(one)
+    joined = np.flatnonzero(size > 1)
+    taken: list[int] = []
+    for group in joined[np.argsort(-size[joined], kind="stable")].tolist():
+        if len(taken) < most and len(apart.get(group, set()).intersection(taken)) >= APART * len(taken):
+            taken.append(group)
+    return [np.flatnonzero(view.component == group) for group in taken]
+
+
+def seeds(groups: Sequence[Rows], probabilities: Floats) -> Floats:
+    """The share (n, k) of each cluster that begins at each image; the columns sum to 1.
+
+    A group gets the number of the cluster that its images are likeliest in, one group to a cluster. For a cluster
+    without a group the quarter of its images that the model is surest of stand in, those of groups left out.
+    """
+    n, k = probabilities.shape
+    if len(groups) > k:
+        raise InputError(f"{len(groups)} groups for {k} clusters; a group needs a cluster of its own")
+    likely = np.array([probabilities[rows].sum(0) for rows in groups], np.float32).reshape(-1, k)
+    of_group, of_cluster = linear_sum_assignment(likely, maximize=True)
+    numbers = {int(cluster): int(group) for group, cluster in zip(of_group, of_cluster, strict=True)}
+    clusters, free = probabilities.argmax(1), np.ones(n, bool)
+    for rows in groups:
+        free[rows] = False
+    begun = np.zeros((n, k), np.float32)
+    for cluster in range(k):
+        if cluster in numbers:
+            rows = groups[numbers[cluster]]
+        else:
+            own = np.flatnonzero(free & (clusters == cluster))
+            sure = np.argsort(-probabilities[own, cluster], kind="stable")
+            rows = own[sure[: max(1, round(SUREST * len(own)))]]
+        begun[rows, cluster] = 1 / max(len(rows), 1)
+    return begun
+
+
+def neighbour_graph(features: Floats, near: Rows) -> sp.csr_array:
+    """Weights (n, n) between images and their neighbours (n, m), normalised on both sides: D^-1/2 W D^-1/2.
+
+    A weight falls with the cosine distance, by 1/e over the mean distance of neighbours; W is symmetric.
+    """
+    n, m = near.shape
+    unit = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
+    distance = np.stack([1 - np.einsum("nd,nd->n", unit, unit[near[:, column]]) for column in range(m)], axis=1)
+    weight = np.exp(-distance / max(float(distance.mean()), 1e-12)).astype(np.float32)
+    one_way = sp.csr_array((weight.ravel(), (np.repeat(np.arange(n), m), near.ravel())), shape=(n, n))
+    both = one_way.maximum(one_way.T)
+    root = (1 / np.sqrt(np.maximum(both.sum(1), 1e-12))).astype(np.float32)
+    return sp.csr_array(both.multiply(root[:, None]).multiply(root[None]))
+
+
+def carried(graph: sp.csr_array, begun: Floats, *, reach: float = 0.99) -> Floats:
+    """The shares (n, k) of the clusters at each image; a row stays zero where no path leads from any seed.
+
+    They solve F = reach · graph · F + begun. Where kinds hang together one column would win everywhere by its mass
+    alone, so columns are brought to the same mass before the rows are made to sum to 1. That takes nothing from large
+    clusters: one that lies apart has the same mass whatever its size.
+    """
+    if not 0 <= reach < 1:
+        raise InputError(f"reach is {reach}; it must lie in [0, 1)")
+    system = sp.eye_array(graph.shape[0], dtype=np.float32, format="csr") - np.float32(reach) * graph
+    found = np.stack([cg(system, column, rtol=1e-4, maxiter=500)[0] for column in begun.T], axis=1)
+    found = np.maximum(found, 0)
+    mass = found.sum(0)
+    found /= np.where(mass > 0, mass, 1)
+    return np.asarray(found / np.where(found.sum(1) > 0, found.sum(1), 1)[:, None], np.float32)
