@@ -7,6 +7,8 @@ in one process, one right after the other; the ratio is what counts.
 """
 
 import argparse
+import itertools
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,9 +56,10 @@ def bare_loss(network: Callable[..., Tensor], batch: Inputs) -> dict[str, Tensor
 
 
 def ms_per_step(log: list[dict[str, Any]]) -> float:
-    """Milliseconds a step between the first log line, when everything is compiled and captured, and the last."""
+    """Milliseconds a step: the median stretch from the first log line on, when all is compiled and captured."""
     lines = [entry for entry in log if entry["kind"] == "training"]
-    return 1e3 * (lines[-1]["seconds"] - lines[0]["seconds"]) / (lines[-1]["step"] - lines[0]["step"])
+    stretches = itertools.pairwise(lines)
+    return statistics.median(1e3 * (b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in stretches)
 
 
 def ours(name: str, model: ClusterModel, images: ImageSet, settings: TrainSettings) -> float:
@@ -107,7 +110,7 @@ def main() -> None:
     rows = {}
     for name in asked.methods.split(","):
         model = build_model(n_clusters=10, side=asked.side, backbone=asked.backbone)
-        settings = replace(method_settings(name), steps=asked.steps, log_every=max(1, asked.steps // 4))
+        settings = replace(method_settings(name), steps=asked.steps, log_every=max(1, asked.steps // 10))
         bare, own = floor(name, model, settings), ours(name, model, images, settings)
         batch = BATCHES[name]
         seen = 2 * batch["pairs_per_step"] if "pairs_per_step" in batch else 0

@@ -28,7 +28,13 @@ def demo_table() -> str:
 
 
 SETS = {"cifar10": "CIFAR-10", "cifar100-20": "CIFAR-100-20"}
-STAGES = {"simclr": "SimCLR", "byol": "BYOL", "scan": "SCAN", "self_label": "self-labelling"}
+STAGES = {
+    "simclr": "SimCLR",
+    "byol": "BYOL",
+    "scan": "SCAN",
+    "self_label": "self-labelling",
+    "linear_scan": "linear heads again",
+}
 SCORES = {"knn_acc": "kNN", "acc": "ACC", "nmi": "NMI", "ari": "ARI"}
 
 
@@ -58,26 +64,43 @@ def stage_table() -> str:
         f"| {' | '.join(head)} |",
         "|" + "|".join(["---"] * 2 + ["--:"] * 2 + ["---"] + ["--:"] * 7 + ["---"]) + "|",
     ]
-    defaults = {"simclr": (500, 512), "byol": (500, 512), "scan": (50, 128), "self_label": (200, 1000)}
     for name, stage, result in stage_results():
-        asked, how = result["arguments"], result["settings"]
-        epochs, batch = asked.get("epochs", defaults[stage][0]), asked.get("images_per_step", defaults[stage][1])
-        steps = result.get("steps") or how["steps"]
         scores = [f"{100 * result['scores'][key]:.1f}" if key in result["scores"] else "–" for key in SCORES]
-        speed = f"{1e3 * result['training_seconds'] / steps:.1f}" if "training_seconds" in result else "–"
-        ema = f", EMA {how['ema']}" if how.get("ema") else ""
-        cells = [
-            SETS[name],
-            STAGES[stage],
-            str(epochs),
-            str(batch),
-            f"{how['optimizer']}{ema}",
-            f"{how['lr']:g}",
-            *scores,
-        ]
         commit = str(result["environment"]["commit"])[:8]
-        seconds = f"{result['seconds']:,.0f}"
-        lines.append(f"| {' | '.join([*cells, seconds, speed, commit])} |")
+        seconds = f"{result['seconds']:,.0f}" + ("" if result["environment"]["gpu"] else " (CPU)")
+        how, speed = _training_cells(stage, result)
+        lines.append(f"| {' | '.join([SETS[name], STAGES[stage], *how, *scores, seconds, speed, commit])} |")
+    return "\n".join(lines)
+
+
+def _training_cells(stage: str, result: dict[str, Any]) -> tuple[list[str], str]:
+    """Epochs, batch, optimiser and rate, and ms a step; dashes for a stage that trains no network."""
+    defaults = {"simclr": (500, 512), "byol": (500, 256), "scan": (50, 128), "self_label": (200, 1000)}
+    if stage not in defaults:
+        return ["–"] * 4, "–"
+    asked, how = result["arguments"], result["settings"]
+    epochs, batch = (
+        asked.get(key, value) for key, value in zip(("epochs", "images_per_step"), defaults[stage], strict=True)
+    )
+    steps = result.get("steps") or how["steps"]
+    speed = f"{1e3 * result['training_seconds'] / steps:.1f}" if "training_seconds" in result else "–"
+    ema = f", EMA {how['ema']}" if how.get("ema") else ""
+    return [str(epochs), str(batch), f"{how['optimizer']}{ema}", f"{how['lr']:g}"], speed
+
+
+def pretext_table() -> str:
+    """Pretext tasks and what their features are worth to a clustering."""
+    lines = [
+        "| set | task | epochs | batch | s | kNN | neighbours right | k-means ACC | best linear head ACC |",
+        "|---|---|" + "--:|" * 7,
+    ]
+    for path in sorted((ROOT / "results" / "pretext").glob("*.json"), key=lambda path: path.stem, reverse=True):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        keys = ("knn", "neighbours_features", "k_means_features", "scan_head_features")
+        scores = [f"{100 * found['scores'][key]:.1f}" for key in keys]
+        batch = str(found["arguments"]["images_per_step"])
+        cells = [SETS[found["data"]["name"]], found["method"], str(found["epochs"]), batch, f"{found['seconds']:,.0f}"]
+        lines.append(f"| {' | '.join([*cells, *scores])} |")
     return "\n".join(lines)
 
 
@@ -131,6 +154,7 @@ def filled(text: str) -> str:
         "demo table": demo_table,
         "start table": start_table,
         "stage table": stage_table,
+        "pretext table": pretext_table,
         "speed table": speed_table,
         "reproduction table": lambda: readme_part(ROOT / "results" / "paper"),
         "tree": tree,

@@ -1,8 +1,10 @@
 import functools
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from constraintmatch.evaluation import predict, scores
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS, Trained, ViewChoice
 from constraintmatch.methods.k_means import k_means
-from constraintmatch.models import ClusterModel, build_model, with_projection
+from constraintmatch.models import ClusterModel, build_model, with_clusters, with_projection
 from constraintmatch.pretraining import (
     CHAINS,
     ORDER,
@@ -101,6 +103,25 @@ def replace_with_failure(method: Callable[..., Trained]) -> Callable[..., None]:
         raise AssertionError("a finished stage was trained again")
 
     return fail
+
+
+def test_self_labelling_averages_its_weights_over_the_last_tenth(
+    stripes: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[TrainSettings] = []
+
+    def watched(*given: Any, **_: object) -> list[dict[str, Any]]:
+        seen.append(given[3])
+        return []
+
+    monkeypatch.setattr(sys.modules["constraintmatch.methods.self_label"], "fit", watched)
+    for epochs, ema in ((20, None), (20, 0.5), (1, None)):
+        settings = TrainSettings(device="cpu", ema=ema)
+        METHODS["self_label"](
+            with_clusters(fresh(), 3), stripes, epochs=epochs, images_per_step=30, min_confidence=0.0, settings=settings
+        )
+    assert [one.ema for one in seen] == [1 - 10 / seen[0].steps, 0.5, None]
+    assert seen[0].steps > 10 >= seen[2].steps
 
 
 def test_k_means_places_what_features_tell_apart(stripes: ImageSet) -> None:
