@@ -5,12 +5,13 @@ import sys
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from constraintmatch.errors import InputError
-from constraintmatch.evaluation import accuracy
+from constraintmatch.evaluation import accuracy, predict
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS
-from constraintmatch.methods.linear_heads import best_linear_head, steady_head
+from constraintmatch.methods.linear_heads import best_linear_head, head_losses, steady_head
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.models import build_model
 from constraintmatch.objectives import scan_loss
@@ -96,12 +97,40 @@ def test_scan_begins_with_the_best_head(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(seen) == 1
 
 
-def test_linear_scan_leaves_the_backbone_and_finds_what_the_features_tell_apart() -> None:
+def bars() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """A bright bar at one of three heights."""
     labels = np.repeat(np.arange(3), 40)
     pixels = np.zeros((120, 8, 8, 1), np.uint8)
     for row, label in enumerate(labels):
         pixels[row, 2 * label : 2 * label + 2] = 200
-    pixels += RNG.integers(0, 30, pixels.shape, dtype=np.uint8)
+    return pixels + RNG.integers(0, 30, pixels.shape, dtype=np.uint8), labels
+
+
+def test_losses_of_given_heads_are_those_of_their_training() -> None:
+    features = torch.randn(200, 5, generator=torch.Generator().manual_seed(0))
+    near = torch.from_numpy(nearest_neighbours(features.numpy(), 5))
+    weights, biases = torch.randn(3, 4, 5), torch.randn(3, 4)
+    for at, loss in enumerate(head_losses(features, near, weights, biases, entropy_weight=2.0)):
+        p = (features @ weights[at].T + biases[at]).softmax(-1)
+        each = [scan_loss(p, p[near[:, column]], entropy_weight=2.0).total for column in range(5)]
+        assert float(loss) == pytest.approx(float(torch.stack(each).mean()), abs=1e-4)
+
+
+def test_linear_scan_gives_up_a_head_only_for_a_better_one() -> None:
+    pixels, labels = bars()
+    images, settings = ImageSet.from_arrays(pixels, labels=labels), TrainSettings(device="cpu")
+    unlearnt = build_model(n_clusters=3, side=8, channels=1, backbone="tiny", seed=2)
+    good = METHODS["linear_scan"](unlearnt, images, n_clusters=3, n_tries=6, settings=settings).model
+    assert accuracy(labels, predict(good, images).clusters) > 0.95
+    with torch.no_grad():
+        good.head.weight.mul_(3)  # surer than a regression is: a lower loss than any that it finds
+        good.head.bias.mul_(3)
+    again = METHODS["linear_scan"](good, images, n_clusters=3, n_tries=1, settings=settings).model
+    assert again is good
+
+
+def test_linear_scan_leaves_the_backbone_and_finds_what_the_features_tell_apart() -> None:
+    pixels, labels = bars()
     model = build_model(n_clusters=0, side=8, channels=1, backbone="tiny", seed=2)
     settings = TrainSettings(device="cpu")
     placed, log = METHODS["linear_scan"](

@@ -18,11 +18,13 @@ from constraintmatch.annotate.terminal import FINISHED, PREVIOUS, Prompt, pictur
 from constraintmatch.answers import NONE, UNSURE, Answer, Question
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.errors import InputError
+from constraintmatch.evaluation import accuracy
 from constraintmatch.images import ImageSet
 from constraintmatch.models import build_model, load_model, save_model
 from constraintmatch.oracle import LabelOracle
 from constraintmatch.planning import Train
 from constraintmatch.pretraining import SHORT_STAGES
+from constraintmatch.progress import Quiet
 from constraintmatch.rounds import Asking, ask_until, image_belief
 from constraintmatch.running import Around, method_settings, run_method, weights_hash
 
@@ -70,6 +72,37 @@ def test_a_round_begins_with_the_start_and_leaves_a_model(images: ImageSet, star
     assert learner.n_learnt == 8
     assert learner.name() == "round 8"
     assert np.array_equal(learner.belief().probabilities, image_belief(learner.newest, images).probabilities)
+
+
+def test_questions_know_the_answers_while_the_round_still_trains(images: ImageSet, start: Path, tmp_path: Path) -> None:
+    answers = answered(images, start, 60)
+    learner = Learner(images, load_model(start), lambda: answers, tmp_path, SMALL)
+    seen: list[float] = []
+
+    class Watching(Quiet):
+        def start(self, *_: object) -> None:
+            seen.append(accuracy(images.labels, learner.belief().clusters))
+
+    before = accuracy(images.labels, learner.belief().clusters)
+    assert learner.learn(Watching())
+    assert seen[0] > before + 0.02  # the head was told, the network is not trained yet
+    assert np.array_equal(learner.belief().probabilities, image_belief(learner.newest, images).probabilities)
+
+
+def test_a_round_that_is_given_up_leaves_what_the_newest_model_says(
+    images: ImageSet, start: Path, tmp_path: Path
+) -> None:
+    answers = answered(images, start, 30)
+    learner = Learner(images, load_model(start), lambda: answers, tmp_path, SMALL)
+    before = learner.belief().probabilities
+
+    class Failing(Quiet):
+        def update(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        learner.learn(Failing())
+    assert np.array_equal(learner.belief().probabilities, before)
 
 
 def test_answers_that_say_nothing_are_no_round(images: ImageSet, start: Path, tmp_path: Path) -> None:

@@ -147,7 +147,8 @@ def fit(
     layout = torch.channels_last if settings.channels_last else torch.preserve_format
     module.to(device=device, memory_format=layout).train()  # type: ignore[call-overload]
     loop = _Loop(module, loss, settings, device, run, reporter or Quiet(), keep_best, tolerance)
-    with torch.backends.cudnn.flags(enabled=True, benchmark=device.type == "cuda", allow_tf32=True):
+    search = {"benchmark": device.type == "cuda", "benchmark_limit": torch.backends.cudnn.benchmark_limit}
+    with torch.backends.cudnn.flags(enabled=True, **search, allow_tf32=True):
         ahead = _prefetched(next_batch, settings.steps) if prefetch else next_batch
         return loop.run(title, ahead, measure, evaluate)
 

@@ -105,14 +105,17 @@ class Learner:
         self._learnt = 0  # answers that the newest model knows
         self._training: tuple[int, _Watched] | None = None  # the round under way: its answers, how far it is
         self._newest: ClusterModel = start
-        self._belief: Belief | None = None
+        self._belief: Belief | None = None  # of the newest model
+        self._ahead: Belief | None = None  # of the model that the round under way began with: it knows more answers
         self._event, self._stop = threading.Event(), False
         self._seen, self._seen_at = 0, time.monotonic()  # answers when they were last counted, and since when so many
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self._take_up()
 
     def belief(self) -> Belief:
-        """What the newest model says of the images."""
+        """What is known of the images: by the round under way, as far as it is, or else by the newest model."""
+        if self._ahead is not None:
+            return self._ahead
         if self._belief is None:
             self._belief = image_belief(self._newest, self.images)
         return self._belief
@@ -171,9 +174,11 @@ class Learner:
         place = self._round(len(answers))
         shutil.rmtree(place, ignore_errors=True)  # of a round that was stopped, with other answers perhaps
         try:
+            first = begun(self.start_model, self._newest, self.images, answers, settings)
+            self._ahead = image_belief(first, self.images)  # better questions while the network is trained
             run_method(
                 "constraintmatch",
-                begun(self.start_model, self._newest, self.images, answers, settings),
+                first,
                 self.images,
                 pairs,
                 arguments=self.learning.arguments,
@@ -182,7 +187,7 @@ class Learner:
             )
             self._believe(load_model(place), len(answers))
         finally:
-            self._training = None
+            self._training, self._ahead = None, None
         return True
 
     def start(self) -> None:

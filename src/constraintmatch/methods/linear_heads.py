@@ -13,7 +13,7 @@ from torch import Tensor
 
 from constraintmatch.objectives import scan_loss
 
-__all__ = ["LinearHead", "best_linear_head", "regression_head", "steady_head"]
+__all__ = ["LinearHead", "best_linear_head", "head_losses", "regression_head", "steady_head"]
 
 BATCH, JUDGED = 1_000, 10_000  # anchors of a step, and anchors by which the heads are judged
 REPEATED = 10_000  # images whose clusters the steady head is fitted to
@@ -85,6 +85,14 @@ def steady_head(features: Tensor, head: LinearHead) -> tuple[Tensor, Tensor]:
     if len(np.unique(clusters)) < len(head.bias):
         return head.weight, head.bias
     return regression_head(chosen.cpu().numpy(), clusters, len(head.bias))
+
+
+def head_losses(
+    features: Tensor, near: Tensor, weights: Tensor, biases: Tensor, *, entropy_weight: float = 5.0
+) -> Tensor:
+    """SCAN's loss (h,) of heads with weights (h, k, d) and biases (h, k) on features (n, d) and neighbours (n, m)."""
+    with torch.no_grad():
+        return _judge(features, near, weights.transpose(1, 2), biases[:, None], entropy_weight)
 
 
 def _calming(logits: Tensor) -> float:

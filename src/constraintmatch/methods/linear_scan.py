@@ -1,12 +1,13 @@
 """A cluster head by SCAN's loss on frozen features: seconds, no rate to tune, and better than k-means."""
 
 import torch
+from torch import Tensor
 
 from constraintmatch.batches import derive_seed
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.linear_heads import best_linear_head, steady_head
+from constraintmatch.methods.linear_heads import best_linear_head, head_losses, steady_head
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_clusters, evaluate_now, prepare, spread
 from constraintmatch.models import ClusterModel, with_head
@@ -30,8 +31,8 @@ def linear_scan(
 ) -> Trained:
     """A model whose head repeats the best of `n_tries` linear ones by SCAN's loss; the backbone stays as it is.
 
-    Neighbours are mined in the features of at most `most_images` images; of small sets each image gets fewer of them,
-    a quarter of what a cluster has on average.
+    A head that the model has already is kept if its loss is lower still. Neighbours are mined in the features of at
+    most `most_images` images; of small sets each image gets fewer of them, a quarter of what a cluster has on average.
     """
     check_clusters(n_clusters, images)
     if n_tries < 1 or n_neighbours < 1:
@@ -51,5 +52,22 @@ def linear_scan(
         seed=derive_seed(settings.seed, "head"),
     )
     placed = with_head(model, *steady_head(inputs, best))
+    if model.head is not None and model.config.n_clusters == n_clusters and model.config.n_heads == 1:
+        placed = _better(model, placed, inputs, near, entropy_weight, job)
     entry = {"step": 1, "kind": "evaluation", **evaluate_now(placed, images, job), "seconds": 0.0}
     return Trained(placed, [entry])
+
+
+def _better(
+    model: ClusterModel, placed: ClusterModel, inputs: Tensor, near: Tensor, entropy_weight: float, job: Job
+) -> ClusterModel:
+    """Of the model as it was and the one with a new head that with the lower loss."""
+    heads = [one.head for one in (model, placed)]
+    weights, biases = (
+        torch.stack([getattr(head, name).detach().to(inputs) for head in heads]) for name in ("weight", "bias")
+    )
+    own, new = head_losses(inputs, near, weights, biases, entropy_weight=entropy_weight).tolist()
+    if own > new:
+        return placed
+    job.reporter.say(f"linear_scan: the head that was there has the lower loss ({own:.3f}, not {new:.3f}) and is kept")
+    return model
