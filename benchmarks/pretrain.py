@@ -77,6 +77,7 @@ def main() -> None:
         "--set", nargs="*", default=[], help="by stage, for example simclr.epochs=500 self_label.ema=0.999"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results-name", dest="name_of_results", help="what the results' names begin with; start-SET")
     parser.add_argument("--model", type=Path, help="model folder to start from, for example a finished SimCLR stage")
     parser.add_argument("--smoke", type=int)
     arguments = parser.parse_args()
@@ -114,7 +115,7 @@ def main() -> None:
         settings={"seed": arguments.seed, "checkpoint_every": 5000, "log_every": 500},
         around=around,
         results=arguments.out / "results",
-        name=f"start-{arguments.name}",
+        name=arguments.name_of_results or f"start-{arguments.name}",
     )
     save_model(done, arguments.out / "model", half=True)
 

@@ -38,22 +38,26 @@ STAGES = {
 SCORES = {"knn_acc": "kNN", "acc": "ACC", "nmi": "NMI", "ari": "ARI"}
 
 
-def stage_results() -> list[tuple[str, str, dict[str, Any]]]:
-    """Every finished stage as (set, stage, result), in the order of the chain."""
-    files = [(name, stage, ROOT / "results" / f"start-{name}-{stage}.json") for name in SETS for stage in STAGES]
-    return [
-        (name, stage, json.loads(file.read_text(encoding="utf-8"))) for name, stage, file in files if file.is_file()
-    ]
+def stage_results() -> list[tuple[str, str, str, dict[str, Any]]]:
+    """Every finished stage as (set, stage, its title, result), in the order of the chains: the paper's, then BYOL's."""
+    found = []
+    for name in SETS:
+        for chain, after in (("", ""), ("byol-", ", from BYOL")):
+            for stage, title in STAGES.items():
+                file = ROOT / "results" / f"start-{name}-{chain}{stage}.json"
+                if file.is_file():
+                    found.append((name, stage, title + after, json.loads(file.read_text(encoding="utf-8"))))
+    return found
 
 
 def start_table() -> str:
     """What each stage reached, for the README."""
     lines = ["| | stage | on the test images | seconds |", "|---|---|---|--:|"]
-    for name, stage, result in stage_results():
+    for name, _, stage_title, result in stage_results():
         told = [
             f"{title} {100 * result['scores'][key]:.1f}" for key, title in SCORES.items() if key in result["scores"]
         ]
-        lines.append(f"| {SETS[name]} | {STAGES[stage]} | {', '.join(told)} | {result['seconds']:,.0f} |")
+        lines.append(f"| {SETS[name]} | {stage_title} | {', '.join(told)} | {result['seconds']:,.0f} |")
     return "\n".join(lines)
 
 
@@ -64,12 +68,12 @@ def stage_table() -> str:
         f"| {' | '.join(head)} |",
         "|" + "|".join(["---"] * 2 + ["--:"] * 2 + ["---"] + ["--:"] * 7 + ["---"]) + "|",
     ]
-    for name, stage, result in stage_results():
+    for name, stage, title, result in stage_results():
         scores = [f"{100 * result['scores'][key]:.1f}" if key in result["scores"] else "–" for key in SCORES]
         commit = str(result["environment"]["commit"])[:8]
         seconds = f"{result['seconds']:,.0f}" + ("" if result["environment"]["gpu"] else " (CPU)")
         how, speed = _training_cells(stage, result)
-        lines.append(f"| {' | '.join([SETS[name], STAGES[stage], *how, *scores, seconds, speed, commit])} |")
+        lines.append(f"| {' | '.join([SETS[name], title, *how, *scores, seconds, speed, commit])} |")
     return "\n".join(lines)
 
 
@@ -101,6 +105,22 @@ def pretext_table() -> str:
         batch = str(found["arguments"]["images_per_step"])
         cells = [SETS[found["data"]["name"]], found["method"], str(found["epochs"]), batch, f"{found['seconds']:,.0f}"]
         lines.append(f"| {' | '.join([*cells, *scores])} |")
+    return "\n".join(lines)
+
+
+def answers_table() -> str:
+    """Test ACC against answered questions when only the head is told, no wrong answers."""
+    found = {}
+    for name in SETS:
+        file = ROOT / "results" / f"questions-{name}-chosen-which-head-error0.json"
+        if file.is_file():
+            points = json.loads(file.read_text(encoding="utf-8"))["points"]
+            found[name] = {point["answers"]: 100 * point["acc"] for point in points}
+    budgets = sorted(set().union(*found.values()))
+    lines = [f"| answered questions | {' | '.join(f'{n:,}' for n in budgets)} |", "|---|" + "--:|" * len(budgets)]
+    for name, told in found.items():
+        cells = [f"{told[n]:.1f}" if n in told else "–" for n in budgets]
+        lines.append(f"| {SETS[name]}, test ACC | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -152,6 +172,7 @@ def filled(text: str) -> str:
     """The page with its generated parts made anew; it has some of them."""
     parts = {
         "demo table": demo_table,
+        "answers table": answers_table,
         "start table": start_table,
         "stage table": stage_table,
         "pretext table": pretext_table,

@@ -264,6 +264,22 @@ def test_pretrain_leaves_a_model_that_train_takes(folder: Path, tmp_path: Path) 
     run(*words, "--out", tmp_path / "r", "--device", "cpu", "-q")
 
 
+def test_answers_in_groups_tell_the_head_without_training(
+    trained: tuple[Path, Any], folder: Path, tmp_path: Path
+) -> None:
+    names = sorted(row["name"] for row in read_rows(trained[0] / "clusters.csv"))
+    kind = {name: int(Path(name).stem) % 3 for name in names}
+    first = {kind[name]: name for name in reversed(names)}
+    links = [f"{name},{first[kind[name]]},1" for name in names[:24] if name != first[kind[name]]]
+    links += [f"{first[a]},{first[b]},0" for a, b in ((0, 1), (1, 2), (0, 2))]
+    (tmp_path / "pairs.csv").write_text("\n".join(["left,right,link", *links]) + "\n")
+    words = ("train", folder / "in", "--pairs", tmp_path / "pairs.csv", "--model", trained[0], "--device", "cpu")
+    run(*words, "--method", "propagate", "--out", tmp_path / "r", "-q")
+    before, after = (load_model(place).state_dict() for place in (trained[0], tmp_path / "r"))
+    assert {name for name, value in after.items() if not value.equal(before[name])} == {"head.weight", "head.bias"}
+    assert [(entry["groups"], entry["known"]) for entry in read_log(tmp_path / "r")] == [(3, 24)]
+
+
 def test_a_chain_is_chosen_by_its_name(folder: Path, tmp_path: Path) -> None:
     words = ("pretrain", folder / "in", "--clusters", 3, "--side", 8, "--device", "cpu", "-q")
     few = ("--epochs-simclr", 2, "--n-tries-linear-scan", 2)

@@ -19,9 +19,9 @@ def maker() -> ModuleType:
     return module
 
 
-def curve(way: str, accuracies: list[float], error: float = 0.0) -> dict[str, object]:
+def curve(way: str, accuracies: list[float], error: float = 0.0, steps: int = 1_000) -> dict[str, object]:
     points = [{"answers": n, "acc": acc} for n, acc in zip((0, 50, 500), accuracies, strict=False)]
-    return {"data": "cifar10", "way": way, "error": error, "points": points}
+    return {"data": "cifar10", "way": way, "error": error, "steps": steps, "points": points}
 
 
 def test_the_page_is_current(maker: ModuleType) -> None:
@@ -34,6 +34,12 @@ def test_the_table_has_a_column_for_each_way_and_a_dash_where_nothing_ran(maker:
     assert "| answered | random pairs | chosen “which of these?” |" in text
     assert "| 50 | 85.0 | 91.2 |" in text
     assert "| 500 | 90.0 | – |" in text
+
+
+def test_a_curve_without_training_is_one_of_its_own(maker: ModuleType) -> None:
+    text = maker.page([curve("chosen-which", [0.8, 0.9]), curve("chosen-which", [0.8, 0.85], steps=0)])
+    assert "| answered | chosen “which of these?” | chosen “which of these?”, head alone |" in text
+    assert "| 50 | 90.0 | 85.0 |" in text
 
 
 def test_each_set_and_error_rate_has_its_figure(maker: ModuleType, tmp_path: Path) -> None:
