@@ -63,7 +63,8 @@ class ConstraintMatch(  # type: ignore[call-arg]
     Parameters
     ----------
     n_clusters : 2 or more.
-    method : "constraintmatch", "constrained" or "pseudo_label"; "supervised" and "fully_constrained" learn from labels.
+    method : "constraintmatch", "constrained" or "pseudo_label"; "propagate" trains nothing and tells the head what
+        answers in groups say; "supervised" and "fully_constrained" learn from labels.
     backbone : "tiny", "resnet18", "resnet34" or "timm:NAME"; None chooses by the side of the images.
     start : what training starts from: "self-supervised" (SimCLR and linear heads, kept short),
         None (random weights), a model or run folder, or a `ClusterModel` (which is left as it is). A start without

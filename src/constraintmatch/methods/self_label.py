@@ -84,7 +84,7 @@ def self_label(
         run=job.run,
         evaluate=lambda: {**evaluate_now(model, images, job), "quality": quality(model)},
         keep_best="quality",
-        tolerance=0.2,  # it falls a little while the clusters get better: neighbours are the start's
+        tolerance=0.05,  # it falls a little while the clusters get better: neighbours are the start's
         prefetch=bench.prefetch,
         reporter=job.reporter,
     )
