@@ -66,7 +66,7 @@ class HeadAlone:
         groups = known_groups(stated_constraints(answers, len(self.features)), len(self.start[1]))
         if len(groups) < 2:
             return self.start
-        return told_head(self.features, self.shares(self.start), groups, self.graph) or self.start
+        return told_head(self.features, self.shares(self.start), groups, self.graph)
 
     def score(self, head: Head, labels: Any) -> dict[str, float]:
         return scores(labels, Predictions(self.shares(head, self.test)))

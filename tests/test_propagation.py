@@ -195,6 +195,17 @@ def test_a_cluster_without_answers_keeps_its_place() -> None:
     assert (predict(second, images).clusters == before).mean() > 0.95
 
 
+def test_a_cluster_that_was_empty_stays_so_and_the_others_are_told() -> None:
+    images, model = shades(), model_of(4)
+    with torch.no_grad():
+        model.head.bias[3] = -1e3
+    placed, _ = METHODS["propagate"](model, images, known(), settings=CPU)
+    found = predict(placed, images)
+    assert scores(images.labels, found)["acc"] > 0.95
+    assert len(set(found.clusters.tolist())) == 3
+    assert np.isfinite(found.probabilities).all()
+
+
 @pytest.mark.parametrize(
     ("change", "said"), [({"n_neighbours": 0}, "n_neighbours is 0"), ({"reach": 1.0}, "reach is 1.0")]
 )

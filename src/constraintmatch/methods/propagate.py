@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
@@ -19,6 +20,8 @@ from constraintmatch.propagation import carried, known_groups, neighbour_graph, 
 from constraintmatch.training import TrainSettings
 
 __all__ = ["propagate", "told_head"]
+
+NEVER = -1e3  # bias of a cluster that nothing is known of
 
 
 def propagate(
@@ -56,8 +59,7 @@ def propagate(
     near = nearest_neighbours(seen.features, min(n_neighbours, few), device=device)
     graph = neighbour_graph(seen.features, near)
     inside = [np.searchsorted(rows, group) for group in groups]
-    head = told_head(seen.features, seen.probabilities, inside, graph, reach=reach)
-    placed = model if head is None else with_head(model, *head)
+    placed = with_head(model, *told_head(seen.features, seen.probabilities, inside, graph, reach=reach))
     entry = {"step": 1, "kind": "evaluation", **evaluate_now(placed, images, job), "seconds": 0.0}
     return Trained(placed, [{**entry, "groups": len(groups), "known": int(sum(map(len, groups)))}])
 
@@ -69,16 +71,19 @@ def told_head(
     graph: csr_array,
     *,
     reach: float = 0.99,
-) -> tuple[Tensor, Tensor] | None:
-    """Weights (k, d) and biases (k,) that repeat what the groups say of all images; None if a cluster is left empty.
+) -> tuple[Tensor, Tensor]:
+    """Weights (k, d) and biases (k,) that repeat what two groups or more say of all images.
 
-    features (n, d) and probabilities (n, k) are the model's, graph (n, n) the `neighbour_graph` of the features.
+    features (n, d) and probabilities (n, k) are the model's, graph (n, n) the `neighbour_graph` of the features. A
+    cluster that no answer is about and that has no image either stays empty.
     """
     begun = seeds(groups, probabilities)
     shares = carried(graph, begun, reach=reach)
     reached = np.flatnonzero(shares.max(1) > 0)
     chosen = np.union1d(np.flatnonzero(begun.max(1) > 0), reached[spread(len(reached), REPEATED)])
-    clusters = shares[chosen].argmax(1)
-    if len(np.unique(clusters)) < probabilities.shape[1]:
-        return None
-    return regression_head(features[chosen], clusters, probabilities.shape[1])
+    used, clusters = np.unique(shares[chosen].argmax(1), return_inverse=True)
+    weight, bias = regression_head(features[chosen], clusters.astype(np.int64), len(used))
+    all_weights = torch.zeros(probabilities.shape[1], features.shape[1])
+    all_biases = torch.full((probabilities.shape[1],), NEVER)
+    all_weights[used], all_biases[used] = weight, bias
+    return all_weights, all_biases
