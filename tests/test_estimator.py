@@ -301,7 +301,7 @@ def test_what_are_no_constraints_is_said(form: Any, message: str, stripes: Image
         ({"n_clusters": 1}, "n_clusters is 1; ask for 2 or more"),
         ({"n_clusters": 2.5}, "whole number"),
         ({"n_clusters": 61}, "61 clusters for 60 images"),
-        ({"method": "magic"}, "unknown method 'magic'; known are constrained"),
+        ({"method": "magic"}, "unknown method 'magic'; known are propagate, constrained"),
         ({"method": "simclr"}, "unknown method 'simclr'"),
         ({"backbone": "resnet99"}, "unknown backbone 'resnet99'"),
         ({"without": ["spin"]}, "spin"),
