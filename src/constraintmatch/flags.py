@@ -36,6 +36,7 @@ STAGES = ("simclr", "byol", "simsiam", "k_means", "linear_scan", "scan", "self_l
 _NOT_FLAGS = {"n_clusters", "settings", "views", "job"}  # n_clusters is --clusters
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
 _MEANINGS = {
+    "averaged": "Share of the steps, the last ones, whose weights are averaged.",
     "bf16": "Compute in bfloat16 where that is safe.",
     "channels_last": "Keep channels last in memory.",
     "checkpoint_every": "Steps between checkpoints.",

@@ -484,7 +484,8 @@ def _by_stage(stages: Sequence[str], arguments: Mapping[str, Any]) -> dict[str, 
 
     found: dict[str, dict[str, Any]] = {stage: {} for stage in stages}
     for name, value in arguments.items():
-        stage = max((stage for stage in ORDER if name.endswith(f"_{stage}")), key=len)  # linear_scan, not scan
+        owners = [stage for stage in ORDER if name.endswith(f"_{stage}")]
+        stage = max(owners, key=len, default="no stage")  # linear_scan, not scan
         if stage not in found:
             raise InputError(
                 f"--{name.replace('_', '-')} is of {stage}, which does not run; the stages are {', '.join(stages)} "

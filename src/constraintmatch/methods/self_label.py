@@ -37,6 +37,7 @@ def self_label(
     images_per_step: int = 1000,
     min_confidence: float = 0.99,
     least_share: float = 0.0,
+    averaged: float = 0.1,
     settings: TrainSettings = SELF_LABEL_SETTINGS,
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
     job: Job = Job(),  # noqa: B008 (frozen)
@@ -44,12 +45,14 @@ def self_label(
     """The model trained on its own predictions above `min_confidence`, clusters weighted by inverse frequency.
 
     Of each cluster the surest `least_share` of its images in a batch take part too, sure or not (SCAN's recipe: none).
-    The weights are an average over about the last tenth of the steps (0.999 of it is kept at each of 10,000), if the
-    settings name no other; the last of ten evaluations whose `cluster_quality` is near the best gives them. When no
+    The weights are an average over about the last `averaged` of the steps (a tenth of 10,000: a decay of 0.999), if
+    the settings name no other; the last of ten evaluations whose `cluster_quality` is near the best gives them. When no
     image is that sure the model stays as it is: with no loss, Adam would only decay its weights.
     """
     if not 0 <= least_share <= 1:
         raise InputError(f"least_share is {least_share}; it must lie in [0, 1]")
+    if not 0 <= averaged <= 1:
+        raise InputError(f"averaged is {averaged}; it must lie in [0, 1]")
     bench = prepare(model, images, settings)
     sure = predict(model, images.take(spread(len(images), 5_000)), device=bench.device).confidence > min_confidence
     if not sure.any() and not least_share:
@@ -59,8 +62,8 @@ def self_label(
     quality = quality_judge(model, images, bench.device)
     rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
     settings = by_epochs(settings, epochs, rows)
-    if settings.ema is None and settings.steps > 10:
-        settings = replace(settings, ema=1 - 10 / settings.steps)
+    if settings.ema is None and averaged * settings.steps > 1:
+        settings = replace(settings, ema=1 - 1 / (averaged * settings.steps))
     view = views.scan_strong()
 
     def next_batch(step: int) -> Views:
