@@ -266,6 +266,15 @@ def test_a_cut_log_keeps_what_came_up_to_the_step(tmp_path: Path) -> None:
 # What a result carries
 
 
+def test_a_shared_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.delenv("CONSTRAINTMATCH_GPU_SHARED", raising=False)
+    assert environment()["gpu"] == "NVIDIA H200"
+    monkeypatch.setenv("CONSTRAINTMATCH_GPU_SHARED", "1")
+    assert environment()["gpu"] == "NVIDIA H200, shared"
+
+
 def test_the_environment_tells_versions_hardware_and_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CONSTRAINTMATCH_COMMIT", raising=False)
     found = environment()

@@ -138,10 +138,14 @@ def flat_items(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, hardware and commit of this process: what a result must carry beside its numbers."""
+    """Versions, hardware and commit of this process: what a result must carry beside its numbers.
+
+    A queue that trains several at once sets CONSTRAINTMATCH_GPU_SHARED=1, so that nobody reads their seconds as alone.
+    """
     import torch
 
-    cuda = torch.cuda.is_available()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    shared = gpu is not None and os.environ.get("CONSTRAINTMATCH_GPU_SHARED") == "1"
     return {
         "constraintmatch": _version("constraintmatch"),
         "commit": _commit(),
@@ -149,7 +153,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu_threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "gpu": f"{gpu}, shared" if shared else gpu,
     }
 
 
