@@ -15,28 +15,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from constraintmatch.answers import Answer, stated_constraints
+from constraintmatch.answers import Answer
 from constraintmatch.datasets import DATASETS, load_dataset
-from constraintmatch.evaluation import Predictions, embed, predict, scores
+from constraintmatch.evaluation import Predictions, predict, scores
 from constraintmatch.images import ImageSet
 from constraintmatch.landscape import Belief
 from constraintmatch.methods import ViewChoice
-from constraintmatch.methods.neighbours import nearest_neighbours
-from constraintmatch.methods.propagate import told_head
+from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models import ClusterModel, load_model
 from constraintmatch.oracle import LabelOracle
-from constraintmatch.propagation import known_groups, neighbour_graph
 from constraintmatch.questions import implied_groups
-from constraintmatch.rounds import Asking, closure_pairs, image_belief, informed, simulate
+from constraintmatch.rounds import Asking, closure_pairs, head_belief, image_belief, informed, simulate
 from constraintmatch.running import Around, method_settings, run_method, split_options, weights_hash
 from constraintmatch.runs import write_result
 
-Head = tuple[Tensor, Tensor]
 WAYS = {
     "random-pair": Asking("pair", "random"),
     "chosen-pair": Asking("pair", "recommended"),
@@ -46,30 +40,20 @@ WAYS = {
 
 
 class HeadAlone:
-    """The start with its features found once: a round is a head over them (weights, biases)."""
+    """Rounds that tell the head alone: the features are found once."""
 
     def __init__(self, model: ClusterModel, images: ImageSet, test: ImageSet, device: str) -> None:
-        assert model.head is not None
-        self.start = model.head.weight.detach().cpu(), model.head.bias.detach().cpu()
-        self.features, self.test = (embed(model, of, device=device) for of in (images, test))
-        self.graph = neighbour_graph(self.features, nearest_neighbours(self.features, 20, device=device))
+        self.start = model
+        self.frozen, self.test = (Frozen.of(model, of, device=device) for of in (images, test))
 
-    def shares(self, head: Head, of: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Cluster probabilities of the images, or of other features."""
-        logits = torch.from_numpy(self.features if of is None else of) @ head[0].T + head[1]
-        return logits.softmax(-1).numpy()
+    def believe(self, model: ClusterModel) -> Belief:
+        return head_belief(model, self.frozen)
 
-    def believe(self, head: Head) -> Belief:
-        return Belief.of(self.features, self.shares(head))
+    def train(self, answers: Sequence[Answer]) -> ClusterModel:
+        return informed(self.start, self.frozen, answers)
 
-    def train(self, answers: Sequence[Answer]) -> Head:
-        groups = known_groups(stated_constraints(answers, len(self.features)), len(self.start[1]))
-        if len(groups) < 2:
-            return self.start
-        return told_head(self.features, self.shares(self.start), groups, self.graph)
-
-    def score(self, head: Head, labels: Any) -> dict[str, float]:
-        return scores(labels, Predictions(self.shares(head, self.test)))
+    def score(self, model: ClusterModel, labels: Any) -> dict[str, float]:
+        return scores(labels, Predictions(self.test.probabilities(model)))
 
 
 class WholeNetwork:
@@ -78,6 +62,7 @@ class WholeNetwork:
     def __init__(self, asked: argparse.Namespace, images: ImageSet, test: ImageSet, options: dict[str, Any]) -> None:
         self.asked, self.images, self.test = asked, images, test
         self.start = load_model(asked.model).to(asked.device)
+        self.frozen = Frozen.of(self.start, images, device=asked.device)
         self.arguments, changes = split_options("constraintmatch", options)
         changes |= {"steps": asked.steps, "seed": asked.seed, "log_every": asked.steps}
         self.settings = method_settings("constraintmatch", changes)
@@ -89,8 +74,7 @@ class WholeNetwork:
 
     def train(self, answers: Sequence[Answer]) -> ClusterModel:
         asked = self.asked
-        place = {"seed": asked.seed, "device": asked.device}
-        begun = load_model(asked.model) if asked.plain else informed(self.start, self.images, answers, place)
+        begun = load_model(asked.model) if asked.plain else informed(self.start, self.frozen, answers)
         pairs = closure_pairs(answers, len(self.images), seed=asked.seed)
         given = {"arguments": self.arguments, "settings": self.settings, "around": self.around}
         return run_method("constraintmatch", begun, self.images, pairs, **given).model

@@ -1,5 +1,6 @@
 """The loop for real, on a few digits: labels answer, a person in the terminal answers, the model learns beside them."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,9 +19,9 @@ from constraintmatch.annotate.terminal import FINISHED, PREVIOUS, Prompt, pictur
 from constraintmatch.answers import NONE, UNSURE, Answer, Question
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.errors import InputError
-from constraintmatch.evaluation import accuracy
+from constraintmatch.evaluation import accuracy, embed
 from constraintmatch.images import ImageSet
-from constraintmatch.models import build_model, load_model, save_model
+from constraintmatch.models import ClusterModel, build_model, load_model, save_model
 from constraintmatch.oracle import LabelOracle
 from constraintmatch.planning import Train
 from constraintmatch.pretraining import SHORT_STAGES
@@ -87,6 +88,26 @@ def test_questions_know_the_answers_while_the_round_still_trains(images: ImageSe
     assert learner.learn(Watching())
     assert seen[0] > before + 0.02  # the head was told, the network is not trained yet
     assert np.array_equal(learner.belief().probabilities, image_belief(learner.newest, images).probabilities)
+
+
+def test_all_rounds_share_one_pass_with_the_start(
+    images: ImageSet, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[int] = []
+
+    def counted(model: ClusterModel, given: ImageSet, **options: object) -> object:
+        passes.append(len(given))
+        return embed(model, given, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sys.modules["constraintmatch.methods.propagate"], "embed", counted)
+    everything = answered(images, start, 12)
+    answers = everything[:6]
+    learner = Learner(images, load_model(start), lambda: answers, tmp_path, SMALL)
+    learner.belief()
+    assert learner.learn()
+    answers = everything
+    assert learner.learn()
+    assert passes == [len(images)]
 
 
 def test_a_round_that_is_given_up_leaves_what_the_newest_model_says(

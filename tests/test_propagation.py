@@ -11,9 +11,11 @@ from constraintmatch.evaluation import predict, scores
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS, Job
 from constraintmatch.methods.neighbours import nearest_neighbours
+from constraintmatch.methods.propagate import Frozen, told
 from constraintmatch.models import ClusterModel, build_model, with_clusters
 from constraintmatch.progress import Quiet
 from constraintmatch.propagation import carried, known_groups, neighbour_graph, seeds
+from constraintmatch.running import weights_hash
 from constraintmatch.training import TrainSettings
 
 CPU = TrainSettings(device="cpu")
@@ -217,3 +219,20 @@ def test_impossible_arguments_are_refused(change: dict[str, float], said: str) -
 def test_constraints_over_other_images_are_refused() -> None:
     with pytest.raises(InputError, match="over 90 images, not 120"):
         METHODS["propagate"](model_of(), shades(), known(90), settings=CPU)
+
+
+def test_what_was_seen_once_gives_the_same_head_as_the_method() -> None:
+    images, model = shades(), model_of()
+    frozen = Frozen.of(model, images)
+    groups = known_groups(known(), 3)
+    for most in (50_000, 30):
+        placed, _ = METHODS["propagate"](model, images, known(), most_images=most, settings=CPU)
+        again = told(model, frozen, groups, most_images=most)
+        assert weights_hash(again) == weights_hash(placed)
+    np.testing.assert_allclose(frozen.probabilities(again), predict(again, images).probabilities, atol=1e-5)
+
+
+def test_the_scores_of_the_log_are_those_of_a_pass_over_the_images() -> None:
+    images = shades()
+    placed, log = METHODS["propagate"](model_of(), images, known(), settings=CPU)
+    assert log[-1]["acc"] == scores(images.labels, predict(placed, images))["acc"]

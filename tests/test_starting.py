@@ -10,6 +10,7 @@ from constraintmatch.annotate.starting import begun, renumbered
 from constraintmatch.answers import NONE, UNSURE, Answer, Question, n_kinds
 from constraintmatch.datasets import load_dataset
 from constraintmatch.images import ImageSet
+from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models import ClusterModel, build_model
 from constraintmatch.oracle import LabelOracle
 from constraintmatch.rounds import image_belief
@@ -71,22 +72,28 @@ def featureless(images: ImageSet) -> ClusterModel:
 
 def test_a_start_with_clusters_is_taken_as_it_is(digits: ImageSet) -> None:
     start = build_model(n_clusters=7, side=8, channels=1, backbone="tiny")
-    made = begun(start, start, digits, [], CPU)
+    made = begun(start, Frozen.of(start, digits), digits, [], CPU)
     assert made is not start
     assert weights_hash(made) == weights_hash(start)
 
 
 def test_a_start_without_clusters_grows_with_the_answers_and_keeps_their_numbers(digits: ImageSet) -> None:
     start = featureless(digits)
-    two = begun(start, start, digits, [], CPU)
+    frozen = Frozen.of(start, digits)
+
+    def after(before: ClusterModel | None, answers: list[Answer]) -> ClusterModel:
+        said = None if before is None else image_belief(before, digits).probabilities
+        return begun(start, frozen, digits, answers, CPU, said)
+
+    two = after(None, [])
     assert two.config.n_clusters == 2
     assert digits.labels is not None
     answers = pairs_answered(np.asarray(digits.labels[:20], np.int64))
     kinds = len(np.unique(digits.labels[:20]))
-    grown = begun(start, two, digits, answers, CPU)
+    grown = after(two, answers)
     assert grown.config.n_clusters == kinds
-    assert begun(start, grown, digits, [], CPU).config.n_clusters == kinds  # never fewer: names would be lost
-    again = begun(start, grown, digits, answers, CPU)
+    assert after(grown, []).config.n_clusters == kinds  # never fewer: names would be lost
+    again = after(grown, answers)
     probabilities = [image_belief(model, digits).probabilities for model in (grown, again)]
     assert probabilities[0] is not None
     assert probabilities[1] is not None

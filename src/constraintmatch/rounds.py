@@ -5,7 +5,7 @@ confirm, and a start with more answers is what a person expects of more answers.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,12 +19,24 @@ from constraintmatch.draws import Purpose
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
 from constraintmatch.landscape import Belief, landscape_of
+from constraintmatch.propagation import known_groups
 from constraintmatch.questions import Choice, Kind, next_questions
 
 if TYPE_CHECKING:
+    from constraintmatch.methods.propagate import Frozen
     from constraintmatch.models import ClusterModel
 
-__all__ = ["Annotator", "Asking", "Round", "ask_until", "closure_pairs", "image_belief", "informed", "simulate"]
+__all__ = [
+    "Annotator",
+    "Asking",
+    "Round",
+    "ask_until",
+    "closure_pairs",
+    "head_belief",
+    "image_belief",
+    "informed",
+    "simulate",
+]
 
 Rows = NDArray[np.int64]
 
@@ -149,21 +161,23 @@ def simulate(
         yield Round(tuple(answers), model)
 
 
-def informed(
-    start: "ClusterModel", images: ImageSet, answers: Sequence[Answer], settings: Mapping[str, Any] | None = None
-) -> "ClusterModel":
+def informed(start: "ClusterModel", frozen: "Frozen", answers: Sequence[Answer]) -> "ClusterModel":
     """A copy of the start (with clusters) whose head knows the answers already; see `propagate`.
 
     What the answers say of some images is carried to all before the network is trained: pseudo-constraints then confirm
-    what a person said, not what the start had wrong. Of the settings, seed and device count.
+    what a person said, not what the start had wrong. `frozen` is what the start's backbone makes of the images: it is
+    the same in every round.
     """
-    from constraintmatch.running import method_settings, run_method
+    from constraintmatch.methods.propagate import told
 
-    own = {key: value for key, value in (settings or {}).items() if key in ("seed", "device")}
-    stated = stated_constraints(answers, len(images))
-    return run_method(
-        "propagate", copy.deepcopy(start), images, stated, settings=method_settings("propagate", own)
-    ).model
+    groups = known_groups(stated_constraints(answers, len(frozen)), start.config.n_clusters)
+    return told(start, frozen, groups) if len(groups) > 1 else copy.deepcopy(start)
+
+
+def head_belief(model: "ClusterModel", frozen: "Frozen") -> Belief:
+    """What a model with that backbone believes, without a pass over the images."""
+    has_one = model.config.n_clusters and model.config.n_heads == 1
+    return Belief.of(frozen.features, frozen.probabilities(model) if has_one else None)
 
 
 def image_belief(

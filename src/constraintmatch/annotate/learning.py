@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,12 @@ from constraintmatch.answers import Answer
 from constraintmatch.errors import InputError
 from constraintmatch.landscape import Belief
 from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.rounds import closure_pairs, image_belief
+from constraintmatch.rounds import closure_pairs, head_belief, image_belief
 
 if TYPE_CHECKING:
     from constraintmatch.images import ImageSet
     from constraintmatch.methods import ViewChoice
+    from constraintmatch.methods.propagate import Frozen
     from constraintmatch.models import ClusterModel
 
 __all__ = ["Learner", "Learning"]
@@ -114,11 +116,15 @@ class Learner:
 
     def belief(self) -> Belief:
         """What is known of the images: by the round under way, as far as it is, or else by the newest model."""
-        if self._ahead is not None:
-            return self._ahead
-        if self._belief is None:
-            self._belief = image_belief(self._newest, self.images)
-        return self._belief
+        ahead = self._ahead  # the learner's thread may take it away meanwhile
+        return self._of_newest() if ahead is None else ahead
+
+    @cached_property
+    def frozen(self) -> Frozen:
+        """What the start's backbone makes of the images: every round begins with it, so one pass serves them all."""
+        from constraintmatch.methods.propagate import Frozen
+
+        return Frozen.of(self.start_model, self.images)
 
     @property
     def newest(self) -> ClusterModel:
@@ -174,8 +180,9 @@ class Learner:
         place = self._round(len(answers))
         shutil.rmtree(place, ignore_errors=True)  # of a round that was stopped, with other answers perhaps
         try:
-            first = begun(self.start_model, self._newest, self.images, answers, settings)
-            self._ahead = image_belief(first, self.images)  # better questions while the network is trained
+            before = self._of_newest().probabilities
+            first = begun(self.start_model, self.frozen, self.images, answers, settings, before)
+            self._ahead = head_belief(first, self.frozen)  # better questions while the network is trained
             run_method(
                 "constraintmatch",
                 first,
@@ -226,6 +233,13 @@ class Learner:
         belief = image_belief(model.to(_device(self.start_model)), self.images)
         self._newest, self._belief, self._learnt = model, belief, n_answers
         save_model(model, self.folder / "model")
+
+    def _of_newest(self) -> Belief:
+        if self._belief is None:
+            start = self.start_model
+            begins = self._newest is start
+            self._belief = head_belief(start, self.frozen) if begins else image_belief(self._newest, self.images)
+        return self._belief
 
     def _round(self, n_answers: int) -> Path:
         return self.folder / "rounds" / f"{n_answers:04d}"

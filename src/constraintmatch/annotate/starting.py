@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from constraintmatch.answers import Answer, n_kinds
-from constraintmatch.rounds import image_belief, informed
+from constraintmatch.rounds import informed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from constraintmatch.images import ImageSet
+    from constraintmatch.methods.propagate import Frozen
     from constraintmatch.models import ClusterModel
 
 __all__ = ["begun", "renumbered"]
@@ -24,22 +25,24 @@ __all__ = ["begun", "renumbered"]
 
 def begun(
     start: ClusterModel,
-    newest: ClusterModel,
+    frozen: Frozen,
     images: ImageSet,
     answers: Sequence[Answer],
     settings: Mapping[str, Any],
+    before: NDArray[np.float32] | None = None,
 ) -> ClusterModel:
     """A copy of the start whose head knows the answers; if it has no clusters, with as many as kinds were answered.
 
-    Clusters do not become fewer, and keep the numbers that the newest model gave them: people have named them.
+    `frozen` is what its backbone makes of the images. Clusters do not become fewer, and keep the numbers that the
+    newest model gave them (`before`, what it says of the images): people have named them.
     """
     if start.config.n_clusters:
-        return informed(start, images, answers, settings)
+        return informed(start, frozen, answers)
     from constraintmatch.pretraining import SHORT_STAGES
     from constraintmatch.running import method_settings, run_method
 
     finds_clusters = SHORT_STAGES[-1]
-    known = newest.config.n_clusters
+    known = 0 if before is None else before.shape[1]
     wanted = {key: settings[key] for key in ("seed", "device") if key in settings}
     made = run_method(
         finds_clusters,
@@ -48,9 +51,9 @@ def begun(
         arguments={"n_clusters": max(2, known, n_kinds(answers, len(images)))},
         settings=method_settings(finds_clusters, wanted),
     ).model
-    made = informed(made, images, answers, settings)
-    if known:
-        _renumber(made, image_belief(made, images).probabilities, image_belief(newest, images).probabilities)
+    made = informed(made, frozen, answers)
+    if before is not None:
+        _renumber(made, frozen.probabilities(made), before)
     return made
 
 
@@ -63,10 +66,10 @@ def renumbered(now: NDArray[np.int64], before: NDArray[np.int64], k: int) -> NDA
     return np.asarray(linear_sum_assignment(count, maximize=True)[1], np.int64)
 
 
-def _renumber(model: ClusterModel, now: NDArray[np.float32] | None, before: NDArray[np.float32] | None) -> None:
+def _renumber(model: ClusterModel, now: NDArray[np.float32], before: NDArray[np.float32]) -> None:
     import torch
 
-    assert now is not None and before is not None and model.head is not None  # noqa: PT018 (for the types)
+    assert model.head is not None
     number = renumbered(now.argmax(1), before.argmax(1), model.config.n_clusters)
     order = torch.from_numpy(np.argsort(number))
     with torch.no_grad():

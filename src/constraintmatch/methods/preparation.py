@@ -12,7 +12,15 @@ from constraintmatch import views
 from constraintmatch.batches import ImageStore, Shuffled, ViewMaker, derive_seed
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
-from constraintmatch.evaluation import agreement, cluster_quality, collapse_warnings, embed, predict, scores
+from constraintmatch.evaluation import (
+    Predictions,
+    agreement,
+    cluster_quality,
+    collapse_warnings,
+    embed,
+    predict,
+    scores,
+)
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.models import ClusterModel
@@ -156,10 +164,13 @@ def spread(n_images: int, most: int) -> NDArray[np.int64]:
     return np.linspace(0, n_images - 1, min(n_images, most)).astype(np.int64)
 
 
-def evaluate_now(model: ClusterModel, images: ImageSet, job: Job) -> Mapping[str, Any]:
-    """Scores where labels are known, agreement with held-out constraints, and warnings of collapse."""
+def evaluate_now(model: ClusterModel, images: ImageSet, job: Job, seen: Predictions | None = None) -> Mapping[str, Any]:
+    """Scores where labels are known, agreement with held-out constraints, and warnings of collapse.
+
+    `seen` is what the model says of the images, where that is known already.
+    """
     target = job.held_out if job.held_out is not None else images
-    predictions = predict(model, target)
+    predictions = seen if seen is not None and target is images else predict(model, target)
     values: dict[str, Any] = {"mean_confidence": float(predictions.confidence.mean())}
     if target.labels is not None:
         values |= scores(target.labels, predictions)

@@ -1,6 +1,6 @@
 """Answers carried along neighbours: a cluster head from a few groups of known images, in seconds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
-from constraintmatch.evaluation import predict
+from constraintmatch.evaluation import Predictions, embed
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.linear_heads import REPEATED, regression_head
 from constraintmatch.methods.neighbours import nearest_neighbours
@@ -19,7 +19,7 @@ from constraintmatch.models import ClusterModel, with_head
 from constraintmatch.propagation import carried, known_groups, neighbour_graph, seeds
 from constraintmatch.training import TrainSettings
 
-__all__ = ["propagate", "told_head"]
+__all__ = ["Frozen", "propagate", "told", "told_head"]
 
 NEVER = -1e3  # bias of a cluster that nothing is known of
 
@@ -52,16 +52,81 @@ def propagate(
         said = "propagate: the pairs tell no two groups apart; the model is kept as it was"
         job.reporter.say(said)
         return Trained(model, [{"step": 0, "kind": "evaluation", "warnings": [said], "seconds": 0.0}])
-    rows = np.union1d(np.concatenate(groups), spread(len(images), most_images))
-    seen = predict(model, images.take(rows), features=True, device=device)
-    assert seen.features is not None
-    few = max(1, len(rows) // (4 * model.config.n_clusters))
-    near = nearest_neighbours(seen.features, min(n_neighbours, few), device=device)
-    graph = neighbour_graph(seen.features, near)
+    rows = _taking_part(groups, len(images), most_images)
     inside = [np.searchsorted(rows, group) for group in groups]
-    placed = with_head(model, *told_head(seen.features, seen.probabilities, inside, graph, reach=reach))
-    entry = {"step": 1, "kind": "evaluation", **evaluate_now(placed, images, job), "seconds": 0.0}
+    frozen = Frozen.of(model, images.take(rows), device=device)
+    placed = told(model, frozen, inside, n_neighbours=n_neighbours, reach=reach, most_images=len(rows))
+    seen = Predictions(frozen.probabilities(placed)) if len(rows) == len(images) else None
+    entry = {"step": 1, "kind": "evaluation", **evaluate_now(placed, images, job, seen), "seconds": 0.0}
     return Trained(placed, [{**entry, "groups": len(groups), "known": int(sum(map(len, groups)))}])
+
+
+class Frozen:
+    """The images as a backbone that stays as it is sees them: one pass over them, for any number of heads."""
+
+    def __init__(self, features: NDArray[np.float32], *, device: torch.device | str = "cpu") -> None:
+        self.features, self.device = features, device
+        self._graph: tuple[int, csr_array] | None = None  # the last one, and its number of neighbours
+        self._part: tuple[NDArray[np.int64], Frozen] | None = None  # the last one, and its rows
+
+    @classmethod
+    def of(
+        cls,
+        model: ClusterModel,
+        images: ImageSet,
+        *,
+        device: torch.device | str | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> "Frozen":
+        """What the model's backbone makes of the images; `device` None is its own."""
+        place = next(model.parameters()).device if device is None else device
+        return cls(embed(model, images, device=place, progress=progress), device=place)
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def probabilities(self, model: ClusterModel) -> NDArray[np.float32]:
+        """What a model with this backbone says of the images (n, k)."""
+        assert model.head is not None
+        weight, bias = (part.detach().float().cpu() for part in (model.head.weight, model.head.bias))
+        return (torch.from_numpy(self.features) @ weight.T + bias).softmax(-1).numpy()
+
+    def graph(self, n_neighbours: int) -> csr_array:
+        """The `neighbour_graph` of the features."""
+        if self._graph is None or self._graph[0] != n_neighbours:
+            near = nearest_neighbours(self.features, n_neighbours, device=self.device)
+            self._graph = n_neighbours, neighbour_graph(self.features, near)
+        return self._graph[1]
+
+    def take(self, rows: NDArray[np.int64]) -> "Frozen":
+        """Some of the images, in rising order; all of them are this one."""
+        if len(rows) == len(self):
+            return self
+        if self._part is None or not np.array_equal(self._part[0], rows):
+            self._part = rows, Frozen(self.features[rows], device=self.device)
+        return self._part[1]
+
+
+def told(
+    model: ClusterModel,
+    frozen: Frozen,
+    groups: Sequence[NDArray[np.int64]],
+    *,
+    n_neighbours: int = 20,
+    reach: float = 0.99,
+    most_images: int = 50_000,
+) -> ClusterModel:
+    """The model under a head that repeats what two groups or more say of the images that its backbone sees so."""
+    rows = _taking_part(groups, len(frozen), most_images)
+    part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
+    few = max(1, len(rows) // (4 * model.config.n_clusters))
+    graph = part.graph(min(n_neighbours, few))
+    return with_head(model, *told_head(part.features, part.probabilities(model), inside, graph, reach=reach))
+
+
+def _taking_part(groups: Sequence[NDArray[np.int64]], n_images: int, most: int) -> NDArray[np.int64]:
+    """The images that carry: those of the groups, and others up to about `most`."""
+    return np.union1d(np.concatenate(groups), spread(n_images, most))
 
 
 def told_head(
