@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from constraintmatch.paper.reproduction import readme_part
+from constraintmatch.pretraining import PRETEXTS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "constraintmatch"
@@ -31,9 +32,9 @@ SETS = {"cifar10": "CIFAR-10", "cifar100-20": "CIFAR-100-20"}
 STAGES = {
     "simclr": "SimCLR",
     "byol": "BYOL",
+    "linear_scan": "linear heads alone",
     "scan": "SCAN",
     "self_label": "self-labelling",
-    "linear_scan": "linear heads again",
 }
 SCORES = {"knn_acc": "kNN", "acc": "ACC", "nmi": "NMI", "ari": "ARI"}
 
@@ -46,7 +47,8 @@ def stage_results() -> list[tuple[str, str, str, dict[str, Any]]]:
             for stage, title in STAGES.items():
                 file = ROOT / "results" / f"start-{name}-{chain}{stage}.json"
                 if file.is_file():
-                    found.append((name, stage, title + after, json.loads(file.read_text(encoding="utf-8"))))
+                    name_of_row = title if stage in PRETEXTS else title + after
+                    found.append((name, stage, name_of_row, json.loads(file.read_text(encoding="utf-8"))))
     return found
 
 

@@ -133,6 +133,7 @@ def test_the_readmes_table_has_ours_the_papers_and_the_gain(tmp_path: Path) -> N
     assert cells[3][1:] == ["not run yet", "90.89", "not run yet", "52.45"]
     assert cells[4] == ["**ConstraintMatch**", "93.20 ± 0.14 (n = 2)", "93.17", "not run yet", "57.15"]
     assert cells[5][1:] == ["+5.20", "+5.57", "–", "+11.25"]
+    assert cells[6][2::2] == ["+5.08", "+6.51"]  # 93.61 − 88.53 and 57.18 − 50.67
 
 
 def test_the_readmes_table_has_no_cut_results(tmp_path: Path) -> None:
