@@ -4,12 +4,15 @@
 
 The floor has the same network, precision, compilation and optimiser, no views, and a sum as its loss. Both are measured
 in one process, one right after the other; the ratio is what counts.
+
+`--profile 30` lists the kernels that the floor spends its time in. `--stem-channels 8` gives the first convolution that
+many input channels, all but the image's own zero: the same function, by other kernels.
 """
 
 import argparse
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from constraintmatch.constraints import Constraints
 from constraintmatch.images import ImageSet
@@ -90,6 +95,39 @@ def floor(name: str, model: ClusterModel, settings: TrainSettings) -> float:
     return ms_per_step(fit(module, lambda _: inputs, bare_loss, still))
 
 
+class WideStem(nn.Module):
+    """A convolution whose input gets channels of zeros, up to so many; its weights stay as they are."""
+
+    def __init__(self, conv: nn.Conv2d, channels: int) -> None:
+        super().__init__()
+        self.conv, self.missing = conv, channels - conv.in_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        room = (0, 0, 0, 0, 0, self.missing)
+        conv = self.conv
+        return F.conv2d(F.pad(x, room), F.pad(conv.weight, room), conv.bias, conv.stride, conv.padding)
+
+
+def fresh_model(asked: argparse.Namespace) -> ClusterModel:
+    model = build_model(n_clusters=10, side=asked.side, backbone=asked.backbone)
+    if asked.stem_channels:
+        model.backbone.conv1 = WideStem(model.backbone.conv1, asked.stem_channels)
+    return model
+
+
+def kernels(name: str, model: ClusterModel, settings: TrainSettings, most: int) -> Iterator[str]:
+    """A line for each of the longest kernels of the floor: microseconds and calls a step; the warm-up counts too."""
+    device = choose_device(settings.device).type
+    with profile(activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]) as seen:
+        floor(name, model, settings)
+    key = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    rows = sorted(seen.key_averages(), key=lambda row: -getattr(row, key))
+    total = sum(getattr(row, key) for row in rows)
+    yield f"{name}: {total / settings.steps:,.0f} µs a step in {len(rows)} kernels"
+    for row in rows[:most]:
+        yield f"{getattr(row, key) / settings.steps:10,.1f} µs {row.count / settings.steps:7.2f} ×  {row.key[:110]}"
+
+
 def projector(model: ClusterModel) -> nn.Module:
     return Projector(with_projection(model))
 
@@ -102,6 +140,8 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=32)
     parser.add_argument("--backbone", default="resnet18")
     parser.add_argument("--algorithms", type=int, default=10, help="convolutions that cuDNN tries; 0: all it has")
+    parser.add_argument("--stem-channels", type=int, help="of the first convolution's input, the rest zeros")
+    parser.add_argument("--profile", type=int, metavar="N", help="print the N longest kernels of each floor")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.backends.cudnn.benchmark_limit = asked.algorithms
@@ -111,7 +151,7 @@ def main() -> None:
     print(f"{'method':18}{'ours, ms':>10}{'floor, ms':>11}{'ratio':>8}{'images/s':>11}")
     rows = {}
     for name in asked.methods.split(","):
-        model = build_model(n_clusters=10, side=asked.side, backbone=asked.backbone)
+        model = fresh_model(asked)
         settings = replace(method_settings(name), steps=asked.steps, log_every=max(1, asked.steps // 10))
         bare, own = floor(name, model, settings), ours(name, model, images, settings)
         batch = BATCHES[name]
@@ -119,10 +159,12 @@ def main() -> None:
         rate = (seen + batch.get("images_per_step", 0)) / own * 1e3
         rows[name] = {"ms": round(own, 3), "floor_ms": round(bare, 3), "ratio": round(own / bare, 3)}
         print(f"{name:18}{own:10.2f}{bare:11.2f}{own / bare:8.2f}{rate:11,.0f}", flush=True)
+        if asked.profile:
+            print("\n".join(kernels(name, fresh_model(asked), settings, asked.profile)), flush=True)
     if asked.out:
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         request = {"steps": asked.steps, "side": asked.side, "backbone": asked.backbone, "batches": BATCHES}
-        request["algorithms"] = asked.algorithms
+        request |= {"algorithms": asked.algorithms, "stem_channels": asked.stem_channels}
         write_result(asked.out, {**request, "rows": rows, "peak_gib": peak})
 
 
