@@ -199,6 +199,24 @@ def test_a_training_that_diverges_does_not_stop_the_queue(place: Place) -> None:
     assert [state for state, _ in cell_states([wild, CELL], place)] == ["missing", "finished", "in all"]
 
 
+def test_cells_share_compiled_code_until_shapes_change_or_versions_run_out(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def noted(cell: Cell, _: Place) -> dict[str, object]:
+        events.append(str(cell.n_clusters))
+        return {"scores": {"test": {"acc": 0.5}}}
+
+    monkeypatch.setattr(runner, "run_cell", noted)
+    monkeypatch.setattr(runner, "_forget_compiled", lambda: events.append("forgot"))
+    monkeypatch.setattr(runner, "SHARING", 3)
+    narrow = [replace(CELL, fold=fold) for fold in range(4)]
+    wide = [replace(CELL, n_clusters=50, fold=fold) for fold in range(2)]
+    run_cells([*narrow, *wide], place)
+    assert events == ["10", "10", "10", "forgot", "10", "forgot", "50", "50"]
+
+
 def test_a_queue_that_is_stopped_says_how_to_go_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: object) -> None:
         raise Interrupted("stopped after step 2 of 4")

@@ -42,6 +42,9 @@ __all__ = [
 SUPERVISED = {"lr": 0.1, "weight_decay": 5e-4, "schedule": "cosine"}
 
 
+SHARING = 6  # cells in a row that share compiled code; the compiler keeps eight versions of a function
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a queue finds its data and starts, and where it leaves results, runs and models."""
@@ -64,11 +67,17 @@ def run_cells(cells: Sequence[Cell], place: Place) -> list[Path]:
     missing = [cell for cell in cells if not is_finished(cell, place)]
     _check_doors(missing, place)
     diverged = []
+    compiled: list[tuple[str, int]] = []  # the shapes of the networks since the compiler forgot
     for number, cell in enumerate(cells, start=1):
         if cell not in missing:
             place.reporter.say(f"{number} of {len(cells)}: {cell.name}: finished before{_kept_now(cell, place)}")
             continue
         place.reporter.say(f"{number} of {len(cells)}: {cell.name}")
+        shape = cell.dataset, cell.n_clusters
+        if compiled and (shape not in compiled or len(compiled) == SHARING):
+            _forget_compiled()
+            compiled.clear()
+        compiled.append(shape)
         try:
             told = run_cell(cell, place)["scores"]["test"]
         except NonFinite as error:
@@ -78,7 +87,6 @@ def run_cells(cells: Sequence[Cell], place: Place) -> list[Path]:
             raise KeyboardInterrupt(f"{cell.name}: {stop or 'stopped'}; the same command goes on from there") from stop
         else:
             place.reporter.say(f"{cell.name}: " + ", ".join(f"{key} {100 * told[key]:.2f}" for key in told))
-        _forget_compiled()
     if diverged:
         raise InputError(f"{len(diverged)} of {len(cells)} cells diverged, the others are finished; {diverged[0]}")
     return [_target(cell, place) for cell in cells]
@@ -353,7 +361,11 @@ def _target(cell: Cell, place: Place) -> Path:
 
 
 def _forget_compiled() -> None:
-    """A long queue would else reach the compiler's limit of versions of one function, and go on uncompiled."""
+    """A long queue would else reach the compiler's limit of versions of one function, and go on uncompiled.
+
+    Cells of one set and one number of clusters share what was compiled for the first; a loss with another threshold is
+    one version more.
+    """
     import torch
 
     torch.compiler.reset()
