@@ -59,7 +59,7 @@ def start_table() -> str:
         told = [
             f"{title} {100 * result['scores'][key]:.1f}" for key, title in SCORES.items() if key in result["scores"]
         ]
-        lines.append(f"| {SETS[name]} | {stage_title} | {', '.join(told)} | {result['seconds']:,.0f} |")
+        lines.append(f"| {SETS[name]} | {stage_title} | {', '.join(told)} | {_seconds(result)} |")
     return "\n".join(lines)
 
 
@@ -73,10 +73,13 @@ def stage_table() -> str:
     for name, stage, title, result in stage_results():
         scores = [f"{100 * result['scores'][key]:.1f}" if key in result["scores"] else "–" for key in SCORES]
         commit = str(result["environment"]["commit"])[:8]
-        seconds = f"{result['seconds']:,.0f}" + ("" if result["environment"]["gpu"] else " (CPU)")
         how, speed = _training_cells(stage, result)
-        lines.append(f"| {' | '.join([SETS[name], title, *how, *scores, seconds, speed, commit])} |")
+        lines.append(f"| {' | '.join([SETS[name], title, *how, *scores, _seconds(result), speed, commit])} |")
     return "\n".join(lines)
+
+
+def _seconds(result: dict[str, Any]) -> str:
+    return f"{result['seconds']:,.0f}" + ("" if result["environment"]["gpu"] else " (CPU)")
 
 
 def _training_cells(stage: str, result: dict[str, Any]) -> tuple[list[str], str]:

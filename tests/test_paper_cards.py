@@ -106,3 +106,18 @@ def test_a_stage_of_a_start_is_known_by_its_steps_rate_and_seed(tmp_path: Path) 
     path.write_text(json.dumps({**told, "settings": {"steps": 8, "lr": 0.4, "seed": 0}}))
     with pytest.raises(InputError, match=r"no result in .* has these weights"):
         card_text(tmp_path / "simclr", tmp_path / "results" / "paper")
+
+
+def test_a_stage_after_another_pretext_task_has_that_tasks_result(tmp_path: Path) -> None:
+    stages = [
+        {"method": method, "data": {"name": "cifar10"}, "steps": 7, "lr": 0.4, "seed": 0, "arguments": {}}
+        for method in ("byol", "scan")
+    ]
+    model = build_model(n_clusters=10, side=32, backbone="tiny")
+    object.__setattr__(model.config, "trained", tuple(stages))
+    save_model(model, tmp_path / "model")
+    (tmp_path / "results").mkdir()
+    for name, acc in (("byol-scan", 0.9), ("scan", 0.8)):
+        told = {"settings": {"steps": 7, "lr": 0.4, "seed": 0}, "scores": {"acc": acc}, "seconds": 1.0}
+        (tmp_path / "results" / f"start-cifar10-{name}.json").write_text(json.dumps(told))
+    assert "ACC 90.00" in card_text(tmp_path / "model", tmp_path / "results" / "paper")

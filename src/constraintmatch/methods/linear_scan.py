@@ -24,7 +24,7 @@ def linear_scan(
     n_tries: int = 20,
     n_neighbours: int = 20,
     entropy_weight: float = 5.0,
-    most_images: int = 20_000,
+    most_images: int = 50_000,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
     views: ViewChoice = ViewChoice(),  # noqa: B008, ARG001 (frozen; every method takes it)
     job: Job = Job(),  # noqa: B008 (frozen)

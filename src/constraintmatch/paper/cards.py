@@ -44,12 +44,14 @@ def card_text(folder: Path | str, results: Path | str = "results/paper") -> str:
     """The card: what the model is, its scores and how to check them, how it was made.
 
     The scores are of the cell among `results` that has these weights. Seconds of earlier stages come from
-    `start-SET-STAGE.json` in the folder above; so do the scores of a model without clusters, which is no cell.
+    `start-SET-STAGE.json` in the folder above, or `start-SET-PRETEXT-STAGE.json` by the model's first stage; so do the
+    scores of a stage that is no cell.
     """
     folder, results = Path(folder), Path(results)
     model = load_model(folder)
     path, cell = _find_cell(weights_hash(model), results)
-    stages = [_stage(one, results.parent) for one in model.config.trained]
+    trained = model.config.trained
+    stages = [_stage(one, str(trained[0]["method"]), results.parent) for one in trained]
     if cell is not None:
         what, dataset, parts = _WHAT[cell["cell"]["method"]], cell["cell"]["dataset"], _cell_parts(folder, cell)
     elif stages and stages[-1].result:
@@ -82,12 +84,14 @@ class _Stage:
         return str(self.told["data"]["name"])
 
 
-def _stage(told: Mapping[str, Any], folder: Path) -> _Stage:
-    path = folder / f"start-{told.get('data', {}).get('name')}-{told['method']}.json"
-    found = read_json(path) if path.is_file() else {}
-    settings = {**found.get("settings", {}), **({"steps": found["steps"]} if "steps" in found else {})}
-    same = all(settings.get(key) == told[key] for key in ("steps", "lr", "seed"))
-    return _Stage(told, path, found if same else {})
+def _stage(told: Mapping[str, Any], pretext: str, folder: Path) -> _Stage:
+    start, method = f"start-{told.get('data', {}).get('name')}", told["method"]
+    for path in (folder / f"{start}-{pretext}-{method}.json", folder / f"{start}-{method}.json"):
+        found = read_json(path) if path.is_file() else {}
+        settings = {**found.get("settings", {}), **({"steps": found["steps"]} if "steps" in found else {})}
+        if found and all(settings.get(key) == told[key] for key in ("steps", "lr", "seed")):
+            return _Stage(told, path, found)
+    return _Stage(told, path, {})
 
 
 def _find_cell(weights: str, results: Path) -> tuple[Path, dict[str, Any] | None]:
