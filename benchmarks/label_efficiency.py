@@ -118,6 +118,7 @@ def run(asked: argparse.Namespace, way: str, error: float) -> dict[str, Any]:
         )
     request = {"data": asked.name, "way": way, "error": error, "steps": asked.steps, "seed": asked.seed}
     request["head"] = "the start's" if asked.plain else "told the answers"
+    request |= {"start_name": asked.start} if asked.start else {}
     options = options if asked.steps else {}
     return {**request, "options": options, "start": weights_hash(load_model(asked.model)), "points": points}
 
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("name", choices=("digits", "cifar10", "cifar100-20"))
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--start", default="", help="a name for the start, for its results: byol")
     parser.add_argument("--ways", default="random-pair,chosen-pair,chosen-which")
     parser.add_argument("--errors", default="0,0.05,0.1")
     parser.add_argument(
@@ -145,8 +147,8 @@ def main() -> None:
         asked.device = "cuda" if torch.cuda.is_available() else "cpu"
     for error in map(float, asked.errors.split(",")):
         for way in asked.ways.split(","):
-            alone = "" if asked.steps else "-head"
-            target = asked.out / f"questions-{asked.name}-{way}{alone}-error{error:g}.json"
+            told = ("" if asked.steps else "-head") + (f"-{asked.start}" if asked.start else "")
+            target = asked.out / f"questions-{asked.name}-{way}{told}-error{error:g}.json"
             if target.is_file():
                 print(f"{target}: finished before")
                 continue

@@ -116,16 +116,17 @@ def pretext_table() -> str:
 def answers_table() -> str:
     """Test ACC against answered questions when only the head is told, no wrong answers."""
     found = {}
-    for name in SETS:
-        file = ROOT / "results" / f"questions-{name}-chosen-which-head-error0.json"
-        if file.is_file():
-            points = json.loads(file.read_text(encoding="utf-8"))["points"]
-            found[name] = {point["answers"]: 100 * point["acc"] for point in points}
+    for name, title in SETS.items():
+        for start, after in (("", ""), ("-byol", ", from BYOL")):
+            file = ROOT / "results" / f"questions-{name}-chosen-which-head{start}-error0.json"
+            if file.is_file():
+                points = json.loads(file.read_text(encoding="utf-8"))["points"]
+                found[f"{title}, test ACC{after}"] = {point["answers"]: 100 * point["acc"] for point in points}
     budgets = sorted(set().union(*found.values()))
     lines = [f"| answered questions | {' | '.join(f'{n:,}' for n in budgets)} |", "|---|" + "--:|" * len(budgets)]
-    for name, told in found.items():
+    for title, told in found.items():
         cells = [f"{told[n]:.1f}" if n in told else "–" for n in budgets]
-        lines.append(f"| {SETS[name]}, test ACC | {' | '.join(cells)} |")
+        lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

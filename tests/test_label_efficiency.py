@@ -42,6 +42,13 @@ def test_a_curve_without_training_is_one_of_its_own(maker: ModuleType) -> None:
     assert "| 50 | 90.0 | 85.0 |" in text
 
 
+def test_a_curve_from_another_start_is_one_of_its_own(maker: ModuleType) -> None:
+    other = {**curve("chosen-which", [0.9, 0.95]), "start_name": "byol"}
+    text = maker.page([curve("chosen-which", [0.8, 0.85]), other])
+    assert "| answered | chosen “which of these?” | chosen “which of these?”, from BYOL |" in text
+    assert "| 50 | 85.0 | 95.0 |" in text
+
+
 def test_each_set_and_error_rate_has_its_figure(maker: ModuleType, tmp_path: Path) -> None:
     found = [curve("random-pair", [0.8, 0.85]), curve("random-pair", [0.8, 0.83], error=0.05)]
     maker.draw(found, tmp_path)
