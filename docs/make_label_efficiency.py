@@ -102,7 +102,7 @@ def draw(found: Sequence[dict[str, Any]], folder: Path) -> None:
         for start in dict.fromkeys(map(_start, chosen)):
             first = next(run["points"][0] for run in chosen if _start(run) == start)
             said, style = STARTS[start]
-            label = f"no answers{said}"
+            label = f"start, no answers{said}"
             axes.axhline(100 * first["acc"], color="#777777", linewidth=1, linestyle=style, label=label)
         if name in PAPER:
             axes.axhline(PAPER[name], color="black", linewidth=1, linestyle=":", label="paper, 10,000 random pairs")
