@@ -48,7 +48,7 @@ steps speed-all-algorithms --methods constrained,constraintmatch --algorithms 0
 steps speed-wide-stem --methods constrained,constraintmatch --algorithms 0 --stem-channels 8
 
 # Self-labelling straight from the linear heads on BYOL's features: SCAN costs 2.9 points there
-start cifar10 cifar10-byol "$starts/byol-cifar10" self_label
+start cifar10 cifar10-byol-heads "$starts/byol-cifar10" self_label
 
 # Self-labelling left superclasses without a cluster: heads found anew on its features, and Table I from that start
 start cifar100-20 cifar100-20-heads "$starts/scan-cifar100-20" linear_scan
