@@ -1,6 +1,6 @@
 """Answers carried along neighbours: a cluster head from a few groups of known images, in seconds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from constraintmatch.models import ClusterModel, with_head
 from constraintmatch.propagation import carried, known_groups, neighbour_graph, seeds
 from constraintmatch.training import TrainSettings
 
-__all__ = ["Frozen", "propagate", "told", "told_head"]
+__all__ = ["Frozen", "propagate", "told"]
 
 NEVER = -1e3  # bias of a cluster that nothing is known of
 
@@ -70,17 +70,10 @@ class Frozen:
         self._part: tuple[NDArray[np.int64], Frozen] | None = None  # the last one, and its rows
 
     @classmethod
-    def of(
-        cls,
-        model: ClusterModel,
-        images: ImageSet,
-        *,
-        device: torch.device | str | None = None,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> "Frozen":
+    def of(cls, model: ClusterModel, images: ImageSet, *, device: torch.device | str | None = None) -> "Frozen":
         """What the model's backbone makes of the images; `device` None is its own."""
         place = next(model.parameters()).device if device is None else device
-        return cls(embed(model, images, device=place, progress=progress), device=place)
+        return cls(embed(model, images, device=place), device=place)
 
     def __len__(self) -> int:
         return len(self.features)
@@ -121,7 +114,7 @@ def told(
     part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
     few = max(1, len(rows) // (4 * model.config.n_clusters))
     graph = part.graph(min(n_neighbours, few))
-    return with_head(model, *told_head(part.features, part.probabilities(model), inside, graph, reach=reach))
+    return with_head(model, *_told_head(part.features, part.probabilities(model), inside, graph, reach=reach))
 
 
 def _taking_part(groups: Sequence[NDArray[np.int64]], n_images: int, most: int) -> NDArray[np.int64]:
@@ -129,7 +122,7 @@ def _taking_part(groups: Sequence[NDArray[np.int64]], n_images: int, most: int) 
     return np.union1d(np.concatenate(groups), spread(n_images, most))
 
 
-def told_head(
+def _told_head(
     features: NDArray[np.float32],
     probabilities: NDArray[np.float32],
     groups: Sequence[NDArray[np.int64]],

@@ -121,21 +121,22 @@ def readme_part(results_folder: Path | str) -> str:
 
 
 def _start_remark(rows: Mapping[Cell, Row]) -> str:
-    """What the paper's gains are over: its test row for SCAN is not of the weights that it began with."""
+    """What the paper's gains are over: its test row for SCAN is quoted, not measured."""
     own = [f"{_paper_acc(dataset, 'scan', 0, 'train+test'):.2f}" for dataset in _SHOWN_SETS]
     starts = [rows.get(Cell(dataset, "scan")) for dataset in _SHOWN_SETS]
     ours = [spread(row.summary("train+test", "acc")) if row else NOT_YET for row in starts]
     return (
-        "The paper's test scores of SCAN are quoted from the literature. The weights that it began with it measured on "
-        f"train and test images together: {' and '.join(own)}; our starts there: {' and '.join(ours)}."
+        "The paper's test scores of SCAN are quoted from the literature. On train and test images together it measured "
+        f"SCAN itself, presumably the weights that it began with: {' and '.join(own)}; our starts there: "
+        f"{' and '.join(ours)}."
     )
 
 
 def readme_table(rows: Mapping[Cell, Row]) -> str:
     """Test ACC at 10,000 constraints on both CIFAR sets, the paper's beside ours; full trainings only.
 
-    The gains are those of the last row over the first: on the test images, and on all, where the paper measured its own
-    start.
+    The gains are those of the last row over the first: on the test images, and on all, where the paper measured SCAN
+    itself.
     """
     lines = [["SCAN (our start; the paper's)"], ["Constrained"], ["**ConstraintMatch**"]]
     gains = {"test": ["gain over the start"], "train+test": ["the same on train and test images together"]}
@@ -250,17 +251,19 @@ def _machines(results: Sequence[Result]) -> str:
 
 
 def _costs(results: Iterable[Result]) -> str:
-    groups: dict[tuple[str, str, int], list[Result]] = {}
+    groups: dict[tuple[str, str, int, str], list[Result]] = {}
     for result in results:
-        groups.setdefault((result.cell.dataset, result.cell.method, result.cell.steps), []).append(result)
-    header = ["", "steps", "cells", "seconds (median)", "peak GiB"]
+        cell = result.cell
+        groups.setdefault((cell.dataset, cell.method, cell.steps, _told(result, "gpu")), []).append(result)
+    header = ["", "steps", "cells", "seconds (median)", "peak GiB", "hardware"]
     lines = []
-    for (dataset, method, steps), found in sorted(groups.items()):
+    for (dataset, method, steps, gpu), found in sorted(groups.items()):
         peaks = [result.peak_gib for result in found if result.peak_gib is not None]
         seconds = statistics.median(result.seconds for result in found)
         told = DASH if method == "scan" else f"{steps:,}"
         peak = f"{max(peaks):.1f}" if peaks else DASH
-        lines.append([f"{DATASETS[dataset].title}, {TITLES[method]}", told, f"{len(found):,}", f"{seconds:,.0f}", peak])
+        title = f"{DATASETS[dataset].title}, {TITLES[method]}"
+        lines.append([title, told, f"{len(found):,}", f"{seconds:,.0f}", peak, gpu])
     return markdown(header, lines)
 
 
