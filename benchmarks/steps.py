@@ -2,14 +2,15 @@
 
     python benchmarks/steps.py --out results/speed-h200.json
 
-The floor has the same network, precision, compilation and optimiser, no views, and a sum as its loss. Both are measured
-in one process, one right after the other; the ratio is what counts.
+The floor has the same network, precision, compilation and optimiser, no views, and a sum as its loss; all images that
+have gradients are one batch. Both are measured in one process, one right after the other; the ratio is what counts.
 
 `--profile 30` lists the kernels that the floor spends its time in. `--stem-channels 8` gives the first convolution that
 many input channels, all but the image's own zero: the same function, by other kernels.
 """
 
 import argparse
+import ast
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -42,11 +44,10 @@ BATCHES = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """Images for a pass with gradients, one without and one more with."""
+    """Images for a pass with gradients, and for one without."""
 
     trained: Tensor
     guessed: Tensor | None = None
-    strong: Tensor | None = None
 
 
 def bare_loss(network: Callable[..., Tensor], batch: Inputs) -> dict[str, Tensor]:
@@ -55,8 +56,6 @@ def bare_loss(network: Callable[..., Tensor], batch: Inputs) -> dict[str, Tensor
     if batch.guessed is not None:
         with torch.no_grad():
             network(batch.guessed)
-    if batch.strong is not None:
-        total = total + network(batch.strong).float().sum()
     return {"sum": 1e-6 * total}
 
 
@@ -88,9 +87,8 @@ def floor(name: str, model: ClusterModel, settings: TrainSettings) -> float:
     if "pairs_per_step" not in batch:
         inputs, module = Inputs(pixels(2 * batch["images_per_step"])), projector(model)
     else:
-        free = batch.get("images_per_step")
-        extra = (pixels(free), pixels(free)) if free else (None, None)
-        inputs, module = Inputs(pixels(2 * batch["pairs_per_step"]), *extra), model
+        free = batch.get("images_per_step", 0)
+        inputs, module = Inputs(pixels(2 * batch["pairs_per_step"] + free), pixels(free) if free else None), model
     still = replace(settings, lr=1e-12)  # a sum has no minimum: at the method's rate it would run away
     return ms_per_step(fit(module, lambda _: inputs, bare_loss, still))
 
@@ -141,10 +139,14 @@ def main() -> None:
     parser.add_argument("--backbone", default="resnet18")
     parser.add_argument("--algorithms", type=int, default=10, help="convolutions that cuDNN tries; 0: all it has")
     parser.add_argument("--stem-channels", type=int, help="of the first convolution's input, the rest zeros")
+    parser.add_argument("--inductor", nargs="*", default=[], metavar="NAME=VALUE", help="the compiler's own settings")
     parser.add_argument("--profile", type=int, metavar="N", help="print the N longest kernels of each floor")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.backends.cudnn.benchmark_limit = asked.algorithms
+    inductor = {name: ast.literal_eval(value) for name, value in (word.split("=") for word in asked.inductor)}
+    for name, value in inductor.items():
+        setattr(torch._inductor.config, name, value)
     rng = np.random.Generator(np.random.Philox(0))
     pixels = rng.integers(0, 256, (asked.images, asked.side, asked.side, 3), dtype=np.uint8)
     images = ImageSet.from_arrays(pixels, labels=np.arange(asked.images) % 10)
@@ -164,7 +166,7 @@ def main() -> None:
     if asked.out:
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         request = {"steps": asked.steps, "side": asked.side, "backbone": asked.backbone, "batches": BATCHES}
-        request |= {"algorithms": asked.algorithms, "stem_channels": asked.stem_channels}
+        request |= {"algorithms": asked.algorithms, "stem_channels": asked.stem_channels, "inductor": inductor}
         write_result(asked.out, {**request, "rows": rows, "peak_gib": peak})
 
 

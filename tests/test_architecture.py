@@ -38,6 +38,7 @@ ROOMS = [
     "pixel_ops",
     "views",
     "batches",
+    "norms",
     "models",
     "scan_import",
     "objectives",

@@ -409,3 +409,25 @@ def test_devices_are_checked() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="not on this machine"):
             choose_device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_made_beside_a_captured_step_are_those_of_the_plain_loop() -> None:
+    """A batch takes long to make and leaves its memory to the next: a step that did not wait would see others."""
+
+    def slow(step: int) -> Numbers:
+        x = numbers(step).x.cuda()
+        noise = torch.full((2048, 2048), float(step), device="cuda")
+        for _ in range(20):
+            noise = noise @ torch.zeros_like(noise)
+        return Numbers(x + noise[:6, :3])
+
+    same = replace(CPU, device="cuda", steps=60, bf16=False, compile=False, log_every=7)
+    plain, beside = network(), network()
+    expected = fit(plain, slow, squares, replace(same, cuda_graph=False))
+    found = fit(beside, slow, squares, replace(same, cuda_graph=True))
+    for left, right in zip(expected, found, strict=True):
+        assert right["loss"] == pytest.approx(left["loss"], rel=1e-4)
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(weights(beside)[name], value, rtol=1e-3, atol=1e-4)

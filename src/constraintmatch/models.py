@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from constraintmatch.errors import InputError
 from constraintmatch.files import read_json, write_atomically, write_json
+from constraintmatch.norms import BatchNorm
 
 __all__ = [
     "BACKBONES",
@@ -254,7 +255,7 @@ def _tiny(side: int, channels: int) -> tuple[nn.Module, int]:
 
     def block(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
         convolution = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
-        return [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
+        return [convolution, BatchNorm(outputs), nn.ReLU()]
 
     first = 2 if side > 16 else 1  # at 32 pixels the first layer would cost more than all the others
     width, side, layers = 32, -(-side // first), block(channels, 32, stride=first)
@@ -271,7 +272,7 @@ def _resnet(name: str, side: int, channels: int) -> tuple[nn.Module, int]:
     """Torchvision's ResNet with a stem for the side: 3×3 without pooling under 64 pixels, with a 2×2 pool under 128."""
     from torchvision.models import resnet
 
-    network = getattr(resnet, name)(weights=None)
+    network = getattr(resnet, name)(weights=None, norm_layer=BatchNorm)
     if side < 128:
         network.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
         nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")

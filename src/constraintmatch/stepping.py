@@ -66,6 +66,7 @@ class Stepper(Generic[B]):
         self.sums = torch.zeros(0, device=device)  # of each term since the last reading
         self.summed = torch.zeros((), dtype=torch.int64, device=device)
         self.bad = torch.zeros(0, dtype=torch.int64, device=device)  # first step with a non-finite term; -1: none
+        self.record = torch.compile(_record, dynamic=False) if settings.compile else _record
         self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.static: B | None = None
@@ -171,11 +172,7 @@ class Stepper(Generic[B]):
             self.terms = names
             self.sums = torch.zeros_like(values)
             self.bad = torch.full_like(values, -1, dtype=torch.int64)
-        self.count += 1
-        self.summed += 1
-        self.sums += values
-        new = ~values.isfinite() & (self.bad < 0)
-        self.bad.copy_(torch.where(new, self.count, self.bad))
+        self.record(values, self.count, self.summed, self.sums, self.bad)
 
     def _update_average(self) -> None:
         if self.settings.ema is None:
@@ -202,6 +199,14 @@ class Stepper(Generic[B]):
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self._step(self.static)
         self.graph.replay()  # a capture records the step and does not do it
+
+
+def _record(values: Tensor, count: Tensor, summed: Tensor, sums: Tensor, bad: Tensor) -> None:
+    """Count a step, add its terms to the sums, and keep the first step at which each was not finite; all in place."""
+    count += 1
+    summed += 1
+    sums += values
+    bad.copy_(torch.where(~values.isfinite() & (bad < 0), count, bad))
 
 
 def _optimizer(

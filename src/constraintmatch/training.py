@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from constraintmatch.batches import map_tensors
 from constraintmatch.errors import InputError
 from constraintmatch.files import write_atomically
 from constraintmatch.progress import Quiet, Reporter
@@ -149,7 +150,11 @@ def fit(
     loop = _Loop(module, loss, settings, device, run, reporter or Quiet(), keep_best, tolerance)
     search = {"benchmark": device.type == "cuda", "benchmark_limit": torch.backends.cudnn.benchmark_limit}
     with torch.backends.cudnn.flags(enabled=True, **search, allow_tf32=True):
-        ahead = _prefetched(next_batch, settings.steps) if prefetch else next_batch
+        ahead = next_batch
+        if prefetch:
+            ahead = _prefetched(next_batch, settings.steps)
+        elif settings.cuda_graph:
+            ahead = _beside(next_batch, settings.steps, device)
         return loop.run(title, ahead, measure, evaluate)
 
 
@@ -374,6 +379,35 @@ def _prefetched(next_batch: Callable[[int], B], steps: int) -> Callable[[int], B
         if step + 1 < steps:
             waiting[step + 1] = executor.submit(next_batch, step + 1)
         return batch
+
+    return take
+
+
+def _beside(next_batch: Callable[[int], B], steps: int, device: torch.device) -> Callable[[int], B]:
+    """The same batches, each made on a stream of its own while the step before it runs, and none after the last step.
+
+    Views are many small kernels: they fit into the gaps between those of the step.
+    """
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))  # the images may still be on their way
+    waiting: dict[int, tuple[B, torch.cuda.Event]] = {}
+
+    def make(step: int) -> tuple[B, torch.cuda.Event]:
+        with torch.cuda.stream(stream):
+            return next_batch(step), stream.record_event()
+
+    def take(step: int) -> B:
+        batch, made = waiting.pop(step) if step in waiting else make(step)
+        if step + 1 < steps:
+            waiting[step + 1] = make(step + 1)
+        here = torch.cuda.current_stream(device)
+        here.wait_event(made)
+
+        def keep(tensor: Tensor) -> Tensor:
+            tensor.record_stream(here)  # its memory is not given away before this stream is done with it
+            return tensor
+
+        return map_tensors(batch, keep)
 
     return take
 

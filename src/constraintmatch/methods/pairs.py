@@ -5,7 +5,7 @@ The paper's ablation is the `unconstrained` argument: none (constrained), pseudo
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from constraintmatch.evaluation import pseudo_quality
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.preparation import Bench, Job, Trained, ViewChoice, evaluate_now, prepare
 from constraintmatch.models import ClusterModel
+from constraintmatch.norms import passes
 from constraintmatch.objectives import confident, flip_modes, informative, kcl, pair_loss
 from constraintmatch.training import TrainSettings, fit, frozen_statistics
 
@@ -101,15 +102,21 @@ def train_on_pairs(
     bench = prepare(model, images, settings)
     batches = _Batches(bench, images, constraints, unconstrained, pairs_per_step, views, settings.steps)
     pair_objective = PAIR_OBJECTIVES[objective]
-    if unconstrained is not None:
-        unconstrained = replace(unconstrained, loss=bench.compiled(unconstrained.loss))
+    from_pairs, from_guesses = bench.compiled(constrained_term), bench.compiled(unconstrained_term)
 
     def loss(network: Network, batch: SemiBatch) -> dict[str, Tensor]:
-        terms = {"constrained": constrained_term(network, batch.pairs, pair_objective)}
-        if unconstrained is not None and batch.free is not None:
-            assert batch.ramp is not None
-            terms["pseudo"] = batch.ramp * unconstrained.weight * unconstrained_term(network, batch, unconstrained)
-        return terms
+        pairs = batch.pairs
+        both = torch.cat((pairs.left, pairs.right))
+        if unconstrained is None or batch.free is None or batch.ramp is None:
+            return {"constrained": from_pairs(network(both), pairs.link, pairs.weight, pair_objective)}
+        with torch.no_grad():
+            weak = network(batch.free.weak)
+        paired, strong = passes(network, model, both, batch.free.strong, joint=bench.compile)
+        pseudo = from_guesses(weak, strong, batch.flip, unconstrained)
+        return {
+            "constrained": from_pairs(paired, pairs.link, pairs.weight, pair_objective),
+            "pseudo": batch.ramp * unconstrained.weight * pseudo,
+        }
 
     log = fit(
         model,
@@ -126,25 +133,23 @@ def train_on_pairs(
     return Trained(model, log)
 
 
-def constrained_term(network: Network, pairs: PairBatch, objective: Callable[..., Tensor]) -> Tensor:
-    """L^cons on the weak views of the pairs; both sides go through the network in one pass."""
-    left, right = network(torch.cat((pairs.left, pairs.right))).float().softmax(-1).chunk(2)
-    return objective(left, right, pairs.link, pairs.weight)
+def constrained_term(logits: Tensor, link: Tensor, weight: Tensor, objective: Callable[..., Tensor]) -> Tensor:
+    """L^cons on the logits (2n, k) of n pairs: all left ones, then all right ones."""
+    left, right = logits.float().softmax(-1).chunk(2)
+    return objective(left, right, link, weight)
 
 
-def unconstrained_term(network: Network, batch: SemiBatch, term: Unconstrained) -> Tensor:
-    """L^pseudo: guesses on weak views (no graph) decide what the strong views should answer."""
-    assert batch.free is not None
+def unconstrained_term(weak: Tensor, strong: Tensor, flip: Tensor | None, term: Unconstrained) -> Tensor:
+    """L^pseudo: guesses from the logits of weak views (no graph) decide what the strong views should answer."""
     with torch.no_grad():
-        guess = _guess(network, batch, term)
+        guess = _guess(weak, flip, term)
         keep = term.select(guess)
-    return term.loss(guess, network(batch.free.strong), keep)
+    return term.loss(guess, strong, keep)
 
 
-def _guess(network: Network, batch: SemiBatch, term: Unconstrained) -> Tensor:
-    assert batch.free is not None
-    guess = network(batch.free.weak).float().softmax(-1)
-    return flip_modes(guess, batch.flip) if term.flip_fraction > 0 and batch.flip is not None else guess
+def _guess(weak: Tensor, flip: Tensor | None, term: Unconstrained) -> Tensor:
+    guess = weak.float().softmax(-1)
+    return flip_modes(guess, flip) if term.flip_fraction > 0 and flip is not None else guess
 
 
 class _Batches:
@@ -202,7 +207,7 @@ def _measure(model: ClusterModel, images: ImageSet, term: Unconstrained) -> Call
     def measure(batch: SemiBatch) -> Mapping[str, Any]:
         assert batch.free is not None
         with torch.no_grad(), frozen_statistics(model):
-            guess = _guess(model, batch, term)
+            guess = _guess(model(batch.free.weak), batch.flip, term)
         keep = term.select(guess)
         values: dict[str, Any] = {"selected": float(keep.float().mean())}
         if images.labels is not None:

@@ -24,6 +24,7 @@ from constraintmatch.methods.preparation import (
     quality_judge,
 )
 from constraintmatch.models import ClusterModel, with_clusters, with_head
+from constraintmatch.norms import passes
 from constraintmatch.objectives import scan_loss
 from constraintmatch.training import TrainSettings, fit
 from constraintmatch.views import View
@@ -83,9 +84,10 @@ def scan(
         trained = with_head(model, *steady_head(inputs, best))
 
     def loss(network: Callable[..., Tensor], batch: NeighbourBatch) -> dict[str, Tensor]:
-        # two passes, as published: each has its own BatchNorm statistics
+        # each side has its own BatchNorm statistics, as published
         shape = (-1, n_heads, n_clusters)
-        anchor, other = (network(side).float().view(shape).softmax(-1) for side in (batch.anchor, batch.neighbour))
+        sides = passes(network, trained, batch.anchor, batch.neighbour, joint=bench.compile)
+        anchor, other = (side.float().view(shape).softmax(-1) for side in sides)
         heads = [scan_loss(anchor[:, h], other[:, h], entropy_weight=entropy_weight).total for h in range(n_heads)]
         return {f"head{h}": value for h, value in enumerate(heads)}
 
