@@ -29,12 +29,10 @@ def demo_table() -> str:
 
 
 SETS = {"cifar10": "CIFAR-10", "cifar100-20": "CIFAR-100-20"}
-STAGES = {
-    "simclr": "SimCLR",
-    "byol": "BYOL",
-    "linear_scan": "linear heads alone",
-    "scan": "SCAN",
-    "self_label": "self-labelling",
+STAGES = {"simclr": "SimCLR", "byol": "BYOL", "scan": "SCAN", "self_label": "self-labelling"}
+CHAINS = {  # what their results' names begin with, and their stages in order
+    "": {**STAGES, "linear_scan": "linear heads anew"},
+    "byol-": {"byol": "BYOL", "linear_scan": "linear heads alone", **STAGES},
 }
 SCORES = {"knn_acc": "kNN", "acc": "ACC", "nmi": "NMI", "ari": "ARI"}
 
@@ -43,11 +41,11 @@ def stage_results() -> list[tuple[str, str, str, dict[str, Any]]]:
     """Every finished stage as (set, stage, its title, result), in the order of the chains: the paper's, then BYOL's."""
     found = []
     for name in SETS:
-        for chain, after in (("", ""), ("byol-", ", from BYOL")):
-            for stage, title in STAGES.items():
+        for chain, stages in CHAINS.items():
+            for stage, title in stages.items():
                 file = ROOT / "results" / f"start-{name}-{chain}{stage}.json"
                 if file.is_file():
-                    name_of_row = title if stage in PRETEXTS else title + after
+                    name_of_row = title + (", from BYOL" if chain and stage not in PRETEXTS else "")
                     found.append((name, stage, name_of_row, json.loads(file.read_text(encoding="utf-8"))))
     return found
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,26 +26,14 @@ class BatchNorm(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         if self.parts and self.training:
             return self._parted(input)
-        # a ready-made function for one batch
         mean, var, momentum = self.running_mean, self.running_var, self.momentum or 0.0
         return F.batch_norm(input, mean, var, self.weight, self.bias, self.training, momentum, self.eps)
 
     def _parted(self, images: Tensor) -> Tensor:
-        """Each part normed like a batch of its own. The pieces are their greatest common size: one kernel does all."""
-        piece = math.gcd(*self.parts)
-        pieces = images.to(self.weight.dtype).view(-1, piece, *images.shape[1:])
-        var, mean = torch.var_mean(pieces, dim=(1, 3, 4), correction=0)
-        middles, scales, first = [], [], 0
-        for size in self.parts:
-            rows = slice(first, first := first + size // piece)
-            middle = mean[rows].mean(0)
-            spread = var[rows].mean(0) + (mean[rows] - middle).square().mean(0)
-            self._follow(middle, spread, size * images.shape[2] * images.shape[3])
-            middles.append(middle.expand(size // piece, -1))
-            scales.append((self.weight * (spread + self.eps).rsqrt()).expand(size // piece, -1))
-        middle, scale = (torch.cat(values)[:, None, :, None, None] for values in (middles, scales))
-        normed = (pieces - middle) * scale + self.bias[:, None, None]
-        return normed.to(images.dtype).flatten(0, 1)
+        normed, means, variances = _Parted.apply(images, self.weight, self.bias, self.parts, self.eps)
+        for size, mean, var in zip(self.parts, means, variances, strict=True):
+            self._follow(mean, var, size * images.shape[2] * images.shape[3])
+        return cast(Tensor, normed.flatten(0, 1))
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, var: Tensor, count: int) -> None:
@@ -54,6 +43,61 @@ class BatchNorm(nn.BatchNorm2d):
         assert self.momentum is not None
         self.running_mean.lerp_(mean, self.momentum)
         self.running_var.lerp_(var * (count / (count - 1)), self.momentum)
+
+
+class _Parted(torch.autograd.Function):
+    """Pieces of images normed by parts, and the means and variances (parts, c); the gradient is BatchNorm's.
+
+    Sums are taken over pieces, the parts' greatest common size: one kernel does all. Left to autograd, the variance
+    would have the images read once more on the way back.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, images: Tensor, weight: Tensor, bias: Tensor, parts: tuple[int, ...], eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        pieces, counts = _pieces(images, weight.dtype, parts)
+        var, mean = torch.var_mean(pieces, dim=(1, 3, 4), correction=0)
+        means = _joined(mean, counts)
+        variances = _joined(var + (mean - _spread(means, counts)).square(), counts)
+        scales = (variances + eps).rsqrt()
+        ctx.save_for_backward(images, weight, means, scales)
+        ctx.parts = parts
+        normed = (pieces - _wide(means, counts)) * _wide(scales * weight, counts) + bias[:, None, None]
+        return normed.to(images.dtype), means, variances
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        images, weight, means, scales = ctx.saved_tensors
+        pieces, counts = _pieces(images, weight.dtype, ctx.parts)
+        grad = grad.to(weight.dtype)
+        plain = (pieces - _wide(means, counts)) * _wide(scales, counts)
+        size = pieces[0].numel() // pieces.shape[2]
+        bias_sums, weight_sums = grad.sum((1, 3, 4)), (grad * plain).sum((1, 3, 4))
+        shift, tilt = (_wide(_joined(sums, counts) / size, counts) for sums in (bias_sums, weight_sums))
+        back = (grad - shift - plain * tilt) * _wide(scales * weight, counts)
+        return back.to(images.dtype).flatten(0, 1), weight_sums.sum(0), bias_sums.sum(0), None, None
+
+
+def _pieces(images: Tensor, dtype: torch.dtype, parts: tuple[int, ...]) -> tuple[Tensor, list[int]]:
+    """The images as pieces (pieces, n, c, h, w), and how many of them each part has."""
+    size = math.gcd(*parts)
+    return images.to(dtype).view(-1, size, *images.shape[1:]), [part // size for part in parts]
+
+
+def _joined(values: Tensor, counts: list[int]) -> Tensor:
+    """The mean over each part's pieces: (pieces, c) to (parts, c)."""
+    return torch.stack([part.mean(0) for part in torch.split(values, counts)])
+
+
+def _spread(values: Tensor, counts: list[int]) -> Tensor:
+    """Each part's values for each of its pieces: (parts, c) to (pieces, c)."""
+    return torch.cat([row.expand(count, -1) for row, count in zip(values, counts, strict=True)])
+
+
+def _wide(values: Tensor, counts: list[int]) -> Tensor:
+    """The same as (pieces, 1, c, 1, 1)."""
+    return _spread(values, counts)[:, None, :, None, None]
 
 
 @contextmanager

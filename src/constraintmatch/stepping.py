@@ -53,8 +53,10 @@ class Stepper(Generic[B]):
         device: torch.device,
     ) -> None:
         self.module, self.loss, self.settings, self.device = module, loss, settings, device
+        together = {"combo_kernels": True} if device.type == "cuda" else None  # casts of weights, counts: one kernel
         self.network = cast(
-            "Callable[..., Tensor]", torch.compile(module, dynamic=False) if settings.compile else module
+            "Callable[..., Tensor]",
+            torch.compile(module, dynamic=False, options=together) if settings.compile else module,
         )
         self.graphed = bool(settings.cuda_graph) and device.type == "cuda"
         self.lr = torch.tensor(settings.lr, device=device) if self.graphed else None
