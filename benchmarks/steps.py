@@ -5,8 +5,7 @@
 The floor has the same network, precision, compilation and optimiser, no views, and a sum as its loss; all images that
 have gradients are one batch. Both are measured in one process, one right after the other; the ratio is what counts.
 
-`--profile 30` lists the kernels that the floor spends its time in. `--stem-channels 8` gives the first convolution that
-many input channels, all but the image's own zero: the same function, by other kernels.
+`--profile 30` lists the kernels that a method spends its time in; `--separate` gives each batch a pass of its own.
 """
 
 import argparse
@@ -22,9 +21,9 @@ import numpy as np
 import torch
 import torch._inductor.config
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from constraintmatch import norms
 from constraintmatch.constraints import Constraints
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.simclr import Projector
@@ -93,31 +92,15 @@ def floor(name: str, model: ClusterModel, settings: TrainSettings) -> float:
     return ms_per_step(fit(module, lambda _: inputs, bare_loss, still))
 
 
-class WideStem(nn.Module):
-    """A convolution whose input gets channels of zeros, up to so many; its weights stay as they are."""
-
-    def __init__(self, conv: nn.Conv2d, channels: int) -> None:
-        super().__init__()
-        self.conv, self.missing = conv, channels - conv.in_channels
-
-    def forward(self, x: Tensor) -> Tensor:
-        room = (0, 0, 0, 0, 0, self.missing)
-        conv = self.conv
-        return F.conv2d(F.pad(x, room), F.pad(conv.weight, room), conv.bias, conv.stride, conv.padding)
-
-
 def fresh_model(asked: argparse.Namespace) -> ClusterModel:
-    model = build_model(n_clusters=10, side=asked.side, backbone=asked.backbone)
-    if asked.stem_channels:
-        model.backbone.conv1 = WideStem(model.backbone.conv1, asked.stem_channels)
-    return model
+    return build_model(n_clusters=10, side=asked.side, backbone=asked.backbone)
 
 
-def kernels(name: str, model: ClusterModel, settings: TrainSettings, most: int) -> Iterator[str]:
-    """A line for each of the longest kernels of the floor: microseconds and calls a step; the warm-up counts too."""
+def kernels(name: str, model: ClusterModel, images: ImageSet, settings: TrainSettings, most: int) -> Iterator[str]:
+    """A line for each of the longest kernels of the method: microseconds and calls a step; the warm-up counts too."""
     device = choose_device(settings.device).type
     with profile(activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]) as seen:
-        floor(name, model, settings)
+        ours(name, model, images, settings)
     key = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
     rows = sorted(seen.key_averages(), key=lambda row: -getattr(row, key))
     total = sum(getattr(row, key) for row in rows)
@@ -137,13 +120,13 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--side", type=int, default=32)
     parser.add_argument("--backbone", default="resnet18")
-    parser.add_argument("--algorithms", type=int, default=10, help="convolutions that cuDNN tries; 0: all it has")
-    parser.add_argument("--stem-channels", type=int, help="of the first convolution's input, the rest zeros")
+    parser.add_argument("--separate", action="store_true", help="a pass for each batch, not one for pairs and views")
     parser.add_argument("--inductor", nargs="*", default=[], metavar="NAME=VALUE", help="the compiler's own settings")
-    parser.add_argument("--profile", type=int, metavar="N", help="print the N longest kernels of each floor")
+    parser.add_argument("--profile", type=int, metavar="N", help="print the N longest kernels of each method")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    torch.backends.cudnn.benchmark_limit = asked.algorithms
+    if asked.separate:
+        norms.MOST_PIECES = 0
     inductor = {name: ast.literal_eval(value) for name, value in (word.split("=") for word in asked.inductor)}
     for name, value in inductor.items():
         setattr(torch._inductor.config, name, value)
@@ -162,11 +145,11 @@ def main() -> None:
         rows[name] = {"ms": round(own, 3), "floor_ms": round(bare, 3), "ratio": round(own / bare, 3)}
         print(f"{name:18}{own:10.2f}{bare:11.2f}{own / bare:8.2f}{rate:11,.0f}", flush=True)
         if asked.profile:
-            print("\n".join(kernels(name, fresh_model(asked), settings, asked.profile)), flush=True)
+            print("\n".join(kernels(name, fresh_model(asked), images, settings, asked.profile)), flush=True)
     if asked.out:
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         request = {"steps": asked.steps, "side": asked.side, "backbone": asked.backbone, "batches": BATCHES}
-        request |= {"algorithms": asked.algorithms, "stem_channels": asked.stem_channels, "inductor": inductor}
+        request |= {"inductor": inductor, "separate": asked.separate}
         write_result(asked.out, {**request, "rows": rows, "peak_gib": peak})
 
 

@@ -33,7 +33,7 @@ class BatchNorm(nn.BatchNorm2d):
         normed, means, variances = _Parted.apply(images, self.weight, self.bias, self.parts, self.eps)
         for size, mean, var in zip(self.parts, means, variances, strict=True):
             self._follow(mean, var, size * images.shape[2] * images.shape[3])
-        return cast(Tensor, normed.flatten(0, 1))
+        return cast(Tensor, normed)
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, var: Tensor, count: int) -> None:
@@ -46,7 +46,7 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 class _Parted(torch.autograd.Function):
-    """Pieces of images normed by parts, and the means and variances (parts, c); the gradient is BatchNorm's.
+    """Images (n, c, h, w) normed by parts, and the means and variances (parts, c); the gradient is BatchNorm's.
 
     Sums are taken over pieces, the parts' greatest common size: one kernel does all. Left to autograd, the variance
     would have the images read once more on the way back.
@@ -56,48 +56,59 @@ class _Parted(torch.autograd.Function):
     def forward(
         ctx: Any, images: Tensor, weight: Tensor, bias: Tensor, parts: tuple[int, ...], eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        pieces, counts = _pieces(images, weight.dtype, parts)
-        var, mean = torch.var_mean(pieces, dim=(1, 3, 4), correction=0)
-        means = _joined(mean, counts)
-        variances = _joined(var + (mean - _spread(means, counts)).square(), counts)
+        values = images.to(weight.dtype)
+        var, mean = torch.var_mean(_pieces(values, parts), dim=(1, 3, 4), correction=0)
+        means = torch.stack([part.mean(0) for part in _split(mean, parts)])
+        variances = torch.stack(
+            [
+                within.mean(0) + between.var(0, correction=0)
+                for within, between in zip(_split(var, parts), _split(mean, parts), strict=True)
+            ]
+        )
         scales = (variances + eps).rsqrt()
         ctx.save_for_backward(images, weight, means, scales)
         ctx.parts = parts
-        normed = (pieces - _wide(means, counts)) * _wide(scales * weight, counts) + bias[:, None, None]
+        normed = (values - _by_image(means, parts)) * _by_image(scales * weight, parts) + bias[:, None, None]
         return normed.to(images.dtype), means, variances
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         images, weight, means, scales = ctx.saved_tensors
-        pieces, counts = _pieces(images, weight.dtype, ctx.parts)
+        parts = ctx.parts
         grad = grad.to(weight.dtype)
-        plain = (pieces - _wide(means, counts)) * _wide(scales, counts)
-        size = pieces[0].numel() // pieces.shape[2]
-        bias_sums, weight_sums = grad.sum((1, 3, 4)), (grad * plain).sum((1, 3, 4))
-        shift, tilt = (_wide(_joined(sums, counts) / size, counts) for sums in (bias_sums, weight_sums))
-        back = (grad - shift - plain * tilt) * _wide(scales * weight, counts)
-        return back.to(images.dtype).flatten(0, 1), weight_sums.sum(0), bias_sums.sum(0), None, None
+        # a sum, not the difference of the way there: the compiler would keep that one, in twice the images' precision
+        centred = images.to(weight.dtype) + _by_image(-means, parts)
+        sums, products = (
+            torch.stack([part.sum(0) for part in _split(_pieces(one, parts).sum((1, 3, 4)), parts)])
+            for one in (grad, grad * centred)
+        )
+        factor, pixels = scales * weight, images.shape[2] * images.shape[3]
+        shift, tilt = (
+            torch.stack([row / (size * pixels) for row, size in zip(-factor * one, parts, strict=True)])
+            for one in (sums, scales.square() * products)
+        )
+        back = grad * _by_image(factor, parts) + centred * _by_image(tilt, parts) + _by_image(shift, parts)
+        return back.to(images.dtype), (scales * products).sum(0), sums.sum(0), None, None
 
 
-def _pieces(images: Tensor, dtype: torch.dtype, parts: tuple[int, ...]) -> tuple[Tensor, list[int]]:
-    """The images as pieces (pieces, n, c, h, w), and how many of them each part has."""
-    size = math.gcd(*parts)
-    return images.to(dtype).view(-1, size, *images.shape[1:]), [part // size for part in parts]
+def _pieces(images: Tensor, parts: tuple[int, ...]) -> Tensor:
+    """The images as pieces (pieces, n, c, h, w) of the parts' greatest common size."""
+    return images.view(-1, math.gcd(*parts), *images.shape[1:])
 
 
-def _joined(values: Tensor, counts: list[int]) -> Tensor:
-    """The mean over each part's pieces: (pieces, c) to (parts, c)."""
-    return torch.stack([part.mean(0) for part in torch.split(values, counts)])
+def _split(values: Tensor, parts: tuple[int, ...]) -> Sequence[Tensor]:
+    """The rows of each part among values of the pieces (pieces, c)."""
+    return torch.split(values, [part // math.gcd(*parts) for part in parts])
 
 
-def _spread(values: Tensor, counts: list[int]) -> Tensor:
-    """Each part's values for each of its pieces: (parts, c) to (pieces, c)."""
-    return torch.cat([row.expand(count, -1) for row, count in zip(values, counts, strict=True)])
-
-
-def _wide(values: Tensor, counts: list[int]) -> Tensor:
-    """The same as (pieces, 1, c, 1, 1)."""
-    return _spread(values, counts)[:, None, :, None, None]
+def _by_image(values: Tensor, parts: tuple[int, ...]) -> Tensor:
+    """Each part's values for its images, (parts, c) to (n, c, 1, 1): chosen by the row, so that nothing is copied."""
+    row = torch.arange(sum(parts), device=values.device)[:, None]
+    chosen, first = values[0], 0
+    for size, value in zip(parts, values[1:], strict=False):
+        first += size
+        chosen = torch.where(row < first, chosen, value)
+    return chosen.expand(len(row), -1)[:, :, None, None]
 
 
 @contextmanager

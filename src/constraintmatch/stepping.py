@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,8 @@ class Stepper(Generic[B]):
         device: torch.device,
     ) -> None:
         self.module, self.loss, self.settings, self.device = module, loss, settings, device
-        together = {"combo_kernels": True} if device.type == "cuda" else None  # casts of weights, counts: one kernel
+        # casts of weights and the like: a few kernels instead of dozens
+        together: dict[str, Any] | None = {"combo_kernels": True} if device.type == "cuda" else None
         self.network = cast(
             "Callable[..., Tensor]",
             torch.compile(module, dynamic=False, options=together) if settings.compile else module,
