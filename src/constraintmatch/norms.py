@@ -21,7 +21,9 @@ class BatchNorm(nn.BatchNorm2d):
     Steps are not counted: the counter serves an average over all steps, which nobody uses here, and costs a kernel.
     """
 
-    parts: tuple[int, ...] = ()
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.parts: tuple[int, ...] = ()  # always the module's own: compiled code looks where it lies
 
     def forward(self, input: Tensor) -> Tensor:
         if self.parts and self.training:
