@@ -4,7 +4,8 @@
 
 One JSON for each way of asking and error rate: random-pair, chosen-pair, chosen-which. Every round begins with the
 start, whose head is told all answers so far (`propagate`), and trains on them. `--plain` leaves the head as it was.
-`--steps 0` trains nothing: the features are found once, and the head alone is told; minutes on a CPU.
+`--steps 0` trains nothing: the features are found once, and the head alone is told; minutes on a CPU. A stopped curve
+goes on after its last round, a finished one to larger budgets, while its answers lie in `answers/` beside the result.
 """
 
 import argparse
@@ -17,9 +18,10 @@ from typing import Any
 
 import torch
 
-from constraintmatch.answers import Answer
+from constraintmatch.answers import Answer, Question
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.evaluation import Predictions, predict, scores
+from constraintmatch.files import read_json, write_json
 from constraintmatch.images import ImageSet
 from constraintmatch.landscape import Belief
 from constraintmatch.methods import ViewChoice
@@ -90,37 +92,61 @@ def head_alone(model: Path, name: str, data_dir: Path | None, device: str) -> He
     return HeadAlone(load_model(model), images, test, device)
 
 
-def run(asked: argparse.Namespace, way: str, error: float) -> dict[str, Any]:
-    row = DATASETS[asked.name]
+def run(asked: argparse.Namespace, way: str, error: float, kept: Path) -> dict[str, Any]:
+    """One curve. What a round leaves goes to `kept`, so that a stopped curve goes on, also to larger budgets."""
     images = load_dataset(asked.name, "train", asked.data_dir)
     test = load_dataset(asked.name, "test", asked.data_dir)
     assert images.labels is not None
-    own = {"pairs_per_step": row.pairs_per_step, "images_per_step": row.images_per_step}
-    options = {**own, **row.tuned["constraintmatch"], **dict(word.split("=") for word in asked.set)}
-    options = {key: float(value) if isinstance(value, str) else value for key, value in options.items()}
-    began = time.monotonic()
+    options, request = training_options(asked), request_of(asked, way, error)
+    points, answers = read_kept(kept, request)
+    began = time.monotonic() - (points[-1].get("seconds", 0) if points else 0)
     rounds: HeadAlone | WholeNetwork = (
         WholeNetwork(asked, images, test, options)
         if asked.steps
         else head_alone(asked.model, asked.name, asked.data_dir, asked.device)
     )
-    points: list[dict[str, Any]] = [{"answers": 0, **rounds.score(rounds.start, test.labels)}]  # type: ignore[arg-type]
+    points = points or [{"answers": 0, **rounds.score(rounds.start, test.labels)}]
     oracle = LabelOracle(images.labels, error=error, seed=asked.seed)
     asking = replace(WAYS[way], seed=asked.seed)
-    for done in simulate(rounds.believe, rounds.train, rounds.start, asked.budgets, oracle, asking):
+    rest = [budget for budget in asked.budgets if budget > len(answers)]
+    going = simulate(rounds.believe, rounds.train, rounds.start, rest, oracle, asking, answers) if rest else iter(())
+    for done in going:
         told = rounds.score(done.model, test.labels)
         groups = implied_groups(done.answers, len(images))
         seconds = round(time.monotonic() - began, 1)
         points.append({"answers": len(done.answers), **told, "groups": int(groups.max()) + 1, "seconds": seconds})
+        told_so_far = [[one.question.image, one.question.shown, one.choice] for one in done.answers]
+        write_json(kept, {"request": request, "points": points, "answers": told_so_far})
         print(
             f"{asked.name} {way} error {error:g}: {len(done.answers):,} answers, ACC {100 * told['acc']:.2f}",
             flush=True,
         )
+    return {**request, "points": points}
+
+
+def training_options(asked: argparse.Namespace) -> dict[str, Any]:
+    """The options of the set's own training, and those that were asked for."""
+    row = DATASETS[asked.name]
+    own = {"pairs_per_step": row.pairs_per_step, "images_per_step": row.images_per_step}
+    options = {**own, **row.tuned["constraintmatch"], **dict(word.split("=") for word in asked.set)}
+    return {key: float(value) if isinstance(value, str) else value for key, value in options.items()}
+
+
+def request_of(asked: argparse.Namespace, way: str, error: float) -> dict[str, Any]:
+    """What decides a curve."""
     request = {"data": asked.name, "way": way, "error": error, "steps": asked.steps, "seed": asked.seed}
     request["head"] = "the start's" if asked.plain else "told the answers"
     request |= {"start_name": asked.start} if asked.start else {}
-    options = options if asked.steps else {}
-    return {**request, "options": options, "start": weights_hash(load_model(asked.model)), "points": points}
+    options = training_options(asked) if asked.steps else {}
+    return {**request, "options": options, "start": weights_hash(load_model(asked.model))}
+
+
+def read_kept(path: Path, request: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Answer]]:
+    """Points and answers of the rounds before; nothing where there are none, or of another curve."""
+    found = read_json(path) if path.is_file() else {}
+    if found.get("request") != request:
+        return [], []
+    return found["points"], [Answer(Question(image, tuple(shown)), choice) for image, shown, choice in found["answers"]]
 
 
 def main() -> None:
@@ -149,10 +175,11 @@ def main() -> None:
         for way in asked.ways.split(","):
             told = ("" if asked.steps else "-head") + (f"-{asked.start}" if asked.start else "")
             target = asked.out / f"questions-{asked.name}-{way}{told}-error{error:g}.json"
-            if target.is_file():
+            kept = asked.out / "answers" / target.name
+            if target.is_file() and not kept.is_file():
                 print(f"{target}: finished before")
                 continue
-            write_result(target, run(asked, way, error))
+            write_result(target, run(asked, way, error, kept))
 
 
 if __name__ == "__main__":

@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument(
         "--set", nargs="*", default=[], help="by stage, for example simclr.epochs=500 self_label.ema=0.999"
     )
+    parser.add_argument("--clusters", type=int, help="how many; as many as the set has classes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results-name", dest="name_of_results", help="what the results' names begin with; start-SET")
     parser.add_argument("--model", type=Path, help="model folder to start from, for example a finished SimCLR stage")
@@ -83,8 +84,9 @@ def main() -> None:
     arguments = parser.parse_args()
     stages = arguments.stages.split(",")
     row = DATASETS[arguments.name]
+    n_clusters = arguments.clusters or row.n_clusters
     if arguments.smoke:
-        smoke(stages, row.n_clusters, arguments.smoke, recipe_of(arguments.set))
+        smoke(stages, n_clusters, arguments.smoke, recipe_of(arguments.set))
         return
     images = load_dataset(arguments.name, "train+val", arguments.data_dir)
     test = load_dataset(arguments.name, "test", arguments.data_dir)
@@ -92,7 +94,7 @@ def main() -> None:
         load_model(arguments.model)
         if arguments.model
         else build_model(
-            n_clusters=row.n_clusters,
+            n_clusters=n_clusters,
             side=row.side,
             backbone=row.backbone,
             mean=row.mean,
@@ -109,7 +111,7 @@ def main() -> None:
     done = pretrain(
         model,
         images,
-        row.n_clusters,
+        n_clusters,
         stages=stages,
         recipe=recipe_of(arguments.set),
         settings={"seed": arguments.seed, "checkpoint_every": 5000, "log_every": 500},

@@ -3,13 +3,14 @@
 #
 #     benchmarks/queue.sh DATA KEEP [STARTS]
 #
-# DATA has the CIFAR files, STARTS the model folders (weights/); KEEP gets results, models and a log of each part.
-# Stop it at any time: the same command goes on, a curve of questions from its beginning.
+# DATA has the CIFAR files, STARTS the model folders (weights/; the wide starts of Table III also need simclr-cifar10 and
+# simclr-cifar100-20, from the history at 0617a12); KEEP gets results, models, logs and the compiler's cache, which saves
+# a minute a stage on the next machine of the same kind. Stop it at any time: the same command goes on.
 set -u
 data=$1 keep=$2 starts=${3:-weights}
 python=${PYTHON:-python3}
-export PYTHONPATH=src PYTHONUNBUFFERED=1
-mkdir -p "$keep/log" "$keep/models" "$keep/results"
+export PYTHONPATH=src PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR="$keep/inductor"
+mkdir -p "$keep/log" "$keep/models" "$keep/results" "$keep/starts"
 
 part() { # NAME COMMAND…: its output goes to the log of that name
     local name=$1 code
@@ -26,9 +27,11 @@ steps() { # NAME OPTION…
     [ -e "$keep/$name.json" ] || part "$name" "$python" benchmarks/steps.py --out "$keep/$name.json" "$@"
 }
 
-start() { # SET NAME MODEL STAGES: stages from a model folder
-    part "start-$2" "$python" benchmarks/pretrain.py "$1" --data-dir "$data" --out "$keep/start-$2" \
-        --results-name "start-$2" --model "$3" --stages "$4"
+start() { # SET NAME MODEL STAGES [OPTION…]: stages from a model folder
+    local set=$1 name=$2 model=$3 stages=$4
+    shift 4
+    part "start-$name" "$python" benchmarks/pretrain.py "$set" --data-dir "$data" --out "$keep/start-$name" \
+        --results-name "start-$name" --model "$model" --stages "$stages" "$@"
 }
 
 cells() { # NAME OPTION…: a table of the paper, or a part of it
@@ -36,36 +39,44 @@ cells() { # NAME OPTION…: a table of the paper, or a part of it
         --starts "$keep/starts" --results "$keep/results" --out "$keep/runs" --models "$keep/models"
 }
 
-mkdir -p "$keep/starts"
-cp -rn "$starts/scan-cifar10" "$keep/starts/"
-cp -n results/paper/cifar10-*.json "$keep/results/" # finished
+curves() { # SET OPTION…: answers instead of pairs, the network trained in every round
+    local set=$1
+    shift
+    part "questions-$set-$(tr -cs 'a-z0-9\n' - <<<"$*")" "$python" benchmarks/label_efficiency.py "$set" \
+        --data-dir "$data" --model "$keep/starts/scan-$set" --out "$keep" "$@"
+}
 
-# Where a step's time goes, and whether other kernels are faster (aims: 5 and 15 ms)
-steps speed-plain --methods constrained,constraintmatch,simclr --profile 40
-steps speed-all-algorithms --methods constrained,constraintmatch --algorithms 0
-steps speed-wide-stem --methods constrained,constraintmatch --algorithms 0 --stem-channels 8
+cp -rn "$starts/scan-cifar10" "$starts/scan-cifar100-20" "$keep/starts/"
+cp -n results/paper/*.json "$keep/results/" # finished
 
-# Self-labelling straight from the linear heads on BYOL's features: SCAN costs 2.9 points there
-start cifar10 cifar10-byol-heads "$starts/byol-cifar10" self_label
+# Whether the joint pass pays (decision 026)
+steps speed-joint --methods constraintmatch,constrained,simclr --profile 40
+steps speed-separate --methods constraintmatch --separate
 
-# Self-labelling left superclasses without a cluster: heads found anew on its features, and Table I from that start
-start cifar100-20 cifar100-20-heads "$starts/scan-cifar100-20" linear_scan
-cp -rn "$keep/start-cifar100-20-heads/model" "$keep/starts/scan-cifar100-20"
-for fold in 0 1; do
-    cells table1 --constraints 10000 --sets cifar100-20 --methods scan,constraintmatch,constrained --folds $fold
-    cells table1 --constraints 10000 --sets cifar10 --methods constraintmatch,constrained --folds $fold
+# Table I, 10,000 pairs: the second fold; Table II
+cells table1 --constraints 10000 --sets cifar100-20 --methods constraintmatch,constrained --folds 0-1
+cells table1 --constraints 10000 --sets cifar10 --methods constraintmatch,constrained --folds 0-1
+cells table2 --sets cifar100-20 --folds 0
+
+# A look at what trained answers reach, up to the aims' 500
+for set in cifar10 cifar100-20; do
+    curves $set --ways chosen-which --errors 0 --budgets 50,100,200,500
 done
 
-# Then Table II, 5,000 pairs, the bounds, and the figures, cut. Table III is not here: its starts with 50 and 100
-# outputs are not made yet.
-cells table2 --sets cifar100-20 --folds 0
+# 5,000 pairs, the bounds, the gallery
 cells table1 --sets cifar10,cifar100-20 --methods constraintmatch,constrained --constraints 5000 --folds 0
 cells table1 --sets cifar10,cifar100-20 --methods fully_constrained,supervised --folds 0
 cells gallery --sets cifar10,cifar100-20
-cells flip links selection entropy amount noise --sets cifar10,cifar100-20 --folds 0 --steps 2000
 
-# Answers instead of pairs, the network trained in every round
-for set in cifar10 cifar100-20; do
-    part "questions-$set" "$python" benchmarks/label_efficiency.py $set --data-dir "$data" \
-        --model "$keep/starts/scan-$set" --out "$keep"
+# Table III, from starts with five times as many outputs
+for wide in cifar10:50 cifar100-20:100; do
+    set=${wide%:*} outputs=${wide#*:}
+    start "$set" "$set-$outputs" "$starts/simclr-$set" scan,self_label --clusters "$outputs"
+    cp -rn "$keep/start-$set-$outputs/model" "$keep/starts/scan-$set-$outputs"
 done
+cells table3 --sets cifar10,cifar100-20 --folds 0
+
+# The figures, cut; all curves of questions; self-labelling straight from the linear heads on BYOL's features
+cells flip links selection entropy amount noise --sets cifar10,cifar100-20 --folds 0 --steps 2000
+for set in cifar10 cifar100-20; do curves $set; done
+start cifar10 cifar10-byol-heads "$starts/byol-cifar10" self_label

@@ -108,6 +108,18 @@ def test_each_round_has_the_answers_of_the_ones_before_and_is_asked_by_the_newes
     assert rounds[1].answers[:4] == rounds[0].answers
 
 
+def test_a_stopped_simulation_goes_on_as_if_it_had_not_stopped() -> None:
+    def believe(model: int) -> Belief:  # another one after each training, by the number of answers
+        return Belief.of(np.roll(FEATURES, model, axis=0))
+
+    def go(budgets: list[int], answers: Sequence[Answer] = ()) -> list[tuple[Answer, ...]]:
+        return [done.answers for done in simulate(believe, len, 0, budgets, ORACLE, Asking(batch=3), answers)]
+
+    whole = go([4, 10, 12])
+    assert go([10, 12], whole[0]) == whole[1:]
+    assert go([10, 12], [])[0] != whole[1]  # the model of the first round chose the next questions
+
+
 @pytest.mark.parametrize("budgets", [[], [0, 5], [5, 5], [9, 3]])
 def test_budgets_that_do_not_rise_are_refused(budgets: list[int]) -> None:
     with pytest.raises(InputError, match="must rise"):

@@ -145,20 +145,24 @@ def simulate(
     budgets: Sequence[int],
     annotator: Annotator,
     asking: Asking,
+    answers: Sequence[Answer] = (),
 ) -> Iterator[Round]:
-    """A round for each budget, in rising order: ask until it is reached, train on all answers, believe that model."""
+    """A round for each budget, in rising order: ask until it is reached, train on all answers, believe that model.
+
+    With the `answers` of a round before it goes on from there, after a training on them.
+    """
     if list(budgets) != sorted(set(budgets)) or not budgets or budgets[0] < 1:
         raise InputError(f"budgets {list(budgets)} must rise, from 1 up")
-    answers: list[Answer] = []
-    belief = believe(start)
+    found = list(answers)
+    belief = believe(train(found) if found else start)
     for budget in budgets:
-        before = len(answers)
-        answers = ask_until(belief, answers, budget, annotator, asking)
-        if len(answers) == before:
+        before = len(found)
+        found = ask_until(belief, found, budget, annotator, asking)
+        if len(found) == before:
             return
-        model = train(answers)
+        model = train(found)
         belief = believe(model)
-        yield Round(tuple(answers), model)
+        yield Round(tuple(found), model)
 
 
 def informed(start: "ClusterModel", frozen: "Frozen", answers: Sequence[Answer]) -> "ClusterModel":
