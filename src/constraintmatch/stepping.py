@@ -53,11 +53,9 @@ class Stepper(Generic[B]):
         device: torch.device,
     ) -> None:
         self.module, self.loss, self.settings, self.device = module, loss, settings, device
-        # casts of weights and the like: a few kernels instead of dozens
-        together: dict[str, Any] | None = {"combo_kernels": True} if device.type == "cuda" else None
         self.network = cast(
             "Callable[..., Tensor]",
-            torch.compile(module, dynamic=False, options=together) if settings.compile else module,
+            torch.compile(module, dynamic=False, options=_options(device)) if settings.compile else module,
         )
         self.graphed = bool(settings.cuda_graph) and device.type == "cuda"
         self.lr = torch.tensor(settings.lr, device=device) if self.graphed else None
@@ -202,6 +200,13 @@ class Stepper(Generic[B]):
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self._step(self.static)
         self.graph.replay()  # a capture records the step and does not do it
+
+
+def _options(device: torch.device) -> dict[str, Any] | None:
+    """For the compiler on CUDA: casts of weights and the like as a few kernels instead of dozens; joined parts of a
+    batch (`norms`) written by the kernel that goes on with them, not by one of their own.
+    """
+    return {"combo_kernels": True, "force_pointwise_cat": True} if device.type == "cuda" else None
 
 
 def _record(values: Tensor, count: Tensor, summed: Tensor, sums: Tensor, bad: Tensor) -> None:
