@@ -109,7 +109,11 @@ def _calming(logits: Tensor) -> float:
 
 def _losses(anchors: Tensor, partners: Tensor, weight: Tensor, bias: Tensor, entropy_weight: float) -> Tensor:
     """SCAN's loss (h,) of each head."""
-    p, q = ((side @ weight + bias).softmax(-1) for side in (anchors, partners))  # (h, n, k)
+    n_heads, width, k = weight.shape
+    columns = weight.transpose(0, 1).reshape(width, n_heads * k)  # one product for all heads: several times as fast
+    p, q = (
+        ((side @ columns).view(-1, n_heads, k).transpose(0, 1) + bias).softmax(-1) for side in (anchors, partners)
+    )  # (h, n, k)
     each = torch.vmap(lambda one, other: scan_loss(one, other, entropy_weight=entropy_weight).total)
     return each(p, q)
 
