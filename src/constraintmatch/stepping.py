@@ -203,10 +203,16 @@ class Stepper(Generic[B]):
 
 
 def _options(device: torch.device) -> dict[str, Any] | None:
-    """For the compiler on CUDA: casts of weights and the like as a few kernels instead of dozens; joined parts of a
-    batch (`norms`) written by the kernel that goes on with them, not by one of their own.
+    """What the compiler is asked for on CUDA, as far as this torch knows it.
+
+    Casts of weights and the like as a few kernels instead of dozens; joined parts of a batch (`norms`) written by the
+    kernel that goes on with them, not by one of their own.
     """
-    return {"combo_kernels": True, "force_pointwise_cat": True} if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    from torch._inductor import config
+
+    return {name: True for name in ("combo_kernels", "force_pointwise_cat") if hasattr(config, name)}
 
 
 def _record(values: Tensor, count: Tensor, summed: Tensor, sums: Tensor, bad: Tensor) -> None:
