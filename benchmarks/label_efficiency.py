@@ -92,16 +92,15 @@ def head_alone(model: Path, name: str, data_dir: Path | None, device: str) -> He
     return HeadAlone(load_model(model), images, test, device)
 
 
-def run(asked: argparse.Namespace, way: str, error: float, kept: Path) -> dict[str, Any]:
-    """One curve. What a round leaves goes to `kept`, so that a stopped curve goes on, also to larger budgets."""
+def run(asked: argparse.Namespace, way: str, error: float, request: dict[str, Any], kept: Path) -> list[dict[str, Any]]:
+    """The points of one curve. What a round leaves goes to `kept`, so that a stopped curve goes on from there."""
     images = load_dataset(asked.name, "train", asked.data_dir)
     test = load_dataset(asked.name, "test", asked.data_dir)
     assert images.labels is not None
-    options, request = training_options(asked), request_of(asked, way, error)
-    points, answers = read_kept(kept, request)
+    points, answers = read_kept(kept)
     began = time.monotonic() - (points[-1].get("seconds", 0) if points else 0)
     rounds: HeadAlone | WholeNetwork = (
-        WholeNetwork(asked, images, test, options)
+        WholeNetwork(asked, images, test, request["options"])
         if asked.steps
         else head_alone(asked.model, asked.name, asked.data_dir, asked.device)
     )
@@ -109,19 +108,19 @@ def run(asked: argparse.Namespace, way: str, error: float, kept: Path) -> dict[s
     oracle = LabelOracle(images.labels, error=error, seed=asked.seed)
     asking = replace(WAYS[way], seed=asked.seed)
     rest = [budget for budget in asked.budgets if budget > len(answers)]
-    going = simulate(rounds.believe, rounds.train, rounds.start, rest, oracle, asking, answers) if rest else iter(())
-    for done in going:
-        told = rounds.score(done.model, test.labels)
+    going = simulate(rounds.believe, rounds.train, rounds.start, rest, oracle, asking, answers)
+    for done in going if rest else ():
+        found = rounds.score(done.model, test.labels)
         groups = implied_groups(done.answers, len(images))
         seconds = round(time.monotonic() - began, 1)
-        points.append({"answers": len(done.answers), **told, "groups": int(groups.max()) + 1, "seconds": seconds})
-        told_so_far = [[one.question.image, one.question.shown, one.choice] for one in done.answers]
-        write_json(kept, {"request": request, "points": points, "answers": told_so_far})
+        points.append({"answers": len(done.answers), **found, "groups": int(groups.max()) + 1, "seconds": seconds})
+        given = [[one.question.image, one.question.shown, one.choice] for one in done.answers]
+        write_json(kept, {"request": request, "points": points, "answers": given})
         print(
-            f"{asked.name} {way} error {error:g}: {len(done.answers):,} answers, ACC {100 * told['acc']:.2f}",
+            f"{asked.name} {way} error {error:g}: {len(done.answers):,} answers, ACC {100 * found['acc']:.2f}",
             flush=True,
         )
-    return {**request, "points": points}
+    return points
 
 
 def training_options(asked: argparse.Namespace) -> dict[str, Any]:
@@ -141,12 +140,23 @@ def request_of(asked: argparse.Namespace, way: str, error: float) -> dict[str, A
     return {**request, "options": options, "start": weights_hash(load_model(asked.model))}
 
 
-def read_kept(path: Path, request: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Answer]]:
-    """Points and answers of the rounds before; nothing where there are none, or of another curve."""
-    found = read_json(path) if path.is_file() else {}
-    if found.get("request") != request:
+def read_kept(path: Path) -> tuple[list[dict[str, Any]], list[Answer]]:
+    """Points and answers of the rounds before; nothing where there are none."""
+    if not path.is_file():
         return [], []
+    found = read_json(path)
     return found["points"], [Answer(Question(image, tuple(shown)), choice) for image, shown, choice in found["answers"]]
+
+
+def is_finished(target: Path, kept: Path, request: dict[str, Any], budget: int) -> bool:
+    """Whether the curve reaches the budget; a file of another curve in the way is named and stops the program."""
+    for path, found in ((path, read_json(path)) for path in (kept, target) if path.is_file()):
+        other = next((key for key, value in request.items() if found.get("request", found).get(key) != value), None)
+        if other is not None:
+            raise SystemExit(f"{path}: a curve with another {other}; move it away or choose another --out")
+    if not target.is_file():
+        return False
+    return not kept.is_file() or read_json(target)["points"][-1]["answers"] >= budget
 
 
 def main() -> None:
@@ -173,13 +183,13 @@ def main() -> None:
         asked.device = "cuda" if torch.cuda.is_available() else "cpu"
     for error in map(float, asked.errors.split(",")):
         for way in asked.ways.split(","):
-            told = ("" if asked.steps else "-head") + (f"-{asked.start}" if asked.start else "")
-            target = asked.out / f"questions-{asked.name}-{way}{told}-error{error:g}.json"
-            kept = asked.out / "answers" / target.name
-            if target.is_file() and not kept.is_file():
+            kind = ("" if asked.steps else "-head") + (f"-{asked.start}" if asked.start else "")
+            target = asked.out / f"questions-{asked.name}-{way}{kind}-error{error:g}.json"
+            kept, request = asked.out / "answers" / target.name, request_of(asked, way, error)
+            if is_finished(target, kept, request, asked.budgets[-1]):
                 print(f"{target}: finished before")
                 continue
-            write_result(target, run(asked, way, error, kept))
+            write_result(target, {**request, "points": run(asked, way, error, request, kept)})
 
 
 if __name__ == "__main__":

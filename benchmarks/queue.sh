@@ -72,7 +72,7 @@ cells gallery --sets cifar10,cifar100-20
 for wide in cifar10:50 cifar100-20:100; do
     set=${wide%:*} outputs=${wide#*:}
     start "$set" "$set-$outputs" "$starts/simclr-$set" scan,self_label --clusters "$outputs"
-    cp -rn "$keep/start-$set-$outputs/model" "$keep/starts/scan-$set-$outputs"
+    cp -rnT "$keep/start-$set-$outputs/model" "$keep/starts/scan-$set-$outputs"
 done
 cells table3 --sets cifar10,cifar100-20 --folds 0
 

@@ -9,7 +9,6 @@ have gradients are one batch. Both are measured in one process, one right after 
 """
 
 import argparse
-import ast
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._inductor.config
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -121,15 +119,11 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=32)
     parser.add_argument("--backbone", default="resnet18")
     parser.add_argument("--separate", action="store_true", help="a pass for each batch, not one for pairs and views")
-    parser.add_argument("--inductor", nargs="*", default=[], metavar="NAME=VALUE", help="the compiler's own settings")
     parser.add_argument("--profile", type=int, metavar="N", help="print the N longest kernels of each method")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     if asked.separate:
         norms.can_keep_apart = lambda module: False  # noqa: ARG005 (the function's signature)
-    inductor = {name: ast.literal_eval(value) for name, value in (word.split("=") for word in asked.inductor)}
-    for name, value in inductor.items():
-        setattr(torch._inductor.config, name, value)
     rng = np.random.Generator(np.random.Philox(0))
     pixels = rng.integers(0, 256, (asked.images, asked.side, asked.side, 3), dtype=np.uint8)
     images = ImageSet.from_arrays(pixels, labels=np.arange(asked.images) % 10)
@@ -149,7 +143,7 @@ def main() -> None:
     if asked.out:
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         request = {"steps": asked.steps, "side": asked.side, "backbone": asked.backbone, "batches": BATCHES}
-        request |= {"inductor": inductor, "separate": asked.separate}
+        request["separate"] = asked.separate
         write_result(asked.out, {**request, "rows": rows, "peak_gib": peak})
 
 

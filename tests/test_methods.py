@@ -1,11 +1,13 @@
 import copy
 import importlib
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from constraintmatch import views as view_functions
 from constraintmatch.constraints import Constraints
@@ -70,6 +72,37 @@ def test_first_losses_are_pinned(stripes: ImageSet) -> None:
     }
     for name, losses in expected.items():
         assert found[name] == pytest.approx(losses, rel=2e-3), name
+
+
+@pytest.mark.parametrize("name", ["constraintmatch", "pseudo_label", "scan"])
+def test_a_joint_pass_trains_as_separate_ones_do(stripes: ImageSet, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {
+        "constraintmatch": {"max_entropy": 0.99},
+        "pseudo_label": {"min_confidence": 0.4},
+        "scan": {"n_clusters": 3},
+    }
+    arguments = {"images_per_step": 20, **more[name], **({"epochs": 1, "n_tries": 0} if name == "scan" else {})}
+    sizes = []
+
+    def watched(function: Callable[..., Tensor], **_: object) -> Callable[..., Tensor]:
+        """In the compiler's place: what would be compiled goes through in one pass, and its batches are noted."""
+
+        def call(*inputs: Tensor) -> Tensor:
+            sizes.append(len(inputs[0]))
+            return function(*inputs)
+
+        return call if isinstance(function, nn.Module) else function
+
+    monkeypatch.setattr(torch, "compile", watched)
+    separate, together = (
+        run(name, stripes, settings=replace(QUICK, log_every=1, compile=joint), **arguments) for joint in (False, True)
+    )
+    assert max(sizes) == 40
+    losses = [[entry["loss"] for entry in one.log if entry["kind"] == "training"] for one in (separate, together)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    found = together.model.state_dict()
+    for key, value in separate.model.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
 
 
 def test_the_first_step_is_the_papers_equation(stripes: ImageSet) -> None:

@@ -27,8 +27,9 @@ class BatchNorm(nn.BatchNorm2d):
         return self._normed(input)
 
     def _normed(self, images: Tensor) -> Tensor:
-        mean, var, momentum = self.running_mean, self.running_var, self.momentum or 0.0
-        return F.batch_norm(images, mean, var, self.weight, self.bias, self.training, momentum, self.eps)
+        assert self.momentum is not None
+        mean, var = self.running_mean, self.running_var
+        return F.batch_norm(images, mean, var, self.weight, self.bias, self.training, self.momentum, self.eps)
 
 
 @contextmanager
@@ -52,8 +53,7 @@ def can_keep_apart(module: nn.Module) -> bool:
 def passes(network: Callable[..., Tensor], module: nn.Module, *batches: Tensor, joint: bool) -> Sequence[Tensor]:
     """What the network says of each batch, each normed by its own statistics; `joint`: in one pass, where that can be.
 
-    One pass costs the GPU less than two: of an H200's time for 400 small images a quarter does not depend on how many
-    they are. `network` is `module`, compiled or not.
+    One pass costs a GPU less than two (decision 026). `network` is `module`, compiled or not.
     """
     if not joint or not can_keep_apart(module):
         return [network(batch) for batch in batches]

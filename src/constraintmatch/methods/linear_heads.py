@@ -110,7 +110,7 @@ def _calming(logits: Tensor) -> float:
 def _losses(anchors: Tensor, partners: Tensor, weight: Tensor, bias: Tensor, entropy_weight: float) -> Tensor:
     """SCAN's loss (h,) of each head."""
     n_heads, width, k = weight.shape
-    columns = weight.transpose(0, 1).reshape(width, n_heads * k)  # one product for all heads: several times as fast
+    columns = weight.transpose(0, 1).reshape(width, n_heads * k)  # one product for all heads: faster than one for each
     p, q = (
         ((side @ columns).view(-1, n_heads, k).transpose(0, 1) + bias).softmax(-1) for side in (anchors, partners)
     )  # (h, n, k)

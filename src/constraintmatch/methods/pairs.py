@@ -5,7 +5,7 @@ The paper's ablation is the `unconstrained` argument: none (constrained), pseudo
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -102,17 +102,21 @@ def train_on_pairs(
     bench = prepare(model, images, settings)
     batches = _Batches(bench, images, constraints, unconstrained, pairs_per_step, views, settings.steps)
     pair_objective = PAIR_OBJECTIVES[objective]
-    from_pairs, from_guesses = bench.compiled(constrained_term), bench.compiled(unconstrained_term)
+    from_pairs = bench.compiled(constrained_term)
+    if unconstrained is not None:  # its loss alone: thresholds would be compiled in, each value anew
+        unconstrained = replace(unconstrained, loss=bench.compiled(unconstrained.loss))
 
     def loss(network: Network, batch: SemiBatch) -> dict[str, Tensor]:
         pairs = batch.pairs
         both = torch.cat((pairs.left, pairs.right))
-        if unconstrained is None or batch.free is None or batch.ramp is None:
+        if unconstrained is None:
             return {"constrained": from_pairs(network(both), pairs.link, pairs.weight, pair_objective)}
+        assert batch.free is not None
+        assert batch.ramp is not None
         with torch.no_grad():
             weak = network(batch.free.weak)
         paired, strong = passes(network, model, both, batch.free.strong, joint=bench.compile)
-        pseudo = from_guesses(weak, strong, batch.flip, unconstrained)
+        pseudo = unconstrained_term(weak, strong, batch.flip, unconstrained)
         return {
             "constrained": from_pairs(paired, pairs.link, pairs.weight, pair_objective),
             "pseudo": batch.ramp * unconstrained.weight * pseudo,
