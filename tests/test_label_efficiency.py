@@ -1,22 +1,30 @@
-"""The page of the label-efficiency curve is current and says what the results say."""
+"""The label-efficiency curve: its page is current and says what the results say; its benchmark loses nothing."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from constraintmatch.files import read_json
+from constraintmatch.models import build_model, save_model
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module")
-def maker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_label_efficiency", ROOT / "docs" / "make_label_efficiency.py")
+def script(folder: str, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def maker() -> ModuleType:
+    return script("docs", "make_label_efficiency")
 
 
 def curve(way: str, accuracies: list[float], error: float = 0.0, steps: int = 1_000) -> dict[str, object]:
@@ -56,3 +64,38 @@ def test_each_set_and_error_rate_has_its_figure(maker: ModuleType, tmp_path: Pat
     stems = ("questions-cifar10-error0", "questions-cifar10-error0.05")
     assert names == sorted(f"{stem}.{suffix}" for stem in stems for suffix in ("png", "svg"))
     assert all(f"curves/{name}" in maker.page(found) for name in names if name.endswith("png"))
+
+
+def test_a_curve_goes_on_to_larger_budgets_and_is_never_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = script("benchmarks", "label_efficiency")
+    save_model(build_model(n_clusters=10, side=8, channels=1, backbone="tiny", seed=3), tmp_path / "start")
+
+    def points(out: str, budgets: str, *more: str) -> list[dict[str, float]]:
+        fixed = [
+            "digits",
+            "--model",
+            str(tmp_path / "start"),
+            "--steps",
+            "0",
+            "--ways",
+            "chosen-which",
+            "--errors",
+            "0",
+        ]
+        place = ["--budgets", budgets, "--out", str(tmp_path / out), "--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", ["label_efficiency.py", *fixed, *place, *more])
+        benchmark.main()
+        found = read_json(tmp_path / out / "questions-digits-chosen-which-head-error0.json")["points"]
+        return [{key: value for key, value in point.items() if key != "seconds"} for point in found]
+
+    assert [point["answers"] for point in points("parts", "15,30")] == [0, 15, 30]
+    assert points("parts", "15,30,40") == points("whole", "15,30,40")
+    before = (tmp_path / "parts" / "questions-digits-chosen-which-head-error0.json").read_bytes()
+    capsys.readouterr()
+    points("parts", "15,30,40")
+    assert "finished before" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="a curve with another seed"):
+        points("parts", "15", "--seed", "1")
+    assert (tmp_path / "parts" / "questions-digits-chosen-which-head-error0.json").read_bytes() == before
