@@ -1,3 +1,5 @@
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,17 +9,26 @@ from constraintmatch.errors import InputError
 from constraintmatch.files import read_json
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def short() -> Iterator[None]:
     """A demo of seconds: two samples, a few steps."""
-    monkeypatch.setattr(demo, "N_SAMPLES", 2)
-    monkeypatch.setattr(demo, "STEPS", 4)
-    monkeypatch.setattr(demo, "short_start", lambda *_, **__: {"simclr": {"epochs": 2}, "linear_scan": {"n_tries": 2}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "N_SAMPLES", 2)
+        patch.setattr(demo, "STEPS", 4)
+        recipe = {"simclr": {"epochs": 2}, "linear_scan": {"n_tries": 1, "most_images": 100}}
+        patch.setattr(demo, "short_start", lambda *_, **__: recipe)
+        yield
 
 
-@pytest.mark.usefixtures("short")
-def test_the_demo_prints_a_table_and_leaves_a_report(tmp_path: Path) -> None:
-    said = demo.run_demo(tmp_path / "demo")
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Its folder, and what it said."""
+    out = tmp_path_factory.mktemp("made") / "demo"
+    return out, demo.run_demo(out)
+
+
+def test_the_demo_prints_a_table_and_leaves_a_report(made: tuple[Path, str]) -> None:
+    out, said = made
     rows = [line.split("  ")[0] for line in said.splitlines()]
     assert [row for row in rows if row in ("self-supervised start", "constrained", "ConstraintMatch")] == [
         "self-supervised start",
@@ -26,7 +37,7 @@ def test_the_demo_prints_a_table_and_leaves_a_report(tmp_path: Path) -> None:
     ]
     page = Path(said.rsplit("report: ", 1)[1].strip())
     assert page.is_file()
-    found = read_json(tmp_path / "demo" / "demo.json")
+    found = read_json(out / "demo.json")
     assert [len(found[name]) for name in ("start", "constrained", "constraintmatch")] == [1, 2, 2]
     assert f"{100 * found['start'][0]['acc']:.1f}" in said
     gain = sum(
@@ -36,13 +47,13 @@ def test_the_demo_prints_a_table_and_leaves_a_report(tmp_path: Path) -> None:
     assert all(len(line) <= 80 for line in said.splitlines()[:-1])
 
 
-@pytest.mark.usefixtures("short")
-def test_the_demo_may_run_again_but_removes_nothing_of_others(tmp_path: Path) -> None:
-    demo.run_demo(tmp_path / "demo")
-    first = (tmp_path / "demo" / "demo.json").stat().st_mtime_ns
-    demo.run_demo(tmp_path / "demo")
-    assert (tmp_path / "demo" / "demo.json").stat().st_mtime_ns > first
-    (tmp_path / "demo" / "thesis.tex").write_text("years of work")
+def test_the_demo_may_run_again_but_removes_nothing_of_others(made: tuple[Path, str], tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    shutil.copytree(made[0], out)
+    first = (out / "demo.json").stat().st_mtime_ns
+    assert demo.run_demo(out).splitlines()[:-1] == made[1].splitlines()[:-1]  # all but the report's place
+    assert (out / "demo.json").stat().st_mtime_ns > first
+    (out / "thesis.tex").write_text("years of work")
     with pytest.raises(InputError, match="not an earlier demo"):
-        demo.run_demo(tmp_path / "demo")
-    assert (tmp_path / "demo" / "thesis.tex").read_text() == "years of work"
+        demo.run_demo(out)
+    assert (out / "thesis.tex").read_text() == "years of work"

@@ -201,6 +201,27 @@ def test_the_start_finds_the_stripes_without_labels(stripes: ImageSet) -> None:
     assert scores(stripes.labels, predict(after, stripes))["acc"] > 0.6
 
 
+@pytest.mark.parametrize("name", ["scan", "self_label"])
+def test_a_falling_quality_keeps_earlier_weights_unless_it_is_tolerated(
+    name: str, stripes: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def worse_and_worse(*_: object) -> Callable[[ClusterModel], float]:
+        values = iter([1.0, 0.8, 0.6, 0.4, 0.2])
+        return lambda _: next(values)
+
+    module = importlib.import_module(f"constraintmatch.methods.{name}")
+    monkeypatch.setattr(module, "quality_judge", worse_and_worse)
+    asked = {"scan": {"n_clusters": 3, "n_tries": 0}, "self_label": {"min_confidence": 0.1}}[name]
+    settings = replace(QUICK, evaluate_every=1)
+    kept = []
+    for tolerance in ({}, {"tolerance": 0.5}, {"tolerance": 1.0}):
+        done = METHODS[name](model(), stripes, epochs=4, images_per_step=60, settings=settings, **asked, **tolerance)
+        kept.append(next((entry["kept_step"] for entry in done.log if entry["kind"] == "kept"), 4))
+    assert kept == [0, 2, 4]
+    with pytest.raises(InputError, match=r"tolerance is 1.5; it must lie in \[0, 1\]"):
+        METHODS[name](model(), stripes, tolerance=1.5, **asked)
+
+
 def test_the_head_with_the_lowest_loss_is_kept() -> None:
     several = with_clusters(with_projection(model()), 4, n_heads=3, seed=5).eval()
     images = torch.randint(0, 256, (5, 1, 8, 8), dtype=torch.uint8)

@@ -168,44 +168,52 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     )
 
 
+LONG = replace(CPU, steps=60, checkpoint_every=7)
 KILLED = """
-import sys, time
+import sys
 sys.path.insert(0, {tests!r})
-from test_training import *
-torch.set_num_threads(1)
-def slow(step):
-    if step == 0:
-        print("ready", flush=True)
-    time.sleep(0.01)
-    return numbers(step)
-module = network()
-with open_run({out!r}, {{}}, resume=True) as run:
-    fit(module, slow, squares, replace(CPU, steps=60, checkpoint_every=7), run=run)
-torch.save(module.state_dict(), {out!r} + ".pt")
+import test_training
+try:
+    test_training.train_slowly({out!r} + "/told")
+except test_training.Interrupted:
+    test_training.train_slowly({out!r} + "/killed")
 """
 
 
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, kind: signal.Signals) -> None:
-    out = str(tmp_path / "killed")
-    script = KILLED.format(tests=str(Path(__file__).parent), out=out)
-    command = [sys.executable, "-c", script]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(random.uniform(0.05, 0.5))
-    process.send_signal(kind)
-    assert process.wait(30) != 0
-    process.stdout.close()
-    if kind == signal.SIGTERM:  # it was told, so it saved where it stood
-        status = json.loads((tmp_path / "killed" / "run.json").read_text())
-        assert status["status"] == "interrupted"
-        assert (tmp_path / "killed" / "checkpoint.safetensors").is_file()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+def train_slowly(out: str) -> None:
+    """What the process that is killed does."""
+    torch.set_num_threads(1)
+
+    def slow(step: int) -> Numbers:
+        if step == 0:
+            print("ready", flush=True)
+        time.sleep(0.01)
+        return numbers(step)
+
+    with open_run(Path(out), {}) as run:
+        fit(network(), slow, squares, LONG, run=run)
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    script = KILLED.format(tests=str(Path(__file__).parent), out=str(tmp_path))
+    command = [sys.executable, "-c", script]  # one process, killed in its second run: starting it is what takes time
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        for kind in (signal.SIGTERM, signal.SIGKILL):
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(random.uniform(0.05, 0.5))
+            process.send_signal(kind)
+        assert process.wait(30) == -signal.SIGKILL
+    status = json.loads((tmp_path / "told" / "run.json").read_text())  # it was told, so it saved where it stood
+    assert status["status"] == "interrupted"
+    assert (tmp_path / "told" / "checkpoint.safetensors").is_file()
     whole = network()
-    fit(whole, numbers, squares, replace(CPU, steps=60))
-    assert_equal(torch.load(out + ".pt", weights_only=True), weights(whole))
+    fit(whole, numbers, squares, LONG)
+    for name in ("told", "killed"):
+        resumed = network()
+        with open_run(tmp_path / name, {}, resume=True) as run:
+            fit(resumed, numbers, squares, LONG, run=run)
+        assert_equal(weights(resumed), weights(whole))
 
 
 def test_a_signal_saves_and_stops(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ _NOT_FLAGS = {"n_clusters", "settings", "views", "job"}  # n_clusters is --clust
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
 _MEANINGS = {
     "averaged": "Share of the steps, the last ones, whose weights are averaged.",
+    "tolerance": "How far the label-free quality may fall under its best; 1 keeps the last weights.",
     "bf16": "Compute in bfloat16 where that is safe.",
     "channels_last": "Keep channels last in memory.",
     "checkpoint_every": "Steps between checkpoints.",

@@ -37,6 +37,7 @@ __all__ = [
     "by_epochs",
     "check_clusters",
     "check_images",
+    "check_share",
     "evaluate_now",
     "prepare",
     "quality_judge",
@@ -140,6 +141,12 @@ def check_clusters(n_clusters: int, images: ImageSet) -> None:
         raise InputError(f"n_clusters is {n_clusters}; ask for 2 or more")
     if n_clusters > len(images):
         raise InputError(f"{n_clusters} clusters for {len(images)} images: there must be at least one image each")
+
+
+def check_share(name: str, value: float) -> None:
+    """A share that does not lie in [0, 1] is an InputError."""
+    if not 0 <= value <= 1:
+        raise InputError(f"{name} is {value}; it must lie in [0, 1]")
 
 
 def check_images(model: ClusterModel, images: ImageSet) -> None:

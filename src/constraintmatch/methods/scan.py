@@ -19,6 +19,7 @@ from constraintmatch.methods.preparation import (
     ViewChoice,
     by_epochs,
     check_clusters,
+    check_share,
     evaluate_now,
     prepare,
     quality_judge,
@@ -53,16 +54,19 @@ def scan(
     n_heads: int = 1,
     n_tries: int = 20,
     entropy_weight: float = 5.0,
+    tolerance: float = 0.1,
     settings: TrainSettings = SCAN_SETTINGS,
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
     job: Job = Job(),  # noqa: B008 (frozen)
 ) -> Trained:
     """A model with a cluster head, from one trained on a pretext task; of several heads the one with the lowest loss.
 
-    The last of ten evaluations whose `cluster_quality` is near the best gives the weights. Neighbours are mined once,
-    in the features of the given model (decision 022). The head begins as the best of `n_tries` linear ones on these
-    features (0: at random); a model that has this many clusters already keeps its own. The steps follow from `epochs`.
+    The last of ten evaluations whose `cluster_quality` is lower than the best by at most this `tolerance` gives the
+    weights (1: the last, whatever it is). Neighbours are mined once, in the features of the given model (decision 022).
+    The head begins as the best of `n_tries` linear ones on these features (0: at random); a model that has this many
+    clusters already keeps its own. The steps follow from `epochs`.
     """
+    check_share("tolerance", tolerance)
     check_clusters(n_clusters, images)
     if n_neighbours < 1 or n_heads < 1:
         raise InputError(f"scan needs a neighbour and a head at least, not {n_neighbours} and {n_heads}")
@@ -100,7 +104,7 @@ def scan(
         run=job.run,
         evaluate=None if n_heads > 1 else lambda: {**evaluate_now(trained, images, job), "quality": quality(trained)},
         keep_best=None if n_heads > 1 else "quality",
-        tolerance=0.1,  # a collapse costs more; within it, longer training is better
+        tolerance=tolerance,  # a collapse costs more; within it, longer training is better
         prefetch=bench.prefetch,
         reporter=job.reporter,
     )

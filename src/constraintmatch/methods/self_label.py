@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from constraintmatch.batches import Shuffled, Views, derive_seed
-from constraintmatch.errors import InputError
 from constraintmatch.evaluation import predict
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.preparation import (
@@ -15,6 +14,7 @@ from constraintmatch.methods.preparation import (
     Trained,
     ViewChoice,
     by_epochs,
+    check_share,
     evaluate_now,
     prepare,
     quality_judge,
@@ -38,6 +38,7 @@ def self_label(
     min_confidence: float = 0.99,
     least_share: float = 0.0,
     averaged: float = 0.1,
+    tolerance: float = 0.05,
     settings: TrainSettings = SELF_LABEL_SETTINGS,
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
     job: Job = Job(),  # noqa: B008 (frozen)
@@ -46,13 +47,12 @@ def self_label(
 
     Of each cluster the surest `least_share` of its images in a batch take part too, sure or not (SCAN's recipe: none).
     The weights are an average over about the last `averaged` of the steps (a tenth of 10,000: a decay of 0.999), if
-    the settings name no other; the last of ten evaluations whose `cluster_quality` is near the best gives them. When no
-    image is that sure the model stays as it is: with no loss, Adam would only decay its weights.
+    the settings name no other; the last of ten evaluations whose `cluster_quality` is lower than the best by at most
+    this `tolerance` gives them (1: the last, whatever it is). When no image is that sure the model stays as it is: with
+    no loss, Adam would only decay its weights.
     """
-    if not 0 <= least_share <= 1:
-        raise InputError(f"least_share is {least_share}; it must lie in [0, 1]")
-    if not 0 <= averaged <= 1:
-        raise InputError(f"averaged is {averaged}; it must lie in [0, 1]")
+    for name, share in (("least_share", least_share), ("averaged", averaged), ("tolerance", tolerance)):
+        check_share(name, share)
     bench = prepare(model, images, settings)
     sure = predict(model, images.take(spread(len(images), 5_000)), device=bench.device).confidence > min_confidence
     if not sure.any() and not least_share:
@@ -87,7 +87,7 @@ def self_label(
         run=job.run,
         evaluate=lambda: {**evaluate_now(model, images, job), "quality": quality(model)},
         keep_best="quality",
-        tolerance=0.05,  # it falls a little while the clusters get better: neighbours are the start's
+        tolerance=tolerance,  # it falls a little while the clusters get better: neighbours are the start's
         prefetch=bench.prefetch,
         reporter=job.reporter,
     )
