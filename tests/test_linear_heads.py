@@ -1,6 +1,7 @@
 """Linear cluster heads on frozen features: what they find, how the best is chosen, how it begins a training."""
 
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,14 @@ from constraintmatch.errors import InputError
 from constraintmatch.evaluation import accuracy, predict
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS
-from constraintmatch.methods.linear_heads import best_linear_head, head_losses, steady_head
+from constraintmatch.methods.linear_heads import (
+    LinearHead,
+    _bounded,
+    agreed_clusters,
+    best_linear_head,
+    head_losses,
+    steady_head,
+)
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.models import build_model
 from constraintmatch.objectives import scan_loss
@@ -51,18 +59,46 @@ def test_no_head_is_surer_than_it_may_be() -> None:
     assert 0.9 < float(sure) <= 0.981
 
 
-def test_a_steady_head_says_what_the_best_one_says() -> None:
-    head = best_linear_head(FEATURES, NEAR, 5, n_heads=6, steps=100)
+@pytest.mark.parametrize(("n_heads", "n_voters"), [(1, 1), (9, 1), (24, 3)])
+def test_a_steady_head_says_what_the_voters_say(n_heads: int, n_voters: int) -> None:
+    head = best_linear_head(FEATURES, NEAR, 5, n_heads=n_heads, steps=100)
+    assert [len(part) for part in head.voters] == [n_voters, n_voters]
+    said = torch.stack([(FEATURES @ w.T + b).softmax(-1) for w, b in zip(*head.voters, strict=True)])
     weight, bias = steady_head(FEATURES, head)
-    before, after = ((FEATURES @ w.T + b).argmax(-1) for w, b in ((head.weight, head.bias), (weight, bias)))
-    assert float((before == after).float().mean()) > 0.97
+    assert float((agreed_clusters(said) == (FEATURES @ weight.T + bias).argmax(-1)).float().mean()) > 0.97
     assert float(weight.norm()) < 10 * float(head.weight.norm())
 
 
+def test_the_best_eighth_votes_and_the_best_is_first() -> None:
+    head = best_linear_head(FEATURES, NEAR, 5, n_heads=17, steps=20)
+    judged = head_losses(FEATURES, NEAR, *head.voters)
+    torch.testing.assert_close(judged, head.losses.sort().values[:2], rtol=0, atol=2e-3)
+    clusters, first = ((FEATURES @ w.T + b).argmax(-1) for w, b in (head[:2], (part[0] for part in head.voters)))
+    assert torch.equal(clusters, first)
+
+
 def test_a_head_that_leaves_a_cluster_empty_is_given_back_as_it_is() -> None:
-    head = best_linear_head(FEATURES, NEAR, 5, n_heads=1, steps=1)._replace(bias=torch.tensor([1e9, 0, 0, 0, 0]))
-    weight, _ = steady_head(FEATURES, head)
+    head = best_linear_head(FEATURES, NEAR, 5, n_heads=1, steps=1)
+    full = torch.tensor([[1e9, 0, 0, 0, 0]])
+    weight, bias = steady_head(FEATURES, head._replace(voters=(head.voters[0], full)))
     assert torch.equal(weight, head.weight)
+    assert torch.equal(bias, head.bias)
+
+
+def test_clusterings_with_other_numbers_agree_on_what_most_say() -> None:
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randint(6, (500,), generator=generator)
+    votes = []
+    for _ in range(9):  # each is wrong about 30 % of the images, and numbers the clusters in its own way
+        wrong = torch.rand(500, generator=generator) < 0.3
+        said = torch.where(wrong, torch.randint(6, (500,), generator=generator), truth)
+        votes.append(torch.eye(6)[torch.randperm(6, generator=generator)[said]])
+    agreed = agreed_clusters(torch.stack(votes))
+    assert max(accuracy(truth.numpy(), vote.argmax(-1).numpy()) for vote in votes) < 0.8
+    assert accuracy(truth.numpy(), agreed.numpy()) > 0.98
+    own = votes[0].argmax(-1)
+    assert torch.equal(agreed_clusters(votes[0][None]), own)  # one alone is as it is
+    assert accuracy(own.numpy(), agreed.numpy()) == pytest.approx(float((own == agreed).float().mean()))  # its numbers
 
 
 def test_the_same_seed_finds_the_same_head_and_the_global_generator_is_left_alone() -> None:
@@ -116,17 +152,20 @@ def test_losses_of_given_heads_are_those_of_their_training() -> None:
         assert float(loss) == pytest.approx(float(torch.stack(each).mean()), abs=1e-4)
 
 
-def test_linear_scan_gives_up_a_head_only_for_a_better_one() -> None:
+def test_linear_scan_gives_up_a_head_only_for_a_better_one(monkeypatch: pytest.MonkeyPatch) -> None:
     pixels, labels = bars()
     images, settings = ImageSet.from_arrays(pixels, labels=labels), TrainSettings(device="cpu")
     unlearnt = build_model(n_clusters=3, side=8, channels=1, backbone="tiny", seed=2)
     good = METHODS["linear_scan"](unlearnt, images, n_clusters=3, n_tries=6, settings=settings).model
     assert accuracy(labels, predict(good, images).clusters) > 0.95
-    with torch.no_grad():
-        good.head.weight.mul_(3)  # surer than a regression is: a lower loss than any that it finds
-        good.head.bias.mul_(3)
-    again = METHODS["linear_scan"](good, images, n_clusters=3, n_tries=1, settings=settings).model
-    assert again is good
+    module = sys.modules["constraintmatch.methods.linear_scan"]
+
+    def unlucky(*arguments: Any, **options: Any) -> LinearHead:
+        head = best_linear_head(*arguments, **options)
+        return head._replace(losses=head.losses + 5)
+
+    monkeypatch.setattr(module, "best_linear_head", unlucky)
+    assert METHODS["linear_scan"](good, images, n_clusters=3, n_tries=1, settings=settings).model is good
 
 
 def test_linear_scan_leaves_the_backbone_and_finds_what_the_features_tell_apart() -> None:
@@ -150,3 +189,14 @@ def test_linear_scan_needs_a_head_and_a_neighbour(name: str, value: int) -> None
     model = build_model(n_clusters=0, side=8, channels=1, backbone="tiny")
     with pytest.raises(InputError, match="needs a head and a neighbour at least"):
         METHODS["linear_scan"](model, images, n_clusters=3, **{name: value})
+
+
+def test_sure_heads_give_no_subnormal_numbers_and_the_same_probabilities() -> None:
+    logits = torch.linspace(-120, 0, 400).repeat(2, 1).requires_grad_()
+    plain = logits.softmax(-1)
+    assert bool(((plain > 0) & (plain < torch.finfo(torch.float32).tiny)).any())  # what makes a CPU slow
+    bounded = _bounded(logits).softmax(-1)
+    assert float(bounded.detach().min()) >= torch.finfo(torch.float32).tiny
+    torch.testing.assert_close(bounded, plain, rtol=1e-6, atol=1e-33)
+    ours, theirs = (torch.autograd.grad((p * torch.arange(400)).sum(), logits)[0] for p in (bounded, plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-30)

@@ -1,4 +1,4 @@
-"""A cluster head found on frozen features: many linear heads are trained by SCAN's loss at once, the best is kept.
+"""A cluster head found on frozen features: many linear heads are trained by SCAN's loss at once, the best ones vote.
 
 Which clusters SCAN ends with is decided by where its head begins; on frozen features many beginnings cost seconds.
 """
@@ -9,24 +9,31 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from constraintmatch.objectives import scan_loss
 
-__all__ = ["LinearHead", "best_linear_head", "head_losses", "regression_head", "steady_head"]
+__all__ = ["LinearHead", "agreed_clusters", "best_linear_head", "head_losses", "regression_head", "steady_head"]
 
 BATCH, JUDGED = 1_000, 10_000  # anchors of a step, and anchors by which the heads are judged
 REPEATED = 10_000  # images whose clusters the steady head is fitted to
+AGREEMENTS = 5  # times that the voters' clusters are matched
 LARGEST_RATE = 0.06  # for inputs of length 1
+LOWEST = -80.0  # of logits, the largest of the row being 0: e^-80 is 2e-35, still a normal number in fp32
 SUREST = 0.98  # mean confidence of the head; on digits and CIFAR heads are less sure by themselves
 
 
 class LinearHead(NamedTuple):
-    """Weights (k, d) and biases (k,) of the best head, and the loss of every head (h,), in the order of their seeds."""
+    """Weights (k, d) and biases (k,) of the best head, and the loss of every head (h,), in the order of their seeds.
+
+    `voters` are the weights (v, k, d) and biases (v, k) of the best eighth, the best first.
+    """
 
     weight: Tensor
     bias: Tensor
     losses: Tensor
+    voters: tuple[Tensor, Tensor]
 
 
 def best_linear_head(
@@ -34,7 +41,7 @@ def best_linear_head(
     near: Tensor,
     n_clusters: int,
     *,
-    n_heads: int = 20,
+    n_heads: int = 40,
     steps: int | None = None,
     entropy_weight: float = 5.0,
     seed: int = 0,
@@ -68,23 +75,39 @@ def best_linear_head(
         optimizer.step()
     with torch.no_grad():
         losses = _judge(inputs, near, weight, bias, entropy_weight)
-        best = int(losses.argmin())
-        calm = _calming(inputs @ weight[best] + bias[best])
-        own = calm * weight[best].T / scale
-        return LinearHead(own, calm * bias[best, 0] - own @ mean, losses)
+        best = losses.argsort(stable=True)[: max(1, n_heads // 8)]
+        weights = weight[best].mT / scale
+        biases = bias[best, 0] - weights @ mean
+        calm = _calming(inputs @ weight[best[0]] + bias[best[0]])
+        return LinearHead(calm * weights[0], calm * biases[0], losses, (weights, biases))
 
 
 def steady_head(features: Tensor, head: LinearHead) -> tuple[Tensor, Tensor]:
-    """Weights (k, d) and biases (k,) that say what the head says and stay right while the network moves.
+    """Weights (k, d) and biases (k,) that say what the voters agree on and stay right while the network moves.
 
-    Where the head leaves a cluster empty it is given back as it is.
+    Where they leave a cluster empty the best head is given back as it is.
     """
     rows = torch.linspace(0, len(features) - 1, min(REPEATED, len(features)), device=features.device).long()
     chosen = features[rows]
-    clusters = (chosen @ head.weight.T + head.bias).argmax(-1).cpu().numpy()
+    votes = torch.stack([(chosen @ weight.T + bias).softmax(-1) for weight, bias in zip(*head.voters, strict=True)])
+    clusters = agreed_clusters(votes).cpu().numpy()
     if len(np.unique(clusters)) < len(head.bias):
         return head.weight, head.bias
     return regression_head(chosen.cpu().numpy(), clusters, len(head.bias))
+
+
+def agreed_clusters(votes: Tensor) -> Tensor:
+    """The clusters (n,) that several clusterings agree on, from their probabilities (v, n, k), the best first.
+
+    The numbers of a clustering mean nothing to another one: each is matched to the mean of all, which begins as the
+    first, and the mean is taken again, a few times over. Heads of about the same loss differ in some of their clusters,
+    each in others; what most of them say is better than what the best says (docs/lab-notes.md).
+    """
+    mean = votes[0]
+    for _ in range(AGREEMENTS):
+        orders = [linear_sum_assignment(-(mean.T @ vote).cpu().numpy())[1] for vote in votes]
+        mean = torch.stack([vote[:, order] for vote, order in zip(votes, orders, strict=True)]).mean(0)
+    return mean.argmax(-1)
 
 
 def head_losses(
@@ -112,10 +135,16 @@ def _losses(anchors: Tensor, partners: Tensor, weight: Tensor, bias: Tensor, ent
     n_heads, width, k = weight.shape
     columns = weight.transpose(0, 1).reshape(width, n_heads * k)  # one product for all heads: faster than one for each
     p, q = (
-        ((side @ columns).view(-1, n_heads, k).transpose(0, 1) + bias).softmax(-1) for side in (anchors, partners)
+        _bounded((side @ columns).view(-1, n_heads, k).transpose(0, 1) + bias).softmax(-1)
+        for side in (anchors, partners)
     )  # (h, n, k)
     each = torch.vmap(lambda one, other: scan_loss(one, other, entropy_weight=entropy_weight).total)
     return each(p, q)
+
+
+def _bounded(logits: Tensor) -> Tensor:
+    """Logits at most 80 under the largest of their row: a CPU takes ten times as long for numbers near 1e-40."""
+    return (logits - logits.detach().amax(-1, keepdim=True)).clamp(min=LOWEST)
 
 
 def _judge(inputs: Tensor, near: Tensor, weight: Tensor, bias: Tensor, entropy_weight: float) -> Tensor:

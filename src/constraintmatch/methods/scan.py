@@ -52,7 +52,7 @@ def scan(
     images_per_step: int = 128,
     n_neighbours: int = 20,
     n_heads: int = 1,
-    n_tries: int = 20,
+    n_tries: int = 40,
     entropy_weight: float = 5.0,
     tolerance: float = 0.1,
     settings: TrainSettings = SCAN_SETTINGS,
@@ -63,8 +63,8 @@ def scan(
 
     The last of ten evaluations whose `cluster_quality` is lower than the best by at most this `tolerance` gives the
     weights (1: the last, whatever it is). Neighbours are mined once, in the features of the given model (decision 022).
-    The head begins as the best of `n_tries` linear ones on these features (0: at random); a model that has this many
-    clusters already keeps its own. The steps follow from `epochs`.
+    The head begins with what the best of `n_tries` linear ones on these features agree on (0: at random); a model that
+    has this many clusters already keeps its own. The steps follow from `epochs`.
     """
     check_share("tolerance", tolerance)
     check_clusters(n_clusters, images)
