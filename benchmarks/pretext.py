@@ -237,7 +237,7 @@ def scan_head(
     """Weights (k, d) and biases (k,) of the head that SCAN would begin with."""
     steps = min(1_500, max(300, 30 * len(features) // 1_000))  # as SCAN's
     inputs, partners = (torch.from_numpy(x).to(device) for x in (features, near))
-    best = best_linear_head(inputs, partners, n_clusters, steps=steps, seed=seed)
+    best = best_linear_head(inputs, partners, n_clusters, n_heads=20, steps=steps, seed=seed)
     return best.weight.cpu().numpy(), best.bias.cpu().numpy()
 
 
