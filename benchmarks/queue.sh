@@ -3,9 +3,10 @@
 #
 #     benchmarks/queue.sh DATA KEEP [STARTS]
 #
-# DATA has the CIFAR files, STARTS the model folders (weights/; the wide starts of Table III also need simclr-cifar10 and
-# simclr-cifar100-20, from the history at 0617a12); KEEP gets results, models, logs and the compiler's cache, which saves
-# a minute a stage on the next machine of the same kind. Stop it at any time: the same command goes on.
+# DATA has the CIFAR files, STARTS the model folders: weights/, and from the history simclr-cifar10 and simclr-cifar100-20
+# (at 0617a12) and self_label-cifar100-20 (scan-cifar100-20 at a65ecdb); KEEP gets results, models, logs and the
+# compiler's cache, which saves a minute a stage on the next machine of the same kind. Stop it at any time: the same
+# command goes on.
 set -u
 data=$1 keep=$2 starts=${3:-weights}
 python=${PYTHON:-python3}
@@ -40,10 +41,14 @@ curves() { # SET OPTION…: answers instead of pairs, the network trained in eve
         --data-dir "$data" --model "$keep/starts/scan-$set" --out "$keep" "$@"
 }
 
-cp -rn "$starts/scan-cifar10" "$starts/scan-cifar100-20" "$keep/starts/"
-cp -n results/paper/*.json "$keep/results/" # finished
+cp -rn "$starts/scan-cifar10" "$keep/starts/"
+cp -n results/paper/cifar10-*.json "$keep/results/" # finished
 
-# Table I, 10,000 pairs: the second fold; Table II
+# CIFAR-100-20 begins anew, with what linear heads agree on (decision 028)
+start cifar100-20 cifar100-20 "$starts/self_label-cifar100-20" linear_scan
+cp -rnT "$keep/start-cifar100-20/model" "$keep/starts/scan-cifar100-20"
+
+# Table I, 10,000 pairs, two folds; Table II
 cells table1 --constraints 10000 --sets cifar100-20 --methods constraintmatch,constrained --folds 0-1
 cells table1 --constraints 10000 --sets cifar10 --methods constraintmatch,constrained --folds 0-1
 cells table2 --sets cifar100-20 --folds 0
