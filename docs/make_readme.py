@@ -33,6 +33,7 @@ STAGES = {"simclr": "SimCLR", "byol": "BYOL", "scan": "SCAN", "self_label": "sel
 CHAINS = {  # what their results' names begin with, and their stages in order
     "": {**STAGES, "linear_scan": "linear heads anew"},
     "byol-": {"byol": "BYOL", "linear_scan": "linear heads alone", **STAGES},
+    "byol-end-": {"linear_scan": "linear heads anew"},
 }
 SCORES = {"knn_acc": "kNN", "acc": "ACC", "nmi": "NMI", "ari": "ARI"}
 

@@ -255,10 +255,16 @@ def test_class_folders_are_scored_by_their_names(tmp_path: Path, stripes: ImageS
 
 def test_pretrain_leaves_a_model_that_train_takes(folder: Path, tmp_path: Path) -> None:
     epochs = ("--epochs-byol", 2, "--hidden-byol", 64, "--epochs-scan", 2, "--epochs-self-label", 2)
-    epochs += ("--n-tries-scan", 2)
+    epochs += ("--n-tries-scan", 2, "--n-tries-linear-scan", 2)
     words = ("pretrain", folder / "in", "--clusters", 3, "--out", tmp_path / "s", "--side", 8, "--device", "cpu")
     result = run(*words, *epochs)
-    assert {path.name for path in (tmp_path / "s").glob("[!.]*")} == {"byol", "scan", "self_label", "model"}
+    assert {path.name for path in (tmp_path / "s").glob("[!.]*")} == {
+        "byol",
+        "scan",
+        "self_label",
+        "linear_scan",
+        "model",
+    }
     assert f"--model {tmp_path / 's'}" in result.stdout
     words = ("train", folder / "in", "--pairs", folder / "pairs.csv", "--model", tmp_path / "s", "--steps", 2)
     run(*words, "--out", tmp_path / "r", "--device", "cpu", "-q")

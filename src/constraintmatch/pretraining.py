@@ -40,8 +40,8 @@ STAGES = ("simclr", "scan", "self_label")  # the paper's start
 SHORT_STAGES = ("simclr", "linear_scan")  # the one that a training makes by itself
 PRETEXTS = ("simclr", "byol", "simsiam")  # what the features are learnt by; a start has one of them
 ORDER = (*PRETEXTS, "k_means", "linear_scan", "scan", "self_label")
-CHAINS = {"scan": STAGES, "byol": ("byol", "scan", "self_label"), "short": SHORT_STAGES}
-OWN_CHAIN = "byol"  # for images that are no data set of the paper: better in less time (decision 023)
+CHAINS = {"scan": STAGES, "byol": ("byol", "scan", "self_label", "linear_scan"), "short": SHORT_STAGES}
+OWN_CHAIN = "byol"  # for images that are no data set of the paper: better (decisions 023 and 028)
 Recipe = Mapping[str, Mapping[str, Any]]  # of each stage its arguments and training settings
 
 

@@ -147,7 +147,8 @@ def pretrain(
     chain: Annotated[
         str | None,
         option(
-            "scan: simclr,scan,self_label, as the paper; byol: the same with byol; short: simclr,linear_scan. "
+            "scan: simclr,scan,self_label, as the paper; byol: byol,scan,self_label,linear_scan; short: "
+            "simclr,linear_scan. "
             "(scan for the paper's data sets, else byol)"
         ),
     ] = None,
