@@ -79,4 +79,4 @@ for set in cifar10 cifar100-20; do # two at once: one compiles, loads or scores 
 done
 wait
 for set in cifar10 cifar100-20; do curves $set; done
-start cifar10 cifar10-byol-heads "$starts/byol-cifar10" self_label
+start cifar10 cifar10-byol-heads "$starts/byol-heads-cifar10" self_label # byol-cifar10 at c123dde

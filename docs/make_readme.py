@@ -32,8 +32,7 @@ SETS = {"cifar10": "CIFAR-10", "cifar100-20": "CIFAR-100-20"}
 STAGES = {"simclr": "SimCLR", "byol": "BYOL", "scan": "SCAN", "self_label": "self-labelling"}
 CHAINS = {  # what their results' names begin with, and their stages in order
     "": {**STAGES, "linear_scan": "linear heads anew"},
-    "byol-": {"byol": "BYOL", "linear_scan": "linear heads alone", **STAGES},
-    "byol-end-": {"linear_scan": "linear heads anew"},
+    "byol-": {**STAGES, "linear_scan": "linear heads anew"},
 }
 SCORES = {"knn_acc": "kNN", "acc": "ACC", "nmi": "NMI", "ari": "ARI"}
 
