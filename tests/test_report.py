@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -528,6 +528,8 @@ def test_short_numbers_keep_what_counts() -> None:
     st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8), min_size=1, max_size=4),
     st.booleans(),
 )
+@example([[0.0, 5e-324]], False)
+@example([[-5e-324, 0.0]], False)
 @settings(max_examples=30, deadline=None)
 def test_lines_stay_inside_the_drawing(lines: list[list[float]], shares: bool) -> None:
     series = [Series(f"line {n}", tuple(enumerate(values, 1))) for n, values in enumerate(lines)]

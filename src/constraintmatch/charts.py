@@ -19,6 +19,7 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 30
 MAX_POINTS = 300  # per line: more than the pixels that could show them
 DOTS_UP_TO = 40  # points that get a dot, which tells its value on hover
 TABLE_ROWS = 12
+SMALLEST = 1e-200  # a span under it is none: its logarithm may not exist
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class _Scale:
 
 def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers from at most `low` to at least `high`, in steps of 1, 2 or 5 times a power of ten."""
-    if not high > low:
-        high = low + (abs(low) or 1.0)
+    if not high - low > SMALLEST:
+        high = low + (abs(low) if abs(low) > SMALLEST else 1.0)
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
