@@ -39,7 +39,8 @@ def fitted(stripes: ImageSet, pairs: Constraints) -> ConstraintMatch:
 @pytest.fixture(scope="module")
 def good(stripes: ImageSet, pairs: Constraints) -> ConstraintMatch:
     """One real training: the short self-supervised start and enough steps to find the stripes."""
-    options = {"simclr": {"epochs": 10}, "linear_scan": {"n_tries": 8}, "lr": 0.03}
+    stages = {"simclr": {"epochs": 10}, "linear_scan": {"n_tries": 8}, "scan": {"epochs": 20, "lr": 3e-3}}
+    options = {**stages, "self_label": {"epochs": 1}, "lr": 0.03}
     return ConstraintMatch(**QUICK | {"start": "self-supervised", "steps": 30, "options": options}).fit(stripes, pairs)
 
 
@@ -169,7 +170,8 @@ def test_equal_seeds_give_equal_models(fitted: ConstraintMatch, stripes: ImageSe
 
 
 def test_the_whole_start_depends_on_the_seed_alone(stripes: ImageSet, pairs: Constraints) -> None:
-    stages = {"simclr": {"epochs": 1}, "linear_scan": {"n_tries": 8}}
+    heads = {"linear_scan": {"n_tries": 8}}
+    stages = {"simclr": {"epochs": 1}, **heads, "scan": {"epochs": 1}, "self_label": {"epochs": 1}}
     changes = {"start": "self-supervised", "options": stages, "steps": 1}
     first, second = (ConstraintMatch(**QUICK | changes).fit(stripes, pairs).transform(stripes) for _ in range(2))
     np.testing.assert_array_equal(first, second)

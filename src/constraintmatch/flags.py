@@ -37,7 +37,6 @@ _NOT_FLAGS = {"n_clusters", "settings", "views", "job"}  # n_clusters is --clust
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
 _MEANINGS = {
     "averaged": "Share of the steps, the last ones, whose weights are averaged.",
-    "tolerance": "How far the label-free quality may fall under its best; 1 keeps the last weights.",
     "bf16": "Compute in bfloat16 where that is safe.",
     "channels_last": "Keep channels last in memory.",
     "checkpoint_every": "Steps between checkpoints.",
@@ -79,6 +78,7 @@ _MEANINGS = {
     "target_momentum": "τ: the target network's momentum at first; it rises to 1.",
     "temperature": "Temperature of the contrast.",
     "tensorboard": "Write TensorBoard files too.",
+    "tolerance": "How far the label-free quality may fall under its best; 1 keeps the last weights.",
     "weight_decay": "Weight decay.",
 }
 

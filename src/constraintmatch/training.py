@@ -267,7 +267,7 @@ class _Loop(Generic[B]):
             return
         where = "was highest" if best.score == best.highest else f"was still near its highest, {best.highest:.3g}"
         said = f"{title}: kept the weights of step {best.step:,}, where {self.keep_best} {where} ({best.score:.3g})"
-        self.reporter.say(said)
+        self.reporter.say(f"{said}; a tolerance of 1 keeps the last ones")
         self._log(self.settings.steps, {"kept_step": best.step, f"kept_{self.keep_best}": best.score}, kind="kept")
 
     def _seconds_before(self) -> float:

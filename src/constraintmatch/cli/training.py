@@ -147,9 +147,8 @@ def pretrain(
     chain: Annotated[
         str | None,
         option(
-            "scan: simclr,scan,self_label, as the paper; byol: byol,scan,self_label,linear_scan; short: "
-            "simclr,linear_scan. "
-            "(scan for the paper's data sets, else byol)"
+            "scan: simclr,scan,self_label, as the paper; byol: byol,scan,self_label,linear_scan; "
+            "short: simclr,linear_scan. (scan for the paper's data sets, else byol)"
         ),
     ] = None,
     stages: Annotated[str, option(f"Instead of a chain: some of {', '.join(STAGES)}.")] = "",

@@ -6,7 +6,7 @@ from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.pairs import Selection, Unconstrained, train_on_pairs
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice
+from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_share
 from constraintmatch.models import ClusterModel
 from constraintmatch.objectives import all_pairs_loss, hard_links, soft_links
 from constraintmatch.training import TrainSettings
@@ -45,8 +45,7 @@ def constraintmatch(
     """
     if links not in ("soft", "hard"):
         raise InputError(f"unknown links {links!r}; known are soft, hard")
-    if not 0 <= hard_threshold <= 1:
-        raise InputError(f"hard_threshold is {hard_threshold}; it must lie in [0, 1]")
+    check_share("hard_threshold", hard_threshold)
 
     def pseudo_links(guess: Tensor) -> Tensor:
         soft = soft_links(guess)

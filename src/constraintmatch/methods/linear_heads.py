@@ -143,7 +143,7 @@ def _losses(anchors: Tensor, partners: Tensor, weight: Tensor, bias: Tensor, ent
 
 
 def _bounded(logits: Tensor) -> Tensor:
-    """Logits at most 80 under the largest of their row: a CPU takes ten times as long for numbers near 1e-40."""
+    """Logits at most 80 under the largest of their row: a CPU takes several times as long for those near 1e-40."""
     return (logits - logits.detach().amax(-1, keepdim=True)).clamp(min=LOWEST)
 
 

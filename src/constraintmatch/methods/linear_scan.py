@@ -1,5 +1,7 @@
 """A cluster head by SCAN's loss on frozen features: seconds, no rate to tune, and better than k-means."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -52,18 +54,19 @@ def linear_scan(
         entropy_weight=entropy_weight,
         seed=derive_seed(settings.seed, "head"),
     )
-    placed = with_head(model, *steady_head(inputs, best))
-    if model.head is not None and model.config.n_clusters == n_clusters and model.config.n_heads == 1:
-        own = _own_loss(model, inputs, near, entropy_weight)
-        if own < (new := float(best.losses.min())):
-            said = f"linear_scan: the head that was there has the lower loss ({own:.3f}, not {new:.3f}) and is kept"
-            job.reporter.say(said)
-            placed = model
+    own, new = _own_loss(model, n_clusters, inputs, near, entropy_weight), float(best.losses.min())
+    if own < new:
+        job.reporter.say(
+            f"linear_scan: the head that was there has the lower loss ({own:.3f}, not {new:.3f}) and is kept"
+        )
+    placed = model if own < new else with_head(model, *steady_head(inputs, best))
     entry = {"step": 1, "kind": "evaluation", **evaluate_now(placed, images, job), "seconds": 0.0}
     return Trained(placed, [entry])
 
 
-def _own_loss(model: ClusterModel, inputs: Tensor, near: Tensor, entropy_weight: float) -> float:
-    """SCAN's loss of the head that the model has."""
+def _own_loss(model: ClusterModel, n_clusters: int, inputs: Tensor, near: Tensor, entropy_weight: float) -> float:
+    """SCAN's loss of the head that the model has; infinite without one for this many clusters."""
+    if model.head is None or (model.config.n_clusters, model.config.n_heads) != (n_clusters, 1):
+        return math.inf
     weight, bias = (getattr(model.head, name).detach().to(inputs)[None] for name in ("weight", "bias"))
     return float(head_losses(inputs, near, weight, bias, entropy_weight=entropy_weight))

@@ -17,7 +17,7 @@ from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import pseudo_quality
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.preparation import Bench, Job, Trained, ViewChoice, evaluate_now, prepare
+from constraintmatch.methods.preparation import Bench, Job, Trained, ViewChoice, check_share, evaluate_now, prepare
 from constraintmatch.models import ClusterModel
 from constraintmatch.norms import passes
 from constraintmatch.objectives import confident, flip_modes, informative, kcl, pair_loss
@@ -62,8 +62,7 @@ class Selection:
         if self.by not in ("entropy", "confidence"):
             raise InputError(f"unknown selection {self.by!r}; known are entropy, confidence")
         for name in ("max_entropy", "min_confidence"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
+            check_share(name, getattr(self, name))
 
     def __call__(self, guess: Tensor) -> Tensor:
         return informative(guess, self.max_entropy) if self.by == "entropy" else confident(guess, self.min_confidence)
@@ -245,5 +244,4 @@ def _check_term(term: Unconstrained) -> None:
         raise InputError(f"pseudo_weight is {term.weight}; it must be 0 or more")
     if not 0 <= term.warm_up <= 1:
         raise InputError(f"warm_up is {term.warm_up}; it is a share of the steps, in [0, 1]")
-    if not 0 <= term.flip_fraction <= 1:
-        raise InputError(f"flip_fraction is {term.flip_fraction}; it must lie in [0, 1]")
+    check_share("flip_fraction", term.flip_fraction)
