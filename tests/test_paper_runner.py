@@ -1,7 +1,10 @@
 """Cells run for real, on digits from an untrained start: results, skipping, refusing, resuming, the command."""
 
 import json
+import re
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from constraintmatch import cli
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import Predictions, predict, scores
+from constraintmatch.files import folder_lock
 from constraintmatch.models import build_model, load_model, save_model
 from constraintmatch.paper import gallery, runner
 from constraintmatch.paper.cells import Cell, grid_cells
@@ -209,12 +213,35 @@ def test_cells_share_compiled_code_until_shapes_change_or_versions_run_out(
         return {"scores": {"test": {"acc": 0.5}}}
 
     monkeypatch.setattr(runner, "run_cell", noted)
-    monkeypatch.setattr(runner, "_forget_compiled", lambda: events.append("forgot"))
+    monkeypatch.setattr("torch.compiler.reset", lambda: events.append("forgot"))
     monkeypatch.setattr(runner, "SHARING", 3)
     narrow = [replace(CELL, fold=fold) for fold in range(4)]
     wide = [replace(CELL, n_clusters=50, fold=fold) for fold in range(2)]
     run_cells([*narrow, *wide], place)
     assert events == ["10", "10", "10", "forgot", "10", "forgot", "50", "50"]
+
+
+def test_two_processes_share_the_cells_and_train_each_once(place: Place) -> None:
+    words = ["paper", "table1", "--sets", "digits", "--methods", "constrained", "--constraints", "5000"]
+    words += ["--folds", "0-3", "--steps", "4", "--starts", str(place.starts), "--device", "cpu"]
+    words += ["--results", str(place.results), "--out", str(place.runs)]
+    command = [sys.executable, "-m", "constraintmatch", *words]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in "ab"]
+    told = [process.communicate()[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+
+    begun = sorted(re.findall(r"^\d of 4: (\S+)$", "".join(told), re.MULTILINE))
+    assert begun == sorted(path.stem for path in place.results.iterdir())
+    assert len(begun) == 4
+
+
+def test_a_cell_that_another_process_works_at_is_left_to_it(place: Place) -> None:
+    listener, other = Listener(), replace(CELL, fold=1)
+    with folder_lock(place.runs / CELL.name / "cell"):
+        made = run_cells([CELL, other], replace(place, reporter=listener))
+    assert listener.said[0] == f"1 of 2: {CELL.name}: another process is working at it"
+    assert made == [place.results / f"{other.name}.json"]
+    assert run_cells([CELL, other], place)[0].is_file()
 
 
 def test_a_queue_that_is_stopped_says_how_to_go_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

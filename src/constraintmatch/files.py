@@ -14,7 +14,12 @@ from typing import Any
 
 from constraintmatch.errors import InputError
 
-__all__ = ["check_target", "folder_lock", "mend", "read_json", "write_atomically", "write_json"]
+__all__ = ["InUse", "check_target", "folder_lock", "mend", "read_json", "write_atomically", "write_json"]
+
+
+class InUse(InputError):
+    """Another process holds the folder."""
+
 
 _MENDS = {
     errno.ENOSPC: "no space left on the disk; free some and run the same command again (train: with --resume)",
@@ -107,7 +112,7 @@ def read_json(path: Path | str) -> Any:
 
 @contextmanager
 def folder_lock(folder: Path | str) -> Iterator[None]:
-    """Hold a folder for this process; a second one gets an InputError that names the holder. The kernel frees it."""
+    """Hold a folder for this process; a second one gets an InUse that names the holder. The kernel frees it."""
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +123,7 @@ def folder_lock(folder: Path | str) -> Iterator[None]:
         if not _try_lock(file.fileno()):
             file.seek(0)
             holder = file.read().strip() or "unknown"
-            raise InputError(f"{folder}: in use by another process (pid {holder}); wait for it or choose another --out")
+            raise InUse(f"{folder}: in use by another process (pid {holder}); wait for it or choose another --out")
         file.seek(0)
         file.truncate()
         file.write(str(os.getpid()))

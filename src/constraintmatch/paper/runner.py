@@ -13,7 +13,7 @@ from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import Predictions, agreement, predict, scores
-from constraintmatch.files import read_json
+from constraintmatch.files import InUse, folder_lock, read_json
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import Trained, ViewChoice
 from constraintmatch.models import ClusterModel, build_model, load_model, model_folder, save_model
@@ -61,35 +61,36 @@ class Place:
 def run_cells(cells: Sequence[Cell], place: Place) -> list[Path]:
     """The results of the cells, in order; what is finished is not run again.
 
-    Results, data and starts are looked at before the first training. One that diverges does not stop the queue: it is
+    Results, data and starts are looked at before the first training. Several processes may share the cells, one for
+    each GPU: what another one is working at is left to it. A training that diverges does not stop the queue: it is
     named at the end.
     """
-    missing = [cell for cell in cells if not is_finished(cell, place)]
-    _check_doors(missing, place)
-    diverged = []
+    _check_doors([cell for cell in cells if not is_finished(cell, place)], place)
+    diverged, elsewhere = [], []
     compiled: list[tuple[str, int]] = []  # the shapes of the networks since the compiler forgot
     for number, cell in enumerate(cells, start=1):
-        if cell not in missing:
-            place.reporter.say(f"{number} of {len(cells)}: {cell.name}: finished before{_kept_now(cell, place)}")
-            continue
-        place.reporter.say(f"{number} of {len(cells)}: {cell.name}")
-        shape = cell.dataset, cell.n_clusters
-        if compiled and (shape not in compiled or len(compiled) == SHARING):
-            _forget_compiled()
-            compiled.clear()
-        compiled.append(shape)
+        name = f"{number} of {len(cells)}: {cell.name}"
         try:
-            told = run_cell(cell, place)["scores"]["test"]
+            if is_finished(cell, place):
+                place.reporter.say(f"{name}: finished before{_kept_now(cell, place)}")
+                continue
+            with folder_lock(place.runs / cell.name / "cell"):
+                if not is_finished(cell, place):  # another process may have come to its end just now
+                    place.reporter.say(name)
+                    _prepare_compiler(compiled, (cell.dataset, cell.n_clusters))
+                    told = run_cell(cell, place)["scores"]["test"]
+                    place.reporter.say(f"{cell.name}: " + ", ".join(f"{key} {100 * told[key]:.2f}" for key in told))
+        except InUse:
+            place.reporter.say(f"{name}: another process is working at it")
+            elsewhere.append(cell)
         except NonFinite as error:
             place.reporter.say(f"{cell.name}: {error}")
             diverged.append(f"{cell.name}: {error}")
         except KeyboardInterrupt as stop:
             raise KeyboardInterrupt(f"{cell.name}: {stop or 'stopped'}; the same command goes on from there") from stop
-        else:
-            place.reporter.say(f"{cell.name}: " + ", ".join(f"{key} {100 * told[key]:.2f}" for key in told))
     if diverged:
         raise InputError(f"{len(diverged)} of {len(cells)} cells diverged, the others are finished; {diverged[0]}")
-    return [_target(cell, place) for cell in cells]
+    return [_target(cell, place) for cell in cells if cell not in elsewhere]
 
 
 def run_missing(cells: Sequence[Cell], place: Place) -> None:
@@ -360,7 +361,7 @@ def _target(cell: Cell, place: Place) -> Path:
     return place.results / f"{cell.name}.json"
 
 
-def _forget_compiled() -> None:
+def _prepare_compiler(compiled: list[tuple[str, int]], shape: tuple[str, int]) -> None:
     """A long queue would else reach the compiler's limit of versions of one function, and go on uncompiled.
 
     Cells of one set and one number of clusters share what was compiled for the first; a loss with another threshold is
@@ -368,7 +369,10 @@ def _forget_compiled() -> None:
     """
     import torch
 
-    torch.compiler.reset()
+    if compiled and (shape not in compiled or len(compiled) == SHARING):
+        torch.compiler.reset()
+        compiled.clear()
+    compiled.append(shape)
 
 
 def _forget_peak() -> None:
