@@ -1,12 +1,11 @@
 """Cells run for real, on digits from an untrained start: results, skipping, refusing, resuming, the command."""
 
 import json
-import re
 import signal
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -221,18 +220,20 @@ def test_cells_share_compiled_code_until_shapes_change_or_versions_run_out(
     assert events == ["10", "10", "10", "forgot", "10", "forgot", "50", "50"]
 
 
-def test_two_processes_share_the_cells_and_train_each_once(place: Place) -> None:
-    words = ["paper", "table1", "--sets", "digits", "--methods", "constrained", "--constraints", "5000"]
-    words += ["--folds", "0-3", "--steps", "4", "--starts", str(place.starts), "--device", "cpu"]
-    words += ["--results", str(place.results), "--out", str(place.runs)]
-    command = [sys.executable, "-m", "constraintmatch", *words]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in "ab"]
-    told = [process.communicate()[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], told
+def test_two_queues_at_once_share_the_cells_and_train_each_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Cell] = []
 
-    begun = sorted(re.findall(r"^\d of 4: (\S+)$", "".join(told), re.MULTILINE))
-    assert begun == sorted(path.stem for path in place.results.iterdir())
-    assert len(begun) == 4
+    def noted(cell: Cell, place: Place) -> dict[str, Any]:
+        begun.append(cell)
+        return run_cell(cell, place)
+
+    monkeypatch.setattr(runner, "run_cell", noted)
+    cells = [replace(CELL, method="constrained", fold=fold) for fold in range(4)]
+    with ThreadPoolExecutor() as queues:
+        for queue in [queues.submit(run_cells, cells, place) for _ in range(2)]:
+            queue.result()
+    assert sorted(cell.fold for cell in begun) == [0, 1, 2, 3]
+    assert all(is_finished(cell, place) for cell in cells)
 
 
 def test_a_cell_that_another_process_works_at_is_left_to_it(place: Place) -> None:
