@@ -4,9 +4,8 @@
 #     benchmarks/queue.sh DATA KEEP [STARTS]
 #
 # DATA has the CIFAR files, STARTS the model folders: weights/, and from the history simclr-cifar10 and simclr-cifar100-20
-# (at 0617a12) and self_label-cifar100-20 (scan-cifar100-20 at a65ecdb); KEEP gets results, models, logs and the
-# compiler's cache, which saves a minute a stage on the next machine of the same kind. Stop it at any time: the same
-# command goes on.
+# (at 0617a12); KEEP gets results, models, logs and the compiler's cache, which saves a minute a stage on the next machine
+# of the same kind. Stop it at any time: the same command goes on.
 set -u
 data=$1 keep=$2 starts=${3:-weights}
 python=${PYTHON:-python3}
@@ -29,9 +28,15 @@ start() { # SET NAME MODEL STAGES [OPTION…]: stages from a model folder
         --results-name "start-$name" --model "$model" --stages "$stages" "$@"
 }
 
-cells() { # NAME OPTION…: a table of the paper, or a part of it
-    part "paper-$(tr -cs 'a-z0-9\n' - <<<"$*")" "$python" -m constraintmatch paper "$@" --data-dir "$data" \
-        --starts "$keep/starts" --results "$keep/results" --out "$keep/runs" --models "$keep/models"
+cells() { # NAME OPTION…: a table of the paper, or a part of it; two processes share its cells, so that one compiles,
+    # loads or scores while the other one trains
+    local worker
+    for worker in ${workers:-1 2}; do
+        part "paper-$worker-$(tr -cs 'a-z0-9\n' - <<<"$*")" env CONSTRAINTMATCH_GPU_SHARED=1 \
+            "$python" -m constraintmatch paper "$@" --data-dir "$data" \
+            --starts "$keep/starts" --results "$keep/results" --out "$keep/runs" --models "$keep/models" &
+    done
+    wait
 }
 
 curves() { # SET OPTION…: answers instead of pairs, the network trained in every round
@@ -41,27 +46,14 @@ curves() { # SET OPTION…: answers instead of pairs, the network trained in eve
         --data-dir "$data" --model "$keep/starts/scan-$set" --out "$keep" "$@"
 }
 
-cp -rn "$starts/scan-cifar10" "$keep/starts/"
-cp -n results/paper/cifar10-*.json "$keep/results/" # finished
+cp -rn "$starts/scan-cifar10" "$starts/scan-cifar100-20" "$keep/starts/"
+cp -n results/paper/*.json "$keep/results/" # finished
 
-# CIFAR-100-20 begins anew, with what linear heads agree on (decision 028)
-start cifar100-20 cifar100-20 "$starts/self_label-cifar100-20" linear_scan
-cp -rnT "$keep/start-cifar100-20/model" "$keep/starts/scan-cifar100-20"
-
-# Table I, 10,000 pairs, two folds; Table II
-cells table1 --constraints 10000 --sets cifar100-20 --methods constraintmatch,constrained --folds 0-1
-cells table1 --constraints 10000 --sets cifar10 --methods constraintmatch,constrained --folds 0-1
+# Table I: 10,000 and 5,000 pairs, the bounds; Table II; the gallery
+cells table1 --sets cifar10,cifar100-20 --methods constraintmatch,constrained --constraints 10000 --folds 0-1
 cells table2 --sets cifar100-20 --folds 0
-
-# A look at what trained answers reach, up to the aims' 500
-for set in cifar10 cifar100-20; do
-    curves $set --ways chosen-which --errors 0 --budgets 50,100,200,500
-done
-
-# 5,000 pairs, the bounds, the gallery
-cells table1 --sets cifar10,cifar100-20 --methods constraintmatch,constrained --constraints 5000 --folds 0
-cells table1 --sets cifar10,cifar100-20 --methods fully_constrained,supervised --folds 0
-cells gallery --sets cifar10,cifar100-20
+cells table1 --sets cifar10,cifar100-20 --folds 0
+workers=1 cells gallery --sets cifar10,cifar100-20
 
 # Table III, from starts with five times as many outputs; there the label-free quality falls while the clusters get
 # better (docs/lab-notes.md), so the last weights are kept
@@ -73,10 +65,13 @@ for wide in cifar10:50 cifar100-20:100; do
 done
 cells table3 --sets cifar10,cifar100-20 --folds 0
 
-# The figures, cut; all curves of questions; self-labelling straight from the linear heads on BYOL's features
-for set in cifar10 cifar100-20; do # two at once: one compiles, loads or scores while the other one trains
-    cells flip links selection entropy amount noise --sets $set --folds 0 --steps 2000 &
+# The figures, cut: on the paper's set for all of them first
+cells flip links selection entropy amount noise --sets cifar100-20 --folds 0 --steps 2000
+cells flip links selection entropy amount noise --sets cifar10 --folds 0 --steps 2000
+
+# Answers instead of pairs: a look at what they reach, up to the aims' 500; then all curves
+for set in cifar10 cifar100-20; do
+    curves $set --ways chosen-which --errors 0 --budgets 50,100,200,500
 done
-wait
 for set in cifar10 cifar100-20; do curves $set; done
 start cifar10 cifar10-byol-heads "$starts/byol-heads-cifar10" self_label # byol-cifar10 at c123dde

@@ -269,8 +269,13 @@ def test_a_cut_log_keeps_what_came_up_to_the_step(tmp_path: Path) -> None:
 def test_a_shared_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda: 4 << 30)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (135 << 30, 140 << 30))
     monkeypatch.delenv("CONSTRAINTMATCH_GPU_SHARED", raising=False)
     assert environment()["gpu"] == "NVIDIA H200"
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (131 << 30, 140 << 30))
+    assert environment()["gpu"] == "NVIDIA H200, shared"
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (135 << 30, 140 << 30))
     monkeypatch.setenv("CONSTRAINTMATCH_GPU_SHARED", "1")
     assert environment()["gpu"] == "NVIDIA H200, shared"
 

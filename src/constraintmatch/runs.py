@@ -27,6 +27,7 @@ from constraintmatch.files import folder_lock, read_json, write_atomically, writ
 __all__ = ["RunFolder", "environment", "flat_items", "is_finished", "open_run", "read_log", "write_result"]
 
 FORMAT = 1
+_OWN_BYTES = 2 << 30  # of GPU memory that a process holds beside its tensors, generously
 
 
 @dataclass
@@ -140,12 +141,12 @@ def flat_items(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def environment() -> dict[str, Any]:
     """Versions, hardware and commit of this process: what a result must carry beside its numbers.
 
-    A queue that trains several at once sets CONSTRAINTMATCH_GPU_SHARED=1, so that nobody reads their seconds as alone.
+    A GPU that others use too is told as shared, so that nobody reads its seconds as alone.
     """
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    shared = gpu is not None and os.environ.get("CONSTRAINTMATCH_GPU_SHARED") == "1"
+    shared = gpu is not None and _others_on_the_gpu()
     return {
         "constraintmatch": _version("constraintmatch"),
         "commit": _commit(),
@@ -155,6 +156,16 @@ def environment() -> dict[str, Any]:
         "cpu_threads": torch.get_num_threads(),
         "gpu": f"{gpu}, shared" if shared else gpu,
     }
+
+
+def _others_on_the_gpu() -> bool:
+    """Whether a queue that trains several at once says so, or others hold more of the memory than a process needs."""
+    import torch
+
+    if os.environ.get("CONSTRAINTMATCH_GPU_SHARED") == "1":
+        return True
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved() > _OWN_BYTES
 
 
 def _stored(path: Path) -> dict[str, Any] | None:

@@ -55,7 +55,7 @@ _START = """\
 The paper begins with the weights that SCAN's authors released. Ours are made here from the images alone, so the gain
 over the start says more than the score. The paper's Test row for SCAN (87.60, 45.90) is quoted from the literature; its
 Train(+Test) row (88.53, 50.67) is its own measurement, presumably of the weights that it started from. On CIFAR-100-20
-ours has linear heads found anew after self-labelling (decision 027)."""
+ours has linear heads found anew after self-labelling (decisions 027 and 028)."""
 
 
 def write_reproduction(results_folder: Path | str, docs_folder: Path | str) -> Path:
