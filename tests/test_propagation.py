@@ -88,26 +88,25 @@ def test_a_large_cluster_loses_nothing_to_a_small_one() -> None:
 
 def test_groups_are_told_apart_and_the_largest_come_first() -> None:
     pairs = links([(0, 3), (3, 6), (1, 4), (2, 5), (5, 8), (8, 11)], [(0, 1), (1, 2), (0, 2)])
-    assert [rows.tolist() for rows in known_groups(pairs, 10)] == [[2, 5, 8, 11], [0, 3, 6], [1, 4]]
-    assert [rows.tolist() for rows in known_groups(pairs, 2)] == [[2, 5, 8, 11], [0, 3, 6]]
+    assert [rows.tolist() for rows in known_groups(pairs)] == [[2, 5, 8, 11], [0, 3, 6], [1, 4]]
 
 
 def test_a_group_that_is_not_known_to_differ_is_left_out() -> None:
     pairs = links([(0, 3), (3, 6), (1, 4), (20, 23)], [(0, 1)])
-    assert [rows.tolist() for rows in known_groups(pairs, 10)] == [[0, 3, 6], [1, 4]]
+    assert [rows.tolist() for rows in known_groups(pairs)] == [[0, 3, 6], [1, 4]]
 
 
 def test_pairs_at_random_give_hardly_any_groups() -> None:
     labels = np.arange(5_000) % 10
     pairs = Constraints.sample(labels, 1_000, seed=0)
-    assert len(known_groups(pairs, 10)) < 5  # of about a hundred must-links
+    assert len(known_groups(pairs)) < 5  # of about a hundred must-links
 
 
 def test_answers_to_which_of_these_give_a_group_for_each_kind() -> None:
     labels = np.arange(60) % 3
     asked = [Answer(Question(image, (0, 1, 2)), int(labels[image])) for image in range(3, 30)]
     told = [Answer(Question(1, (0,)), -1), Answer(Question(2, (0, 1)), -1)]
-    groups = known_groups(stated_constraints([*told, *asked], 60), 3)
+    groups = known_groups(stated_constraints([*told, *asked], 60))
     assert sorted(map(len, groups)) == [10, 10, 10]
     assert all(len(set(labels[rows])) == 1 for rows in groups)
 
@@ -123,9 +122,14 @@ def test_groups_take_the_clusters_that_the_model_sees_them_in() -> None:
     assert begun[:, 1].nonzero()[0].tolist() == [5, 6]  # no group: a quarter of its seven other images, the surest
 
 
-def test_more_groups_than_clusters_are_refused() -> None:
-    with pytest.raises(InputError, match="2 groups for 1 clusters"):
-        seeds([np.array([0]), np.array([1])], np.ones((3, 1), np.float32))
+def test_of_more_groups_than_clusters_the_second_of_a_kind_is_left_out() -> None:
+    probabilities = np.full((30, 3), 0.1, np.float32)
+    probabilities[np.arange(30), np.repeat([0, 1, 2], 10)] = 0.8
+    main, again = np.arange(6), np.arange(6, 10)  # of one kind, told apart by mistake
+    seldom, other = np.array([10, 11]), np.array([20, 21, 22])
+    begun = seeds([main, again, other, seldom], probabilities)
+    found = [begun[:, cluster].nonzero()[0].tolist() for cluster in range(3)]
+    assert found == [main.tolist(), seldom.tolist(), other.tolist()]
 
 
 def test_reach_must_be_less_than_one() -> None:
@@ -224,7 +228,7 @@ def test_constraints_over_other_images_are_refused() -> None:
 def test_what_was_seen_once_gives_the_same_head_as_the_method() -> None:
     images, model = shades(), model_of()
     frozen = Frozen.of(model, images)
-    groups = known_groups(known(), 3)
+    groups = known_groups(known())
     for most in (50_000, 30):
         placed, _ = METHODS["propagate"](model, images, known(), most_images=most, settings=CPU)
         again = told(model, frozen, groups, most_images=most)

@@ -24,8 +24,8 @@ APART = 0.5  # of the groups taken before, the share that a group must be known 
 SUREST = 0.25  # of a cluster that no answer is about, the share of its images that stand for it
 
 
-def known_groups(constraints: Constraints, most: int) -> list[Rows]:
-    """At most so many groups of images that are known to be of one kind each, the largest first; rows of each.
+def known_groups(constraints: Constraints) -> list[Rows]:
+    """Groups of images that are known to be of one kind each, the largest first; rows of each.
 
     A group counts if it is known to differ from half of those before it. Pairs at random tell hardly any two groups
     apart, so they give hardly any groups: of two groups of one kind one would be a cluster of its own, and wrong.
@@ -39,7 +39,7 @@ def known_groups(constraints: Constraints, most: int) -> list[Rows]:
     joined = np.flatnonzero(size > 1)
     taken: list[int] = []
     for group in joined[np.argsort(-size[joined], kind="stable")].tolist():
-        if len(taken) < most and len(apart.get(group, set()).intersection(taken)) >= APART * len(taken):
+        if len(apart.get(group, set()).intersection(taken)) >= APART * len(taken):
             taken.append(group)
     return [np.flatnonzero(view.component == group) for group in taken]
 
@@ -47,15 +47,12 @@ def known_groups(constraints: Constraints, most: int) -> list[Rows]:
 def seeds(groups: Sequence[Rows], probabilities: Floats) -> Floats:
     """The share (n, k) of each cluster that begins at each image; the columns sum to 1.
 
-    A group gets the number of the cluster that its images are likeliest in, one group to a cluster. For a cluster
-    without a group the quarter of its images that the model is surest of stand in, those of groups left out.
+    A group gets the number of the cluster that its images are likeliest in, one group to a cluster; of more groups than
+    clusters some are left out. For a cluster without a group the quarter of its images that the model is surest of
+    stand in, those of groups excepted.
     """
     n, k = probabilities.shape
-    if len(groups) > k:
-        raise InputError(f"{len(groups)} groups for {k} clusters; a group needs a cluster of its own")
-    likely = np.array([probabilities[rows].sum(0) for rows in groups], np.float32).reshape(-1, k)
-    of_group, of_cluster = linear_sum_assignment(likely, maximize=True)
-    numbers = {int(cluster): int(group) for group, cluster in zip(of_group, of_cluster, strict=True)}
+    numbers = _clusters_of(groups, probabilities)
     clusters, free = probabilities.argmax(1), np.ones(n, bool)
     for rows in groups:
         free[rows] = False
@@ -69,6 +66,19 @@ def seeds(groups: Sequence[Rows], probabilities: Floats) -> Floats:
             rows = own[sure[: max(1, round(SUREST * len(own)))]]
         begun[rows, cluster] = 1 / max(len(rows), 1)
     return begun
+
+
+def _clusters_of(groups: Sequence[Rows], probabilities: Floats) -> dict[int, int]:
+    """The group that each cluster gets, by number.
+
+    A mistaken "none of these" begins a second group of a kind, and it may grow larger than that of a kind seldom asked
+    about. But the model sees both groups of the kind in one cluster, so the other one gets a cluster all the same. By
+    the root of its size, a group is worth more the larger it is, and two small ones are worth more than a large one.
+    """
+    k = probabilities.shape[1]
+    likely = np.array([probabilities[rows].sum(0) / np.sqrt(len(rows)) for rows in groups], np.float32).reshape(-1, k)
+    of_group, of_cluster = linear_sum_assignment(likely, maximize=True)
+    return {int(cluster): int(group) for group, cluster in zip(of_group, of_cluster, strict=True)}
 
 
 def neighbour_graph(features: Floats, near: Rows) -> sp.csr_array:

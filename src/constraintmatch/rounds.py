@@ -174,7 +174,7 @@ def informed(start: "ClusterModel", frozen: "Frozen", answers: Sequence[Answer])
     """
     from constraintmatch.methods.propagate import told
 
-    groups = known_groups(stated_constraints(answers, len(frozen)), start.config.n_clusters)
+    groups = known_groups(stated_constraints(answers, len(frozen)))
     return told(start, frozen, groups) if len(groups) > 1 else copy.deepcopy(start)
 
 

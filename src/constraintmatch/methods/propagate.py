@@ -47,7 +47,7 @@ def propagate(
     device = prepare(model, images, settings).device
     if constraints.n_images != len(images):
         raise InputError(f"the constraints are over {constraints.n_images:,} images, not {len(images):,}")
-    groups = known_groups(constraints, model.config.n_clusters)
+    groups = known_groups(constraints)
     if len(groups) < 2:
         said = "propagate: the pairs tell no two groups apart; the model is kept as it was"
         job.reporter.say(said)
