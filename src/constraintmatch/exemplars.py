@@ -90,14 +90,10 @@ def _presumed(belief: Belief, known: Known, landscape: Landscape, groups: dict[i
     """The most central image of each cluster in which no group has a typical member; without a model, dense images."""
     if belief.probabilities is None:
         return [] if groups else _dense_and_apart(belief, landscape)
-    clusters = belief.probabilities.argmax(1)
-    k = belief.probabilities.shape[1]
-    sure = belief.probabilities * (np.arange(k) == clusters[:, None])
-    centre = _unit(sure.T @ belief.features)
-    central = np.einsum("nd,nd->n", belief.features, centre[clusters])
+    clusters, central = belief.probabilities.argmax(1), belief.centrality
     placed = np.isin(known.component, list(groups))
     images = []
-    for cluster in range(k):
+    for cluster in range(belief.probabilities.shape[1]):
         members = np.flatnonzero(clusters == cluster)
         if len(members) and not (placed[members] & (central[members] >= np.median(central[members]))).any():
             images.append(int(members[np.argmax(central[members])]))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -49,6 +50,20 @@ class Belief:
     def clusters(self) -> Rows | None:
         """The likeliest cluster of each image (n,), or None while there is no model."""
         return None if self.probabilities is None else self.probabilities.argmax(1).astype(np.int64)
+
+    @cached_property
+    def centrality(self) -> Floats:
+        """The cosine (n,) of each image with the mean of its likeliest cluster, where sure images count more."""
+        clusters, found = self.clusters, np.empty(len(self), np.float32)
+        assert clusters is not None
+        assert self.probabilities is not None
+        for cluster in range(self.probabilities.shape[1]):
+            rows = np.flatnonzero(clusters == cluster)
+            own = self.features[rows]
+            mean = self.probabilities[rows, cluster] @ own
+            length = np.linalg.norm(mean)
+            found[rows] = own @ (mean / (length if length > 0 else np.float32(1)))
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -125,10 +125,13 @@ def _by_weight(words: np.random.Philox, weight: Rows, n: int) -> Rows:
 def ask_until(
     belief: Belief, answers: Sequence[Answer], total: int, annotator: Annotator, asking: Asking
 ) -> list[Answer]:
-    """The answers with so many more that there are `total`, or fewer where nothing is left to ask."""
+    """The answers with so many more that there are `total`, or fewer where nothing is left to ask.
+
+    After thousands of answers ten more change little: a batch then has a hundredth of the answers so far.
+    """
     found, landscape = list(answers), landscape_of(belief.features)
     while len(found) < total:
-        n = min(asking.batch, total - len(found))
+        n = min(max(asking.batch, len(found) // 100), total - len(found))
         chosen = next_questions(
             belief, found, n, kind=asking.kind, choose=asking.choose, seed=asking.seed, landscape=landscape
         )
