@@ -30,9 +30,10 @@ start() { # SET NAME MODEL STAGES [OPTION…]: stages from a model folder
 
 cells() { # NAME OPTION…: a table of the paper, or a part of it; two processes share its cells, so that one compiles,
     # loads or scores while the other one trains
-    local worker
+    local worker shared=1
+    [ "${workers:-1 2}" = "1 2" ] || shared=0 # alone: the program looks for others by itself
     for worker in ${workers:-1 2}; do
-        part "paper-$worker-$(tr -cs 'a-z0-9\n' - <<<"$*")" env CONSTRAINTMATCH_GPU_SHARED=1 \
+        part "paper-$worker-$(tr -cs 'a-z0-9\n' - <<<"$*")" env CONSTRAINTMATCH_GPU_SHARED=$shared \
             "$python" -m constraintmatch paper "$@" --data-dir "$data" \
             --starts "$keep/starts" --results "$keep/results" --out "$keep/runs" --models "$keep/models" &
     done

@@ -64,9 +64,9 @@ def paper(
     """Run tables and figures of the paper.
 
     Every cell of the grids becomes one JSON, a cell that several share only once; finished cells are skipped, a stopped
-    one goes on from its checkpoint. The same command started several times, say once for each GPU, shares the cells.
-    Then each table is shown with the paper's values beside ours. Without --data-dir what is finished is shown and
-    nothing is run.
+    one goes on from its checkpoint. The same command started several times on one machine shares the cells: once for
+    each GPU, with another CUDA_VISIBLE_DEVICES each. Then each table is shown with the paper's values beside ours.
+    Without --data-dir what is finished is shown and nothing is run.
     """
     from constraintmatch.paper import runner
     from constraintmatch.paper.cells import grid_cells

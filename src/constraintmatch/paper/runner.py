@@ -61,9 +61,9 @@ class Place:
 def run_cells(cells: Sequence[Cell], place: Place) -> list[Path]:
     """The results of the cells, in order; what is finished is not run again.
 
-    Results, data and starts are looked at before the first training. Several processes may share the cells, one for
-    each GPU: what another one is working at is left to it. A training that diverges does not stop the queue: it is
-    named at the end.
+    Results, data and starts are looked at before the first training. Several processes of a machine may share the
+    cells, one for each GPU: what another one is working at is left to it. A training that diverges does not stop the
+    queue: it is named at the end.
     """
     _check_doors([cell for cell in cells if not is_finished(cell, place)], place)
     diverged, elsewhere = [], []
