@@ -151,7 +151,8 @@ def speed_line() -> str:
     alone = [
         found["seconds"]
         for found in cells
-        if found["cell"]["method"] == "constraintmatch"
+        if found["kind"] == "cell"
+        and found["cell"]["method"] == "constraintmatch"
         and found["cell"]["n_constraints"] == 10_000
         and not (found["cut"] or found["cell"]["options"] or found["cell"]["noise"])
         and found["cell"]["dataset"] in SETS

@@ -212,6 +212,8 @@ def test_bad_requests_get_one_line(stripes: ImageSet) -> None:
         k_means(fresh(), stripes, n_clusters=61, settings=TrainSettings(device="cpu"))
     with pytest.raises(InputError, match="scan has no option 'epoch'"):
         split_options("scan", {"epoch": 3})
+    with pytest.raises(InputError, match="scan counts epochs, not steps"):
+        split_options("scan", {"steps": 100})
     with pytest.raises(InputError, match="unknown method 'magic'"):
         method_arguments("magic")
     with pytest.raises(InputError, match="scan needs the argument 'n_clusters'"):

@@ -56,8 +56,13 @@ def method_settings(name: str, overrides: Mapping[str, Any] | None = None) -> Tr
 
 
 def split_options(name: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of a method as its own arguments and its training settings; an unknown name is an error."""
+    """Options of a method as its own arguments and its training settings; an unknown name is an error.
+
+    So are steps for a method that counts epochs: they follow from those, and what was asked would be passed over.
+    """
     own = method_arguments(name)
+    if "steps" in options and "epochs" in own:
+        raise InputError(f"{name} counts epochs, not steps; ask for epochs={own['epochs'].default} or another number")
     known = {entry.name for entry in fields(TrainSettings)}
     if unknown := sorted(options.keys() - own.keys() - known):
         raise InputError(f"{name} has no option {unknown[0]!r}; it has {', '.join([*own, *sorted(known)])}")
