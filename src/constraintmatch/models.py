@@ -1,7 +1,7 @@
 """Networks that place images in clusters, and the folder they are kept in."""
 
 import errno
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from constraintmatch.norms import BatchNorm
 __all__ = [
     "BACKBONES",
     "ClusterModel",
+    "Joined",
     "ModelConfig",
     "build_model",
     "default_backbone",
@@ -32,6 +33,7 @@ FORMAT = 1
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HUB_LIBRARIES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
 BACKBONES = ("tiny", "resnet18", "resnet34", "timm:NAME")
+JOIN = "+"  # between the backbones that stand side by side in one model; see `joining`
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,31 @@ class ClusterModel(nn.Module):
         """Projections (n, d) for the pretext task; features where the model has no projection head."""
         features = self.features(images)
         return features if self.projection is None else cast(Tensor, self.projection(features))
+
+
+class Joined(nn.Module):
+    """Backbones side by side: the features of each, moved and stretched by its own numbers, one after the other.
+
+    `gain` and `offset` (parts, channels) bring images normalised for the first part to what a part was trained on.
+    """
+
+    gain: Tensor
+    offset: Tensor
+    centre: Tensor
+    stretch: Tensor
+
+    def __init__(self, parts: Sequence[nn.Module], widths: Sequence[int], channels: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.register_buffer("gain", torch.ones(len(parts), channels))
+        self.register_buffer("offset", torch.zeros(len(parts), channels))
+        self.register_buffer("centre", torch.zeros(sum(widths)))
+        self.register_buffer("stretch", torch.ones(sum(widths)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        gain, offset = self.gain[:, :, None, None], self.offset[:, :, None, None]
+        found = [part(images * gain[number] + offset[number]) for number, part in enumerate(self.parts)]
+        return (torch.cat(found, dim=1) - self.centre) * self.stretch
 
 
 def default_backbone(side: int) -> str:
@@ -241,6 +268,10 @@ def _projection(width: int, out: int) -> nn.Module:
 def _backbone(config: ModelConfig, pretrained: bool) -> tuple[nn.Module, int]:
     """The backbone and the width of its features."""
     name = config.backbone
+    if JOIN in name:
+        found = [_backbone(replace(config, backbone=part), pretrained) for part in name.split(JOIN)]
+        parts, widths = zip(*found, strict=True)
+        return Joined(parts, widths, config.channels), sum(widths)
     if name == "tiny":
         return _tiny(config.side, config.channels)
     if name in ("resnet18", "resnet34"):
