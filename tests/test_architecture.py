@@ -56,6 +56,7 @@ ROOMS = [
     "report",
     "estimator",
     "sources",
+    "joining",
     "sorting",
     "planning",
     "workflow",

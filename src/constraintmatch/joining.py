@@ -6,17 +6,23 @@ are of one kind more often than in the features of either, so answers are carrie
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from constraintmatch.datasets import DATASETS
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed
 from constraintmatch.images import ImageSet
-from constraintmatch.models import JOIN, ClusterModel, Joined
+from constraintmatch.methods.preparation import check_images
+from constraintmatch.models import JOIN, ClusterModel, Joined, load_model, save_model
+from constraintmatch.progress import Quiet, Reporter
+from constraintmatch.sources import open_data
+from constraintmatch.training import choose_device
 
-__all__ = ["join"]
+__all__ = ["join", "join_folders"]
 
 MEASURED = 10_000  # images by which the features of the networks are brought to one length
 
@@ -52,12 +58,47 @@ def join(models: Sequence[ClusterModel], images: ImageSet, *, device: torch.devi
     return joined
 
 
+def join_folders(
+    folders: Sequence[Path | str],
+    source: Path | str,
+    out: Path | str,
+    *,
+    split: str | None = None,
+    data_dir: Path | str | None = None,
+    strict: bool = False,
+    device: str | None = None,
+    half: bool = False,
+    reporter: Reporter | None = None,
+) -> ClusterModel:
+    """The model that `join` makes of model or run folders, written to the new model folder `out`."""
+    place, out = choose_device(device), Path(out)
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise InputError(f"{out}: exists already; remove it or choose another --out")
+    models = [load_model(folder) for folder in folders]
+    _check(models)
+    is_dataset = str(source) in DATASETS
+    config = models[0].config
+    data = open_data(
+        source,
+        side=None if is_dataset else config.side,
+        channels=None if is_dataset else config.channels,
+        split=(split or "train") if is_dataset else None,
+        data_dir=data_dir,
+        strict=strict,
+        reporter=reporter or Quiet(),
+    )
+    check_images(models[0], data.images)
+    joined = join(models, data.images, device=place)
+    save_model(joined, out, half=half)
+    return joined
+
+
 def _measured(model: ClusterModel, images: ImageSet, device: torch.device | str | None) -> tuple[Tensor, float]:
     """The mean of a network's features (d,), and what brings them to length 1 around it."""
     features = torch.from_numpy(embed(model, images, device=device))
     centre = features.mean(0)
     length = float((features - centre).norm(dim=1).mean())
-    if not length > 0:
+    if not length > 1e-5 * float(centre.norm()):
         raise InputError("a network sees no difference between the images: it cannot be joined to another one")
     return centre, 1 / length
 

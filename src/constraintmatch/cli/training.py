@@ -1,4 +1,4 @@
-"""Commands that make models: train, pretrain, import-scan, demo."""
+"""Commands that make models: train, pretrain, import-scan, join, demo."""
 
 import shlex
 from enum import StrEnum
@@ -14,12 +14,14 @@ from constraintmatch.cli.shared import (
     Clusters,
     Columns,
     DataDir,
+    Device,
     Flip,
     Labels,
     Pretrained,
     QuietFlag,
     Side,
     Source,
+    Split,
     Strict,
     Without,
     app,
@@ -214,6 +216,49 @@ def import_scan(
     from constraintmatch import scan_import
 
     config = scan_import.import_scan(file, data, out, head=head, half=half).config
+    clusters = f"{config.n_clusters:,}" if config.n_clusters else "none yet"
+    print_rows([("model", f"{out} ({config.backbone})"), ("clusters", clusters)])
+
+
+@app.command(
+    cls=GroupedHelp,
+    epilog=example(
+        "constraintmatch join starts/photos \\",
+        "  starts/photos/simclr \\",
+        "  --data photos --out starts/joined",
+    ),
+)
+@guarded
+def join(
+    models: Annotated[list[Path], typer.Argument(metavar="MODEL", help="Two model or run folders, or more.")],
+    data: Annotated[str, typer.Option(metavar="DATA", help=DATA)],
+    out: Annotated[Path, option("New model folder.")],
+    half: Annotated[bool, option("Keep the weights in half precision.", "--half")] = False,
+    device: Device = None,
+    quiet: QuietFlag = False,
+    split: Split = None,
+    data_dir: DataDir = None,
+    strict: Strict = False,
+) -> None:
+    """Join trained networks into one model.
+
+    Networks that were trained differently see different things; side by side they need fewer answers. The model has the
+    clusters of the first one until answers tell its head (loop, annotate) or a training changes it. It takes as long as
+    all of them together. DATA are images like those they were trained on; labels are not looked at.
+    """
+    from constraintmatch.joining import join_folders
+
+    config = join_folders(
+        models,
+        data,
+        out,
+        split=split,
+        data_dir=data_dir,
+        strict=strict,
+        device=device,
+        half=half,
+        reporter=reporter(quiet),
+    ).config
     clusters = f"{config.n_clusters:,}" if config.n_clusters else "none yet"
     print_rows([("model", f"{out} ({config.backbone})"), ("clusters", clusters)])
 
