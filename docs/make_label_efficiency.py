@@ -14,7 +14,8 @@ WAYS = {
     "chosen-which-head": ("chosen “which of these?”, head alone", "#E69F00", "D"),
     "random-which": ("random “which of these?”", "#CC79A7", "v"),
 }
-STARTS = {"": ("", "-"), "byol": (", from BYOL", "--")}  # what is said of a start, and how its curves are drawn
+# what is said of a start, and how its curves are drawn
+STARTS = {"": ("", "-"), "byol": (", from BYOL", "--"), "joined": (", two networks joined", "-.")}
 PAPER = {"cifar10": 93.17, "cifar100-20": 57.15}  # ConstraintMatch with 10,000 random pairs, test ACC
 HEAD = """\
 # Test accuracy against answered questions
@@ -25,7 +26,8 @@ one round from the same start on all answers so far, scored on the test images; 
 answers along neighbours in the start's features and fits the cluster head to that (`propagate`), then trains the
 network by ConstraintMatch. *Head alone* leaves the network as it is: minutes on a CPU for the whole curve. The dotted
 line is the paper's ConstraintMatch with 10,000 random pairs, from the authors' start; the start of CIFAR is
-`weights/scan-*`, and `weights/byol-*` where it says *from BYOL*."""
+`weights/scan-*`, and `weights/byol-*` where it says *from BYOL*. *Two networks joined* are that start and the
+network of its first stage, SimCLR, side by side (`constraintmatch join`)."""
 
 
 def runs() -> list[dict[str, Any]]:
@@ -112,7 +114,7 @@ def draw(found: Sequence[dict[str, Any]], folder: Path) -> None:
         axes.set_xticks([], minor=True)
         axes.set_title(f"{TITLES[name]}, {100 * error:g} % wrong answers", loc="left", fontsize=11, weight="bold")
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=9)
+        axes.legend(fontsize=9, framealpha=0.85, edgecolor="none")
         for suffix, about in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
             figure.savefig(folder / f"{_stem(name, error)}.{suffix}", dpi=120, metadata=about)
         plt.close(figure)

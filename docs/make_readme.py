@@ -115,7 +115,7 @@ def answers_table() -> str:
     """Test ACC against answered questions when only the head is told, no wrong answers."""
     found = {}
     for name, title in SETS.items():
-        for start, after in (("", ""), ("-byol", ", from BYOL")):
+        for start, after in (("", ""), ("-byol", ", from BYOL"), ("-joined", ", two networks joined")):
             file = ROOT / "results" / f"questions-{name}-chosen-which-head{start}-error0.json"
             if file.is_file():
                 points = json.loads(file.read_text(encoding="utf-8"))["points"]
