@@ -14,7 +14,16 @@ from typing import Any
 
 from constraintmatch.errors import InputError
 
-__all__ = ["InUse", "check_target", "folder_lock", "mend", "read_json", "write_atomically", "write_json"]
+__all__ = [
+    "InUse",
+    "check_new_folder",
+    "check_target",
+    "folder_lock",
+    "mend",
+    "read_json",
+    "write_atomically",
+    "write_json",
+]
 
 
 class InUse(InputError):
@@ -62,6 +71,13 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
         if helps is None or isinstance(error, InputError):
             raise
         raise InputError(f"{path}: {helps}") from error
+
+
+def check_new_folder(path: Path | str) -> None:
+    """An InputError for a file, or for a folder that holds something: what lies there is not overwritten."""
+    path = Path(path)
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise InputError(f"{path}: exists already; remove it or choose another --out")
 
 
 def check_target(path: Path | str) -> None:

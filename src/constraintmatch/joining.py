@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from constraintmatch.datasets import DATASETS
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed
+from constraintmatch.files import check_new_folder
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.preparation import check_images
+from constraintmatch.methods.preparation import check_images, spread
 from constraintmatch.models import JOIN, ClusterModel, Joined, load_model, save_model
 from constraintmatch.progress import Quiet, Reporter
 from constraintmatch.sources import open_data
@@ -27,14 +27,20 @@ __all__ = ["join", "join_folders"]
 MEASURED = 10_000  # images by which the features of the networks are brought to one length
 
 
-def join(models: Sequence[ClusterModel], images: ImageSet, *, device: torch.device | str | None = None) -> ClusterModel:
+def join(
+    models: Sequence[ClusterModel],
+    images: ImageSet,
+    *,
+    device: torch.device | str | None = None,
+    reporter: Reporter | None = None,
+) -> ClusterModel:
     """One model of two networks or more. It places images as the first one does, until its head is told or trained.
 
     The features of each are centred on those of the images, at most 10,000 of them, and brought to length 1 on the
     mean, so that none of them outweighs the others. Heads of the others and projections are left out.
     """
     _check(models)
-    sample = images.take(np.linspace(0, len(images) - 1, min(MEASURED, len(images))).astype(np.int64))
+    sample = images.take(spread(len(images), MEASURED))
     first = models[0].config
     config = replace(
         first,
@@ -51,7 +57,7 @@ def join(models: Sequence[ClusterModel], images: ImageSet, *, device: torch.devi
             own = torch.tensor(model.config.std)
             backbone.gain[number] = torch.tensor(first.std) / own
             backbone.offset[number] = (torch.tensor(first.mean) - torch.tensor(model.config.mean)) / own
-        measured = [_measured(model, sample, device) for model in models]
+        measured = [_measured(model, sample, device, reporter or Quiet()) for model in models]
         backbone.centre.copy_(torch.cat([centre for centre, _ in measured]))
         backbone.stretch.copy_(torch.cat([torch.full_like(centre, stretch) for centre, stretch in measured]))
         _take_head(joined, models[0], *measured[0])
@@ -72,8 +78,7 @@ def join_folders(
 ) -> ClusterModel:
     """The model that `join` makes of model or run folders, written to the new model folder `out`."""
     place, out = choose_device(device), Path(out)
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise InputError(f"{out}: exists already; remove it or choose another --out")
+    check_new_folder(out)
     models = [load_model(folder) for folder in folders]
     _check(models)
     is_dataset = str(source) in DATASETS
@@ -88,14 +93,20 @@ def join_folders(
         reporter=reporter or Quiet(),
     )
     check_images(models[0], data.images)
-    joined = join(models, data.images, device=place)
+    joined = join(models, data.images, device=place, reporter=reporter)
     save_model(joined, out, half=half)
     return joined
 
 
-def _measured(model: ClusterModel, images: ImageSet, device: torch.device | str | None) -> tuple[Tensor, float]:
+def _measured(
+    model: ClusterModel, images: ImageSet, device: torch.device | str | None, reporter: Reporter
+) -> tuple[Tensor, float]:
     """The mean of a network's features (d,), and what brings them to length 1 around it."""
-    features = torch.from_numpy(embed(model, images, device=device))
+    reporter.start(f"measuring {model.config.backbone}", len(images))
+    try:
+        features = torch.from_numpy(embed(model, images, device=device, progress=lambda done, _: reporter.update(done)))
+    finally:
+        reporter.stop()
     centre = features.mean(0)
     length = float((features - centre).norm(dim=1).mean())
     if not length > 1e-5 * float(centre.norm()):
@@ -117,6 +128,8 @@ def _check(models: Sequence[ClusterModel]) -> None:
     if len(models) < 2:
         raise InputError("join needs two models or more")
     first = models[0].config
+    if any(JOIN in model.config.backbone for model in models):
+        raise InputError("a joined model cannot be joined again; name all its networks at once")
     for other in (model.config for model in models[1:]):
         if (other.side, other.channels) != (first.side, first.channels):
             raise InputError(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from constraintmatch.datasets import DATASETS, DataSet
 from constraintmatch.errors import InputError
+from constraintmatch.files import check_new_folder
 from constraintmatch.models import ClusterModel, build_model, save_model, with_projection
 
 __all__ = ["import_scan"]
@@ -34,8 +35,7 @@ def import_scan(
     Of several cluster heads it takes `head`; without one the head that the file calls the best, or the first.
     """
     file, out, row = Path(file), Path(out), _row(data)
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise InputError(f"{out}: exists already; remove it or choose another --out")
+    check_new_folder(out)
     found = _checkpoint(file, _unpickle(file), head)
     model = _fresh_model(file, row, found)
     names = {name: _scan_name(name, found.head) for name in model.state_dict()}
