@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
+unexport PYTHONDONTWRITEBYTECODE  # the tests start Python dozens of times: what is compiled is kept
+
 .PHONY: demo test test-browser check format requirements clean
 
 demo: $(READY)  ## start, constrained and ConstraintMatch on the bundled digits

@@ -72,7 +72,7 @@ def spread(model: ClusterModel, images: ImageSet) -> float:
 
 @pytest.fixture(scope="module")
 def trained(stripes: ImageSet) -> Trained:
-    return run(stripes, epochs=40)
+    return run(stripes, epochs=30)
 
 
 def test_the_loss_falls_and_the_features_do_not_collapse(stripes: ImageSet, trained: Trained) -> None:
@@ -107,7 +107,7 @@ def test_features_forget_what_the_views_change() -> None:
         nearest = (dark @ bright.T / np.linalg.norm(bright, axis=1)).argmax(1)
         return float((nearest == np.arange(60)).mean())
 
-    before, after = fresh(), byol(fresh(), images, **SMALL, epochs=40, settings=QUICK, views=views).model
+    before, after = fresh(), byol(fresh(), images, **SMALL, epochs=25, settings=QUICK, views=views).model
     assert alike(after) > alike(before) + 0.1
 
 

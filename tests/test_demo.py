@@ -15,7 +15,7 @@ def short() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "N_SAMPLES", 2)
         patch.setattr(demo, "STEPS", 4)
-        recipe = {"simclr": {"epochs": 2}, "linear_scan": {"n_tries": 1, "most_images": 100}}
+        recipe = {"simclr": {"epochs": 1}, "linear_scan": {"n_tries": 1, "most_images": 100}}
         patch.setattr(demo, "short_start", lambda *_, **__: recipe)
         yield
 

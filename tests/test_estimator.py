@@ -39,9 +39,9 @@ def fitted(stripes: ImageSet, pairs: Constraints) -> ConstraintMatch:
 @pytest.fixture(scope="module")
 def good(stripes: ImageSet, pairs: Constraints) -> ConstraintMatch:
     """One real training: the short self-supervised start and enough steps to find the stripes."""
-    stages = {"simclr": {"epochs": 10}, "linear_scan": {"n_tries": 8}, "scan": {"epochs": 20, "lr": 3e-3}}
+    stages = {"simclr": {"epochs": 5}, "linear_scan": {"n_tries": 4}, "scan": {"epochs": 10, "lr": 3e-3}}
     options = {**stages, "self_label": {"epochs": 1}, "lr": 0.03}
-    return ConstraintMatch(**QUICK | {"start": "self-supervised", "steps": 30, "options": options}).fit(stripes, pairs)
+    return ConstraintMatch(**QUICK | {"start": "self-supervised", "steps": 10, "options": options}).fit(stripes, pairs)
 
 
 # What it learns
@@ -170,7 +170,7 @@ def test_equal_seeds_give_equal_models(fitted: ConstraintMatch, stripes: ImageSe
 
 
 def test_the_whole_start_depends_on_the_seed_alone(stripes: ImageSet, pairs: Constraints) -> None:
-    heads = {"linear_scan": {"n_tries": 8}}
+    heads = {"linear_scan": {"n_tries": 2}}
     stages = {"simclr": {"epochs": 1}, **heads, "scan": {"epochs": 1}, "self_label": {"epochs": 1}}
     changes = {"start": "self-supervised", "options": stages, "steps": 1}
     first, second = (ConstraintMatch(**QUICK | changes).fit(stripes, pairs).transform(stripes) for _ in range(2))

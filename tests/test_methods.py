@@ -171,15 +171,15 @@ def test_without_selected_images_constraintmatch_trains_on_pairs_alone(stripes: 
 
 
 def test_pairs_teach_the_classes(stripes: ImageSet) -> None:
-    settings = replace(QUICK, steps=60, lr=0.1, log_every=60)
-    fitted = run("constrained", stripes, settings=settings, pairs_per_step=40, constraints=pairs(stripes, 60)).model
+    settings = replace(QUICK, steps=40, lr=0.1, log_every=40)
+    fitted = run("constrained", stripes, settings=settings, pairs_per_step=20, constraints=pairs(stripes, 60)).model
     assert scores(stripes.labels, predict(fitted, stripes))["acc"] > 0.9
 
 
 @pytest.mark.parametrize("name", ["supervised", "fully_constrained"])
 def test_the_bounds_learn_the_labels(stripes: ImageSet, name: str) -> None:
     settings = replace(QUICK, steps=40, lr=0.1, log_every=40)
-    fitted = run(name, stripes, settings=settings, images_per_step=60).model
+    fitted = run(name, stripes, settings=settings, images_per_step=30).model
     assert scores(stripes.labels, predict(fitted, stripes))["acc"] > 0.95
 
 
@@ -187,17 +187,17 @@ def test_the_start_finds_the_stripes_without_labels(stripes: ImageSet) -> None:
     quiet = replace(QUICK, optimizer="adam", lr=3e-3, schedule="constant")
     choice = ViewChoice(flip=True, own_strong=view_functions.weak())
     features = METHODS["simclr"](
-        model(), stripes, epochs=20, projection=16, settings=replace(QUICK, lr=0.2), views=choice
+        model(), stripes, epochs=10, projection=16, settings=replace(QUICK, lr=0.2), views=choice
     ).model
     assert features.config.projection == 16
     assert features.config.n_clusters == 0
     clustered = METHODS["scan"](
-        features, stripes, n_clusters=3, epochs=40, n_neighbours=5, n_heads=2, settings=quiet, views=choice
+        features, stripes, n_clusters=3, epochs=20, n_neighbours=5, n_heads=2, settings=quiet, views=choice
     ).model
     assert clustered.config.n_heads == 1
     before = scores(stripes.labels, predict(clustered, stripes))["acc"]
     assert before > 0.6
-    after = METHODS["self_label"](clustered, stripes, epochs=5, min_confidence=0.5, settings=quiet, views=choice).model
+    after = METHODS["self_label"](clustered, stripes, epochs=3, min_confidence=0.5, settings=quiet, views=choice).model
     assert scores(stripes.labels, predict(after, stripes))["acc"] > 0.6
 
 

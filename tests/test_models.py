@@ -214,3 +214,14 @@ def test_impossible_models_are_refused() -> None:
         build_model(n_clusters=2, side=32, backbone="timm:resnet1")
     with pytest.raises(InputError, match=r"no pretrained weights of botnet50ts_256; .* leave --pretrained out"):
         build_model(n_clusters=2, side=32, backbone="timm:botnet50ts_256", pretrained=True)
+
+
+def test_loading_gives_what_was_saved_and_draws_nothing(tmp_path: Path) -> None:
+    saved = build_model(n_clusters=4, side=32, backbone="resnet18", seed=7)
+    save_model(saved, tmp_path / "model")
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    loaded = load_model(tmp_path / "model")
+    assert torch.equal(torch.get_rng_state(), before)
+    for (name, mine), theirs in zip(saved.state_dict().items(), loaded.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), name

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from constraintmatch.errors import InputError
 from constraintmatch.files import read_json, write_atomically, write_json
@@ -24,6 +25,7 @@ __all__ = [
     "load_model",
     "model_folder",
     "save_model",
+    "unfilled_model",
     "with_clusters",
     "with_head",
     "with_projection",
@@ -145,6 +147,19 @@ def build_model(
     return _seeded(config, seed, pretrained)
 
 
+def unfilled_model(config: ModelConfig) -> ClusterModel:
+    """A model of this shape whose weights are still to come: drawing them first would take longer than loading them."""
+    with _Undrawn():
+        return ClusterModel(config)
+
+
+class _Undrawn(TorchFunctionMode):
+    """Tensors that layers would fill with random numbers keep what they hold; no generator moves on."""
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function in (Tensor.normal_, Tensor.uniform_) else function(*args, **(kwargs or {}))
+
+
 def with_clusters(model: ClusterModel, n_clusters: int, *, n_heads: int = 1, seed: int = 0) -> ClusterModel:
     """The same backbone under a fresh cluster head, without a projection; the given model is left as it is."""
     config = replace(model.config, n_clusters=n_clusters, n_heads=n_heads, projection=0)
@@ -201,7 +216,7 @@ def load_model(path: Path | str, *, device: torch.device | str = "cpu") -> Clust
         weights = load_file(folder / "model.safetensors")
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{folder / 'model.safetensors'}: not a readable safetensors file ({error})") from None
-    model = ClusterModel(config)
+    model = unfilled_model(config)
     _load_strictly(model, weights, str(folder / "model.safetensors"))
     return model.to(device)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from constraintmatch.datasets import DATASETS, DataSet
 from constraintmatch.errors import InputError
 from constraintmatch.files import check_new_folder
-from constraintmatch.models import ClusterModel, build_model, save_model, with_projection
+from constraintmatch.models import ClusterModel, ModelConfig, save_model, unfilled_model
 
 __all__ = ["import_scan"]
 
@@ -37,7 +37,7 @@ def import_scan(
     file, out, row = Path(file), Path(out), _row(data)
     check_new_folder(out)
     found = _checkpoint(file, _unpickle(file), head)
-    model = _fresh_model(file, row, found)
+    model = _unfilled(file, row, found)
     names = {name: _scan_name(name, found.head) for name in model.state_dict()}
     expected = {names[name]: value for name, value in model.state_dict().items()}
     weights = {**found.weights, **_fresh_counters(found.weights, expected)}
@@ -141,7 +141,7 @@ def _choose_head(file: Path, heads: list[int], wanted: Any) -> int:
     return int(wanted or 0)
 
 
-def _fresh_model(file: Path, row: DataSet, found: _Checkpoint) -> ClusterModel:
+def _unfilled(file: Path, row: DataSet, found: _Checkpoint) -> ClusterModel:
     """A model of the right shape for the checkpoint, with weights still to come."""
     depth = _depth(found.weights)
     if depth not in (None, row.backbone):
@@ -150,10 +150,10 @@ def _fresh_model(file: Path, row: DataSet, found: _Checkpoint) -> ClusterModel:
     clusters = 0 if found.method == "simclr" else _rows(found, f"cluster_head.{found.head}.weight", row.n_clusters)
     if clusters == 1:
         raise InputError(f"{file}: its cluster head has a single cluster, which holds everything")
-    model = build_model(
-        n_clusters=clusters, side=row.side, channels=row.channels, backbone=row.backbone, mean=mean, std=std
+    projection = 0 if clusters else _rows(found, "contrastive_head.2.weight", 128)
+    return unfilled_model(
+        ModelConfig(row.backbone, row.side, row.channels, mean, std, n_clusters=clusters, projection=projection)
     )
-    return model if clusters else with_projection(model, _rows(found, "contrastive_head.2.weight", 128))
 
 
 def _depth(names: Collection[str]) -> str | None:

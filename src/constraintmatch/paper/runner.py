@@ -16,7 +16,7 @@ from constraintmatch.evaluation import Predictions, agreement, predict, scores
 from constraintmatch.files import InUse, folder_lock, read_json
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import Trained, ViewChoice
-from constraintmatch.models import ClusterModel, build_model, load_model, model_folder, save_model
+from constraintmatch.models import ClusterModel, build_model, load_model, model_folder, save_model, unfilled_model
 from constraintmatch.paper.cards import write_card
 from constraintmatch.paper.cells import Cell
 from constraintmatch.paper.results import FORMAT, FREE_SETTINGS
@@ -328,7 +328,7 @@ def _data(cell: Cell, place: Place) -> dict[str, Any]:
 def _rounded(model: ClusterModel) -> ClusterModel:
     """The model as a half-precision folder gives it back."""
     weights = {name: value.half() if value.is_floating_point() else value for name, value in model.state_dict().items()}
-    rounded = ClusterModel(model.config)
+    rounded = unfilled_model(model.config)
     rounded.load_state_dict(weights)
     return rounded.to(next(model.parameters()).device)
 
