@@ -7,20 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from image_files import noise, save
 from PIL import Image, PngImagePlugin, TiffImagePlugin
 
 from constraintmatch.images import ImageSet, Skipped, load_images
-
-
-def noise(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-
-
-def save(path: Path, pixels: np.ndarray | Image.Image, **options: object) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
-    image.save(path, **options)
-    return path
 
 
 def only(folder: Path, **options: object) -> np.ndarray:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from image_files import noise, save
 from PIL import Image
 
 from constraintmatch.images import Skipped, load_images
@@ -24,17 +25,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 posix = pytest.mark.skipif(os.name == "nt", reason="needs a home folder as POSIX has it")
-
-
-def noise(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-
-
-def save(path: Path, pixels: np.ndarray | Image.Image, **options: object) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
-    image.save(path, **options)
-    return path
 
 
 def counting(calls: list[int]) -> object:

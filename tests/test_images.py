@@ -6,23 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_files import noise, save
 from PIL import Image
 
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet, load_images
 
 few = settings(max_examples=30, deadline=None)
-
-
-def noise(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-
-
-def save(path: Path, pixels: np.ndarray | Image.Image, **options: object) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
-    image.save(path, **options)
-    return path
 
 
 # Arrays

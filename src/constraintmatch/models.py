@@ -156,8 +156,13 @@ def unfilled_model(config: ModelConfig) -> ClusterModel:
 class _Undrawn(TorchFunctionMode):
     """Tensors that layers would fill with random numbers keep what they hold; no generator moves on."""
 
+    drawing = (Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
+
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if function in (Tensor.normal_, Tensor.uniform_) else function(*args, **(kwargs or {}))
+        named = kwargs or {}
+        if function in self.drawing:
+            return args[0] if args else named["tensor"]
+        return function(*args, **named)
 
 
 def with_clusters(model: ClusterModel, n_clusters: int, *, n_heads: int = 1, seed: int = 0) -> ClusterModel:
