@@ -1,9 +1,13 @@
 """What all tests share: one torch thread per worker (two workers on two cores), and small image sets."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from constraintmatch.datasets import DATASETS
 from constraintmatch.images import ImageSet
 
 torch.set_num_threads(1)
@@ -13,6 +17,14 @@ torch.set_num_threads(1)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoded images go to a folder of the test, never to the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def small_batches() -> Iterator[None]:
+    """Digits in batches a fifth of their size, for tests of what is around a training and not of what it learns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DATASETS, "digits", replace(DATASETS["digits"], pairs_per_step=10, images_per_step=30))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ def fresh(n_clusters: int = 0) -> ClusterModel:
 
 
 def run(images: ImageSet, **arguments: Any) -> Trained:
-    return byol(fresh(), images, **{**SMALL, "epochs": 12, "settings": QUICK, **arguments})
+    return byol(fresh(), images, **{**SMALL, "epochs": 10, "settings": QUICK, **arguments})
 
 
 def pair(model: ClusterModel | None = None) -> OnlineAndTarget:

@@ -8,10 +8,12 @@ from constraintmatch import demo
 from constraintmatch.errors import InputError
 from constraintmatch.files import read_json
 
+pytestmark = pytest.mark.usefixtures("small_batches")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def short() -> Iterator[None]:
-    """A demo of seconds: two samples, a few steps."""
+    """A demo of seconds: two samples, a few small steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "N_SAMPLES", 2)
         patch.setattr(demo, "STEPS", 4)

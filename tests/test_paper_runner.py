@@ -27,8 +27,9 @@ from constraintmatch.running import weights_hash
 from constraintmatch.stepping import Stepper
 from constraintmatch.training import Interrupted
 
-SMALL = (("images_per_step", 40), ("pairs_per_step", 20))
-CELL = Cell("digits", "constraintmatch", 300, options=SMALL, steps=4)
+CELL = Cell("digits", "constraintmatch", 300, steps=4)
+
+pytestmark = pytest.mark.usefixtures("small_batches")
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +230,7 @@ def test_two_queues_at_once_share_the_cells_and_train_each_once(place: Place, mo
         return run_cell(cell, place)
 
     monkeypatch.setattr(runner, "run_cell", noted)
-    cells = [Cell("digits", "constrained", 300, fold, options=SMALL[1:], steps=4) for fold in range(4)]
+    cells = [replace(CELL, method="constrained", fold=fold) for fold in range(4)]
     with ThreadPoolExecutor() as queues:
         for queue in [queues.submit(run_cells, cells, place) for _ in range(2)]:
             queue.result()

@@ -43,6 +43,9 @@ GRID = Slots({"lr": (0.1, 0.01), "weight_decay": (1e-3, 1e-4)})
 Train = Callable[[dict[str, float], Path | None, Reporter], dict[str, Any]]
 
 
+pytestmark = pytest.mark.usefixtures("small_batches")
+
+
 @functools.cache
 def empty_storage() -> bytes:
     """A storage without studies: making its tables takes longer than most of these tests."""
@@ -398,6 +401,7 @@ def test_two_workers_share_a_grid_and_one_that_is_killed_leaves_no_gap(stripes: 
 def test_the_loss_is_the_papers_on_constraints_of_the_validation_split(start: Path, tmp_path: Path) -> None:
     found = search(digits(start, tmp_path, values={**VALUES, "lr": [0.1]}, out=tmp_path / "best.json"))
     images, judged, row = load_dataset("digits", "train"), load_dataset("digits", "val"), DATASETS["digits"]
+    batch = {"pairs_per_step": row.pairs_per_step, "images_per_step": row.images_per_step}
     assert images.labels is not None
     assert judged.labels is not None
     trained = run_method(
@@ -405,7 +409,7 @@ def test_the_loss_is_the_papers_on_constraints_of_the_validation_split(start: Pa
         load_model(start),
         images,
         Constraints.sample(images.labels, 300, seed=0),
-        arguments={"pseudo_weight": 1.0, "max_entropy": 0.9, "pairs_per_step": 50, "images_per_step": 150},
+        arguments={"pseudo_weight": 1.0, "max_entropy": 0.9, **batch},
         settings=method_settings("constraintmatch", {"steps": 2, "lr": 0.1, "weight_decay": 1e-4, "device": "cpu"}),
         around=Around(views=ViewChoice(flip=row.flip, without=tuple(row.without))),
     )

@@ -26,7 +26,7 @@ def fresh(n_clusters: int = 0) -> ClusterModel:
 
 
 def run(images: ImageSet, **arguments: Any) -> Trained:
-    return simsiam(fresh(), images, **{"projection": 32, "epochs": 12, "settings": QUICK, **arguments})
+    return simsiam(fresh(), images, **{"projection": 32, "epochs": 6, "settings": QUICK, **arguments})
 
 
 def weights(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ def some_images(n: int = 12) -> Tensor:
 
 
 def test_the_loss_falls_and_the_features_do_not_collapse(stripes: ImageSet) -> None:
-    model, log = run(stripes, epochs=40)
+    model, log = run(stripes, epochs=25)
     losses = [entry["loss_prediction"] for entry in log]
     assert losses[-1] < 0.85 * losses[0]
     features = embed(model, stripes)
