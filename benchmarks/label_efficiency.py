@@ -5,7 +5,8 @@
 One JSON for each way of asking and error rate: random-pair, chosen-pair, chosen-which. Every round begins with the
 start, whose head is told all answers so far (`propagate`), and trains on them. `--plain` leaves the head as it was.
 `--steps 0` trains nothing: the features are found once, and the head alone is told; minutes on a CPU. A stopped curve
-goes on after its last round, a finished one to larger budgets, while its answers lie in `answers/` beside the result.
+goes on after its last round, a finished one to larger budgets, while its answers lie in `answers/` beside the result;
+what the start sees lies there too, for its other curves.
 """
 
 import argparse
@@ -16,12 +17,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from constraintmatch.answers import Answer, Question
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.evaluation import Predictions, predict, scores
-from constraintmatch.files import read_json, write_json
+from constraintmatch.files import read_json, write_atomically, write_json
 from constraintmatch.images import ImageSet
 from constraintmatch.landscape import Belief
 from constraintmatch.methods import ViewChoice
@@ -44,9 +46,8 @@ WAYS = {
 class HeadAlone:
     """Rounds that tell the head alone: the features are found once."""
 
-    def __init__(self, model: ClusterModel, images: ImageSet, test: ImageSet, device: str) -> None:
-        self.start = model
-        self.frozen, self.test = (Frozen.of(model, of, device=device) for of in (images, test))
+    def __init__(self, model: ClusterModel, frozen: Frozen, test: Frozen) -> None:
+        self.start, self.frozen, self.test = model, frozen, test
 
     def believe(self, model: ClusterModel) -> Belief:
         return head_belief(model, self.frozen)
@@ -86,10 +87,16 @@ class WholeNetwork:
 
 
 @cache
-def head_alone(model: Path, name: str, data_dir: Path | None, device: str) -> HeadAlone:
-    """Of one start, for all ways of asking: the features take minutes on a CPU."""
-    images, test = (load_dataset(name, part, data_dir) for part in ("train", "test"))
-    return HeadAlone(load_model(model), images, test, device)
+def head_alone(model: Path, name: str, data_dir: Path | None, device: str, kept: Path) -> HeadAlone:
+    """Of one start, for all ways of asking: its features take minutes on a CPU and are kept."""
+    start, seen = load_model(model), []
+    for part in ("train", "test"):
+        path = kept / f"features-{weights_hash(start)}-{name}-{part}.npy"
+        if not path.is_file():
+            found = Frozen.of(start, load_dataset(name, part, data_dir), device=device).features
+            write_atomically(path, lambda place, found=found: np.save(place, found))
+        seen.append(Frozen(np.load(path), device=device))
+    return HeadAlone(start, *seen)
 
 
 def run(asked: argparse.Namespace, way: str, error: float, request: dict[str, Any], kept: Path) -> list[dict[str, Any]]:
@@ -102,7 +109,7 @@ def run(asked: argparse.Namespace, way: str, error: float, request: dict[str, An
     rounds: HeadAlone | WholeNetwork = (
         WholeNetwork(asked, images, test, request["options"])
         if asked.steps
-        else head_alone(asked.model, asked.name, asked.data_dir, asked.device)
+        else head_alone(asked.model, asked.name, asked.data_dir, asked.device, kept.parent)
     )
     points = points or [{"answers": 0, **rounds.score(rounds.start, test.labels)}]
     oracle = LabelOracle(images.labels, error=error, seed=asked.seed)

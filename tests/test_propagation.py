@@ -132,6 +132,23 @@ def test_of_more_groups_than_clusters_the_second_of_a_kind_is_left_out() -> None
     assert found == [main.tolist(), seldom.tolist(), other.tolist()]
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_group_of_wrong_answers_takes_no_cluster_from_a_model_that_is_right(trusted: bool) -> None:
+    probabilities = np.full((40, 4), 0.02, np.float32)
+    probabilities[np.arange(40), np.repeat([0, 1, 2, 3], 10)] = 0.94
+    stray = np.array([0, 10, 20])  # of three kinds; nothing was asked about the fourth
+    groups = [np.arange(1, 7), np.arange(11, 17), np.arange(21, 27), stray]
+    if not trusted:  # a model that sees the other groups elsewhere too
+        groups[:3] = [
+            np.array([1, 2, 3, 11, 12, 21]),
+            np.array([13, 14, 15, 22, 23, 4]),
+            np.array([24, 25, 26, 5, 16, 6]),
+        ]
+    begun = seeds(groups, probabilities)
+    fourth = begun[:, 3].nonzero()[0].tolist()
+    assert fourth == ([30, 31] if trusted else stray.tolist())  # a quarter of its images, or what the answers say
+
+
 def test_reach_must_be_less_than_one() -> None:
     features, _ = blobs()
     graph = neighbour_graph(features, nearest_neighbours(features, 5))

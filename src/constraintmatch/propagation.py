@@ -22,6 +22,8 @@ Floats = NDArray[np.float32]
 
 APART = 0.5  # of the groups taken before, the share that a group must be known to differ from
 SUREST = 0.25  # of a cluster that no answer is about, the share of its images that stand for it
+TRUSTED = 0.75  # the share of the groups' images, seen in their clusters, from which the model is believed about others
+UNSEEN = 0.1  # mean probability of a group's images in a cluster under which the model does not see the group there
 
 
 def known_groups(constraints: Constraints) -> list[Rows]:
@@ -74,11 +76,18 @@ def _clusters_of(groups: Sequence[Rows], probabilities: Floats) -> dict[int, int
     A mistaken "none of these" begins a second group of a kind, and it may grow larger than that of a kind seldom asked
     about. But the model sees both groups of the kind in one cluster, so the other one gets a cluster all the same. By
     the root of its size, a group is worth more the larger it is, and two small ones are worth more than a large one.
+
+    Wrong answers also make a group of images of several kinds, and it would take the cluster that no answer is about
+    yet. A model that is right about most of what was asked keeps such a cluster for its own surest images.
     """
     k = probabilities.shape[1]
     likely = np.array([probabilities[rows].sum(0) / np.sqrt(len(rows)) for rows in groups], np.float32).reshape(-1, k)
     of_group, of_cluster = linear_sum_assignment(likely, maximize=True)
-    return {int(cluster): int(group) for group, cluster in zip(of_group, of_cluster, strict=True)}
+    pairs = list(zip(of_group.tolist(), of_cluster.tolist(), strict=True))
+    seen = [float(probabilities[groups[group], cluster].mean()) for group, cluster in pairs]
+    agreed = np.dot(seen, [len(groups[group]) for group, _ in pairs]) / max(sum(map(len, groups)), 1)
+    least = UNSEEN if agreed >= TRUSTED else 0.0
+    return {cluster: group for (group, cluster), share in zip(pairs, seen, strict=True) if share >= least}
 
 
 def neighbour_graph(features: Floats, near: Rows) -> sp.csr_array:
