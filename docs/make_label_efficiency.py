@@ -114,7 +114,7 @@ def draw(found: Sequence[dict[str, Any]], folder: Path) -> None:
         axes.set_xticks([], minor=True)
         axes.set_title(f"{TITLES[name]}, {100 * error:g} % wrong answers", loc="left", fontsize=11, weight="bold")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=9, framealpha=0.85, edgecolor="none")
+        figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)  # beside the curves, not on them
         for suffix, about in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
             figure.savefig(folder / f"{_stem(name, error)}.{suffix}", dpi=120, metadata=about)
         plt.close(figure)
