@@ -11,7 +11,7 @@ demo: $(READY)  ## start, constrained and ConstraintMatch on the bundled digits
 	$(BIN)/constraintmatch demo --out demo
 
 test: $(READY)  ## the default suite
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-browser: $(READY)  ## the page in a real Chromium, the API fuzzed; installs Playwright and schemathesis
 	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode -r requirements-browser.txt
@@ -22,7 +22,7 @@ check: $(READY)  ## what a commit must pass
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 format: $(READY)
 	$(BIN)/ruff format .

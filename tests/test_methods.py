@@ -299,9 +299,10 @@ def test_bad_requests_get_one_line(stripes: ImageSet, name: str, arguments: dict
 
 
 def test_k_means_may_have_a_cluster_for_almost_every_image(stripes: ImageSet) -> None:
-    found = METHODS["k_means"](model(), stripes, n_clusters=50, settings=QUICK).model
-    assert found.config.n_clusters == 50
-    assert len(np.unique(predict(found, stripes).clusters)) > 40
+    few = stripes.take(np.arange(24))
+    found = METHODS["k_means"](model(), few, n_clusters=20, settings=QUICK).model
+    assert found.config.n_clusters == 20
+    assert len(np.unique(predict(found, few).clusters)) > 16
 
 
 def test_fewer_clusters_than_k_means_was_asked_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
