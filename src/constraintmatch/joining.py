@@ -17,7 +17,7 @@ from constraintmatch.evaluation import embed
 from constraintmatch.files import check_new_folder
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.preparation import check_images, spread
-from constraintmatch.models import JOIN, ClusterModel, Joined, load_model, save_model
+from constraintmatch.models import JOIN, ClusterModel, Joined, load_model, save_model, unfilled_model
 from constraintmatch.progress import Quiet, Reporter
 from constraintmatch.sources import open_data
 from constraintmatch.training import choose_device
@@ -48,7 +48,7 @@ def join(
         projection=0,
         trained=tuple(stage for model in models for stage in model.config.trained),
     )
-    joined = ClusterModel(config)
+    joined = unfilled_model(config)
     backbone = joined.backbone
     assert isinstance(backbone, Joined)
     with torch.no_grad():
