@@ -6,7 +6,7 @@ One JSON for each way of asking and error rate: random-pair, chosen-pair, chosen
 start, whose head is told all answers so far (`propagate`), and trains on them. `--plain` leaves the head as it was.
 `--steps 0` trains nothing: the features are found once, and the head alone is told; minutes on a CPU. A stopped curve
 goes on after its last round, a finished one to larger budgets, while its answers lie in `answers/` beside the result;
-what the start sees lies there too, for its other curves.
+what the start sees lies there too, for its other curves. The same command started several times shares the curves.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import torch
 from constraintmatch.answers import Answer, Question
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.evaluation import Predictions, predict, scores
-from constraintmatch.files import read_json, write_atomically, write_json
+from constraintmatch.files import InUse, folder_lock, read_json, write_atomically, write_json
 from constraintmatch.images import ImageSet
 from constraintmatch.landscape import Belief
 from constraintmatch.methods import ViewChoice
@@ -193,10 +193,14 @@ def main() -> None:
             kind = ("" if asked.steps else "-head") + (f"-{asked.start}" if asked.start else "")
             target = asked.out / f"questions-{asked.name}-{way}{kind}-error{error:g}.json"
             kept, request = asked.out / "answers" / target.name, request_of(asked, way, error)
-            if is_finished(target, kept, request, asked.budgets[-1]):
-                print(f"{target}: finished before")
-                continue
-            write_result(target, {**request, "points": run(asked, way, error, request, kept)})
+            try:
+                with folder_lock(kept.with_suffix("")):
+                    if is_finished(target, kept, request, asked.budgets[-1]):
+                        print(f"{target}: finished before")
+                        continue
+                    write_result(target, {**request, "points": run(asked, way, error, request, kept)})
+            except InUse:
+                print(f"{target}: another process is working at it")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from constraintmatch.files import read_json
+from constraintmatch.files import folder_lock, read_json
 from constraintmatch.models import build_model, save_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,4 +102,7 @@ def test_a_curve_goes_on_to_larger_budgets_and_is_never_overwritten(
     assert "finished before" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="a curve with another seed"):
         points("parts", "15", "--seed", "1")
+    with folder_lock(tmp_path / "parts" / "answers" / "questions-digits-chosen-which-head-error0"):
+        points("parts", "15,30,40,50")
+    assert "another process is working at it" in capsys.readouterr().out
     assert (tmp_path / "parts" / "questions-digits-chosen-which-head-error0.json").read_bytes() == before

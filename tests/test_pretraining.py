@@ -176,6 +176,20 @@ def test_a_resumed_chain_says_the_same(stripes: ImageSet, tmp_path: Path) -> Non
         assert torch.equal(value, parts.state_dict()[name])
 
 
+def test_a_stage_that_comes_again_is_made_anew_in_a_folder_of_its_own(stripes: ImageSet, tmp_path: Path) -> None:
+    twice = ("k_means", "self_label", "k_means")
+    options = {"recipe": {"self_label": {"min_confidence": 0.3, "epochs": 2}}, "settings": CPU}
+    plain = pretrain(fresh(), stripes, 3, stages=twice, **options)
+    kept = {**options, "around": Around(tmp_path / "runs"), "results": tmp_path / "results"}
+    for _ in range(2):  # the second time all is finished
+        model = pretrain(fresh(), stripes, 3, stages=twice, **kept)
+        assert [entry["method"] for entry in model.config.trained] == list(twice)
+        for name, value in plain.state_dict().items():
+            assert torch.equal(value, model.state_dict()[name])
+    names = ["start-k_means-2.json", "start-k_means.json", "start-self_label.json"]
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == names
+
+
 @pytest.mark.parametrize("n_images", [8, 300, 5_000, 1_000_000])
 def test_a_short_start_has_enough_steps_and_no_more(n_images: int) -> None:
     recipe = short_start(n_images, cpu=True)

@@ -97,19 +97,21 @@ def pretrain(
 ) -> ClusterModel:
     """The model after the stages; `recipe` by stage, `settings` for all. Finished stages are loaded.
 
-    With a folder for `results`, each stage leaves `name-stage.json` there: settings, scores, seconds, environment.
+    A stage may come again, as linear heads found anew after self-labelling: its second folder is `stage-2`. With a
+    folder for `results`, each stage leaves `name-stage.json` there: settings, scores, seconds, environment.
     """
     around = around or Around()
     if unknown := [stage for stage in stages if stage not in ORDER]:
         raise InputError(f"unknown stage {unknown[0]!r}; known are {', '.join(ORDER)}")
     _check_variety(images)
     told: dict[str, float] = {}
-    for stage in stages:
+    for number, stage in enumerate(stages):
+        folder = _folder_name(stage, list(stages[:number]).count(stage))
         chosen, changes = split_options(stage, (recipe or {}).get(stage, {}))
         chosen |= {"n_clusters": n_clusters} if stage in ("k_means", "linear_scan", "scan") else {}
         ours = method_settings(stage, {**changes, **(settings or {})})
-        place = replace(around.within(stage), resume=True)  # of the same command
-        target = None if results is None else results / f"{name}-{stage}.json"
+        place = replace(around.within(folder), resume=True)  # of the same command
+        target = None if results is None else results / f"{name}-{folder}.json"
         before, began, again = told, time.monotonic(), place.out is not None and is_finished(place.out)
         model, log = run_method(stage, model, images, arguments=chosen, settings=ours, around=place)
         if again and target is not None and target.is_file():
@@ -117,11 +119,16 @@ def pretrain(
             continue
         model.to(choose_device(ours.device))  # a finished stage comes from its folder
         told = stage_summary(model, images, around.held_out)
-        _say(stage, told, before, around.reporter)
+        _say(folder, told, before, around.reporter)
         if target is not None:
             request = {"stage": stage, "data": dict(around.data), "arguments": chosen, "settings": ours.request()}
             write_result(target, _stage_result(request, told, log, time.monotonic() - began))
     return model
+
+
+def _folder_name(stage: str, before: int) -> str:
+    """Of a stage that came so often before."""
+    return f"{stage}-{before + 1}" if before else stage
 
 
 def _say(stage: str, told: Mapping[str, float], before: Mapping[str, float], reporter: Reporter) -> None:
