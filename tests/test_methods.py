@@ -140,6 +140,9 @@ def test_the_first_step_is_the_papers_equation(stripes: ImageSet) -> None:
         {"selection": "confidence", "min_confidence": 0.4},
         {"pool": "combined"},
         {"flip_fraction": 0.5},
+        {"flip_fraction": 0.5, "flip_between": "any"},
+        {"error_rate": 0.1},
+        {"pseudo_error_rate": 0.1},
         {"pseudo_weight": 0.1},
         {"warm_up": 0.5},
     ],
@@ -174,6 +177,22 @@ def test_pairs_teach_the_classes(stripes: ImageSet) -> None:
     settings = replace(QUICK, steps=40, lr=0.1, log_every=40)
     fitted = run("constrained", stripes, settings=settings, pairs_per_step=20, constraints=pairs(stripes, 60)).model
     assert scores(stripes.labels, predict(fitted, stripes))["acc"] > 0.9
+
+
+@pytest.mark.parametrize(("name", "more"), [("constrained", {}), ("constraintmatch", {"images_per_step": 20})])
+def test_a_told_error_rate_keeps_what_wrong_pairs_would_spoil(
+    stripes: ImageSet, name: str, more: dict[str, object]
+) -> None:
+    settings = replace(QUICK, steps=40, lr=0.1, log_every=40)
+    taught = run("constrained", stripes, settings=settings, pairs_per_step=20, constraints=pairs(stripes, 60)).model
+    wrong = pairs(stripes, 60, seed=1).flip(0.3, seed=2)
+    found = {}
+    for rate in (0.0, 0.3):
+        arguments = {"pairs_per_step": 20, "settings": replace(settings, lr=0.05), "error_rate": rate, **more}
+        fitted = METHODS[name](copy.deepcopy(taught), stripes, constraints=wrong, **arguments).model
+        found[rate] = scores(stripes.labels, predict(fitted, stripes))["acc"]
+    assert found[0.3] > found[0.0] + 0.05
+    assert found[0.3] > 0.9
 
 
 @pytest.mark.parametrize("name", ["supervised", "fully_constrained"])
@@ -276,6 +295,10 @@ def test_views_of_ones_own_are_used(stripes: ImageSet) -> None:
         ("constraintmatch", {"links": "firm"}, "unknown links 'firm'"),
         ("constraintmatch", {"pool": "some"}, "unknown pool 'some'"),
         ("constraintmatch", {"flip_fraction": 1.5}, "flip_fraction is 1.5"),
+        ("constrained", {"error_rate": 0.5}, r"error_rate is 0.5; it must lie in \[0, 0.5\)"),
+        ("constraintmatch", {"pseudo_error_rate": -0.1}, "pseudo_error_rate is -0.1"),
+        ("constrained", {"error_rate": 0.1, "objective": "kcl"}, "kcl knows no error_rate"),
+        ("constraintmatch", {"flip_between": "some"}, "unknown flip_between 'some'; known are largest, any"),
         ("scan", {"n_clusters": 61}, "61 clusters for 60 images"),
         ("constrained", {"constraints": UNWEIGHTED}, "every constraint has the weight 0"),
         ("constrained", {"pairs_per_step": 0}, "0 images or pairs a step"),

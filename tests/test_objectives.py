@@ -31,6 +31,7 @@ from constraintmatch.objectives import (
     pseudo_label_loss,
     scan_loss,
     soft_links,
+    swap_clusters,
 )
 
 SIZES = [(0, 3), (1, 2), (1, 1), (2, 2), (2, 5), (7, 10), (5, 2000)]
@@ -83,6 +84,30 @@ def test_pair_loss_is_the_binary_cross_entropy_of_inner_products(n: int, k: int)
     torch.testing.assert_close(pair_loss(left, right, link, mean=False), each.sum(), atol=1e-9, rtol=1e-9)
     weighted = (each * weight).sum() / weight.sum()
     torch.testing.assert_close(pair_loss(left, right, link, weight), weighted, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.2, 0.49])
+def test_an_error_rate_gives_the_likelihood_of_links_of_which_some_were_turned_round(rate: float) -> None:
+    left, right, link = rows(20, 4, 1), rows(20, 4, 2), (numbers(20, 3) < 0.5).double()
+    expected = []
+    for p, q, said in zip(left.tolist(), right.tolist(), link.tolist(), strict=True):
+        same = sum(a * b for a, b in zip(p, q, strict=True))
+        true = {1.0: same, 0.0: 1 - same}
+        expected.append(-math.log((1 - rate) * true[said] + rate * true[1 - said]))
+    found = pair_loss(left, right, link, error_rate=rate)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64).mean())
+    everything = all_pairs_loss(left, soft_links(right), torch.ones(20), error_rate=rate)
+    one, other = (index.flatten() for index in torch.meshgrid(torch.arange(20), torch.arange(20), indexing="ij"))
+    each = pair_loss(left[one], left[other], soft_links(right).flatten(), error_rate=rate)
+    torch.testing.assert_close(everything, each)
+
+
+def test_an_expected_error_pulls_no_sure_pair_apart() -> None:
+    sure = torch.tensor([[30.0, 0.0, 0.0]], requires_grad=True)
+    for rate, pull in ((0.0, 0.5), (0.1, 0.0)):
+        p = sure.softmax(-1)
+        (gradient,) = torch.autograd.grad(pair_loss(p, p.detach(), torch.zeros(1), error_rate=rate), sure)
+        assert gradient.abs().max().item() == pytest.approx(pull, abs=1e-3)
 
 
 def test_pair_loss_in_fp32_agrees_with_float64_to_1e_6() -> None:
@@ -341,6 +366,16 @@ def test_flipping_twice_gives_the_row_back_and_one_cluster_stays() -> None:
     assert flip_modes(rows(0, 4), torch.zeros(0, dtype=torch.bool)).shape == (0, 4)
 
 
+@given(simplex(n=5), st.integers(0, 2**31))
+@settings(max_examples=50, deadline=None)
+def test_swap_clusters_swaps_the_two_of_each_row(p: Tensor, seed: int) -> None:
+    swap = torch.randint(p.shape[1], (5, 2), generator=torch.Generator().manual_seed(seed))
+    for before, after, (one, two) in zip(p.numpy(), swap_clusters(p, swap).numpy(), swap.tolist(), strict=True):
+        expected = before.copy()
+        expected[[one, two]] = before[[two, one]]
+        np.testing.assert_array_equal(after, expected)
+
+
 # Pseudo-labels, self-labels
 
 
@@ -496,6 +531,7 @@ FUNCTIONS = {
     "hard_links": lambda b: hard_links(soft_links(b.p), 0.5),
     "all_pairs_loss": lambda b: all_pairs_loss(b.p, b.links, b.keep),
     "flip_modes": lambda b: flip_modes(b.p, b.keep),
+    "swap_clusters": lambda b: swap_clusters(b.p, torch.stack((b.keep.long(), 2 * b.keep.long()), 1)),
     "pseudo_label_loss": lambda b: pseudo_label_loss(b.logits, b.q, b.keep),
     "nt_xent": lambda b: nt_xent(b.logits, b.q, temperature=0.1),
     "scan_loss": lambda b: scan_loss(b.p, b.q).total,
@@ -518,7 +554,7 @@ def test_autocast_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", sorted(set(FUNCTIONS) - {"flip_modes"}))  # which moves values and keeps their type
+@pytest.mark.parametrize("name", sorted(set(FUNCTIONS) - {"flip_modes", "swap_clusters"}))  # they move values
 def test_half_precisions_are_lifted_to_fp32(name: str, dtype: torch.dtype) -> None:
     low = BATCH.to(dtype)
     result = FUNCTIONS[name](low)

@@ -30,6 +30,7 @@ __all__ = [
     "pseudo_label_loss",
     "scan_loss",
     "soft_links",
+    "swap_clusters",
 ]
 
 # Elements of one (rows, m, k) block in soft_links: what stays in a CPU's cache; what keeps a GPU's launches few; and,
@@ -50,16 +51,26 @@ def pair_scores(left: Tensor, right: Tensor) -> Tensor:
     return (_lifted(left) * _lifted(right)).sum(-1)
 
 
-def pair_loss(left: Tensor, right: Tensor, link: Tensor, weight: Tensor | None = None, *, mean: bool = True) -> Tensor:
+def pair_loss(
+    left: Tensor,
+    right: Tensor,
+    link: Tensor,
+    weight: Tensor | None = None,
+    *,
+    mean: bool = True,
+    error_rate: float = 0.0,
+) -> Tensor:
     """The MCL of n pairs: −c_ij log ĉ_ij − (1 − c_ij) log(1 − ĉ_ij), ĉ_ij = ⟨ŷ_i, ŷ_j⟩, c_ij = `link`, hard or soft.
 
     The weighted mean over pairs, as the published code has it; `mean=False` gives the paper's sum. Both logarithms are
     clamped at the smallest normal number (log ≥ −87.4 in fp32): rows of exact zeros and ones give finite losses and
     gradients. 1 − ĉ_ij is summed from small parts, not subtracted from one: a sure but wrong pair keeps its gradient.
+    With ε = `error_rate` of the links wrong, whichever they are, a link says "same" with the probability
+    ε + (1 − 2ε) ĉ_ij, and that takes the place of ĉ_ij.
     """
     left, right = _lifted(left), _lifted(right)
-    losses = _binary_cross_entropy(pair_scores(left, right), pair_scores(left, _complements(right)), link)
-    return _weighted(losses, weight, mean=mean)
+    same, different = pair_scores(left, right), pair_scores(left, _complements(right))
+    return _weighted(_binary_cross_entropy(same, different, link, error_rate), weight, mean=mean)
 
 
 def kcl(left: Tensor, right: Tensor, link: Tensor, weight: Tensor | None = None, *, margin: float = 2.0) -> Tensor:
@@ -120,18 +131,20 @@ def hard_links(links: Tensor, threshold: float) -> Tensor:
     return (links >= threshold).to(links.dtype)
 
 
-def all_pairs_loss(p: Tensor, links: Tensor, keep: Tensor, *, self_pairs: bool = True) -> Tensor:
+def all_pairs_loss(
+    p: Tensor, links: Tensor, keep: Tensor, *, self_pairs: bool = True, error_rate: float = 0.0
+) -> Tensor:
     """L^pseudo: the MCL of all ordered pairs of selected rows against `links`, mean over those pairs.
 
     p is (n, k), links (n, n), keep (n,). Self-pairs (i, i) count, as in the published code, unless `self_pairs` is
-    false. 0 with a graph if nothing is selected. λ (`pseudo_weight`) is applied outside.
+    false. 0 with a graph if nothing is selected. λ (`pseudo_weight`) is applied outside. `error_rate`: see `pair_loss`.
     """
     p = _lifted(p)
     keep = keep.to(p.dtype)
     pair_weight = keep[:, None] * keep[None, :]
     if not self_pairs:
         pair_weight = pair_weight * (1 - torch.eye(len(p), dtype=p.dtype, device=p.device))
-    losses = _binary_cross_entropy(_inner_products(p, p), _inner_products(p, _complements(p)), links)
+    losses = _binary_cross_entropy(_inner_products(p, p), _inner_products(p, _complements(p)), links, error_rate)
     return _weighted(losses, pair_weight)
 
 
@@ -149,6 +162,11 @@ def flip_modes(p: Tensor, flip: Tensor) -> Tensor:
     largest, next_largest = (torch.where(mask, p, 0).sum(-1, keepdim=True) for mask in (first, second))
     flipped = torch.where(first, next_largest, torch.where(second, largest, p))
     return torch.where(flip.bool()[:, None], flipped, p)
+
+
+def swap_clusters(p: Tensor, swap: Tensor) -> Tensor:
+    """The probabilities of two clusters swapped in each row: those of `swap` (n, 2); twice the same one: none."""
+    return p.scatter(-1, swap, p.gather(-1, swap.flip(-1)))
 
 
 def pseudo_label_loss(logits: Tensor, guess: Tensor, keep: Tensor, *, over_selected: bool = False) -> Tensor:
@@ -232,9 +250,11 @@ def _entropy(p: Tensor) -> Tensor:
     return -(p * _log(p)).sum(-1)
 
 
-def _binary_cross_entropy(same: Tensor, different: Tensor, link: Tensor) -> Tensor:
+def _binary_cross_entropy(same: Tensor, different: Tensor, link: Tensor, error_rate: float) -> Tensor:
     """−c log ĉ − (1 − c) log(1 − ĉ) from ĉ = `same` and 1 − ĉ = `different`; rounding above one is cut off."""
     link = link.to(same.dtype)
+    if error_rate:
+        same, different = (error_rate + (1 - 2 * error_rate) * score for score in (same, different))
     return -(link * _log(same.clamp(max=1)) + (1 - link) * _log(different.clamp(max=1)))
 
 

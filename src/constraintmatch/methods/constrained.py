@@ -16,12 +16,16 @@ def constrained(
     constraints: Constraints,
     *,
     objective: str = "mcl",
+    error_rate: float = 0.0,
     pairs_per_step: int = 200,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
     job: Job = Job(),  # noqa: B008 (frozen)
 ) -> Trained:
-    """The model trained with L^cons alone; `objective` is mcl (the paper's) or kcl."""
+    """The model trained with L^cons alone; `objective` is mcl (the paper's) or kcl.
+
+    `error_rate` is the share of the constraints thought to be wrong: the loss then expects them (decision 032).
+    """
     return train_on_pairs(
         model,
         images,
@@ -29,6 +33,7 @@ def constrained(
         title="constrained",
         unconstrained=None,
         objective=objective,
+        error_rate=error_rate,
         pairs_per_step=pairs_per_step,
         settings=settings,
         views=views,

@@ -5,7 +5,7 @@ from torch import Tensor
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.pairs import Selection, Unconstrained, train_on_pairs
+from constraintmatch.methods.pairs import Selection, Unconstrained, check_error_rate, train_on_pairs
 from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_share
 from constraintmatch.models import ClusterModel
 from constraintmatch.objectives import all_pairs_loss, hard_links, soft_links
@@ -28,7 +28,10 @@ def constraintmatch(
     pool: str = "all",
     warm_up: float = 0.0,
     flip_fraction: float = 0.0,
+    flip_between: str = "largest",
     objective: str = "mcl",
+    error_rate: float = 0.0,
+    pseudo_error_rate: float = 0.0,
     pairs_per_step: int = 200,
     images_per_step: int = 600,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
@@ -40,9 +43,12 @@ def constraintmatch(
     λ is `pseudo_weight`. `selection` is by entropy under τ = `max_entropy` (the paper's) or by confidence from
     `min_confidence`. `links` are soft, 1 − JSD, or hard: 1 from μ = `hard_threshold` on. `pool` is all images (the
     published code) or the combined batch of the paper's text. λ rises from zero over the share `warm_up` of the steps
-    (the paper has none): pairs first, where the start is weak. ρ = `flip_fraction` of the guesses have their two
-    largest probabilities swapped.
+    (the paper has none): pairs first, where the start is weak. ρ = `flip_fraction` of the guesses have two clusters
+    swapped: `flip_between` the two largest, as the paper says, or any two, as the code behind its figure does.
+    `error_rate` is the share of the constraints thought to be wrong, `pseudo_error_rate` of the pseudo-constraints: the
+    losses then expect them (decision 032; the paper has none).
     """
+    check_error_rate("pseudo_error_rate", pseudo_error_rate)
     if links not in ("soft", "hard"):
         raise InputError(f"unknown links {links!r}; known are soft, hard")
     check_share("hard_threshold", hard_threshold)
@@ -52,7 +58,7 @@ def constraintmatch(
         return soft if links == "soft" else hard_links(soft, hard_threshold)
 
     def loss(guess: Tensor, logits: Tensor, keep: Tensor) -> Tensor:
-        return all_pairs_loss(logits.float().softmax(-1), pseudo_links(guess), keep)
+        return all_pairs_loss(logits.float().softmax(-1), pseudo_links(guess), keep, error_rate=pseudo_error_rate)
 
     term = Unconstrained(
         "pseudo-constraints",
@@ -64,6 +70,7 @@ def constraintmatch(
         pool,
         images_per_step,
         warm_up,
+        flip_between,
     )
     return train_on_pairs(
         model,
@@ -72,6 +79,7 @@ def constraintmatch(
         title="constraintmatch",
         unconstrained=term,
         objective=objective,
+        error_rate=error_rate,
         pairs_per_step=pairs_per_step,
         settings=settings,
         views=views,

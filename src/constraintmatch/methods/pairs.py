@@ -20,7 +20,7 @@ from constraintmatch.images import ImageSet
 from constraintmatch.methods.preparation import Bench, Job, Trained, ViewChoice, check_share, evaluate_now, prepare
 from constraintmatch.models import ClusterModel
 from constraintmatch.norms import passes
-from constraintmatch.objectives import confident, flip_modes, informative, kcl, pair_loss
+from constraintmatch.objectives import confident, flip_modes, informative, kcl, pair_loss, swap_clusters
 from constraintmatch.training import TrainSettings, fit, frozen_statistics
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Selection",
     "SemiBatch",
     "Unconstrained",
+    "check_error_rate",
     "constrained_term",
     "train_on_pairs",
     "unconstrained_term",
@@ -81,6 +82,7 @@ class Unconstrained:
     pool: str = "all"  # every image, or "combined": the batch's constrained images and images without constraints
     images_per_step: int = 600
     warm_up: float = 0.0  # share of the steps over which λ rises from zero
+    flip_between: str = "largest"  # which two clusters are swapped: the likeliest, or "any" two
 
 
 def train_on_pairs(
@@ -91,16 +93,20 @@ def train_on_pairs(
     title: str,
     unconstrained: Unconstrained | None,
     objective: str,
+    error_rate: float,
     pairs_per_step: int,
     settings: TrainSettings,
     views: ViewChoice,
     job: Job,
 ) -> Trained:
     """The model trained on the pairs, and on the unconstrained images where there is a term for them."""
-    _check(constraints, images, objective, unconstrained, title)
+    _check(constraints, images, unconstrained, title)
+    _check_objective(objective, error_rate)
     bench = prepare(model, images, settings)
-    batches = _Batches(bench, images, constraints, unconstrained, pairs_per_step, views, settings.steps)
+    n_clusters = model.config.n_clusters
+    batches = _Batches(bench, images, constraints, unconstrained, pairs_per_step, views, settings.steps, n_clusters)
     pair_objective = PAIR_OBJECTIVES[objective]
+    told = {"error_rate": error_rate} if error_rate else {}
     from_pairs = bench.compiled(constrained_term)
     if unconstrained is not None:  # its loss alone: thresholds would be compiled in, each value anew
         unconstrained = replace(unconstrained, loss=bench.compiled(unconstrained.loss))
@@ -109,7 +115,7 @@ def train_on_pairs(
         pairs = batch.pairs
         both = torch.cat((pairs.left, pairs.right))
         if unconstrained is None:
-            return {"constrained": from_pairs(network(both), pairs.link, pairs.weight, pair_objective)}
+            return {"constrained": from_pairs(network(both), pairs.link, pairs.weight, pair_objective, **told)}
         assert batch.free is not None
         assert batch.ramp is not None
         with torch.no_grad():
@@ -117,7 +123,7 @@ def train_on_pairs(
         paired, strong = passes(network, model, both, batch.free.strong, joint=bench.compile)
         pseudo = unconstrained_term(weak, strong, batch.flip, unconstrained)
         return {
-            "constrained": from_pairs(paired, pairs.link, pairs.weight, pair_objective),
+            "constrained": from_pairs(paired, pairs.link, pairs.weight, pair_objective, **told),
             "pseudo": batch.ramp * unconstrained.weight * pseudo,
         }
 
@@ -136,10 +142,12 @@ def train_on_pairs(
     return Trained(model, log)
 
 
-def constrained_term(logits: Tensor, link: Tensor, weight: Tensor, objective: Callable[..., Tensor]) -> Tensor:
+def constrained_term(
+    logits: Tensor, link: Tensor, weight: Tensor, objective: Callable[..., Tensor], **told: float
+) -> Tensor:
     """L^cons on the logits (2n, k) of n pairs: all left ones, then all right ones."""
     left, right = logits.float().softmax(-1).chunk(2)
-    return objective(left, right, link, weight)
+    return objective(left, right, link, weight, **told)
 
 
 def unconstrained_term(weak: Tensor, strong: Tensor, flip: Tensor | None, term: Unconstrained) -> Tensor:
@@ -152,7 +160,9 @@ def unconstrained_term(weak: Tensor, strong: Tensor, flip: Tensor | None, term: 
 
 def _guess(weak: Tensor, flip: Tensor | None, term: Unconstrained) -> Tensor:
     guess = weak.float().softmax(-1)
-    return flip_modes(guess, flip) if term.flip_fraction > 0 and flip is not None else guess
+    if flip is None or term.flip_fraction == 0:
+        return guess
+    return flip_modes(guess, flip) if term.flip_between == "largest" else swap_clusters(guess, flip)
 
 
 class _Batches:
@@ -167,8 +177,10 @@ class _Batches:
         pairs_per_step: int,
         views: ViewChoice,
         steps: int,
+        n_clusters: int,
     ) -> None:
         self.bench, self.unconstrained, self.steps = bench, unconstrained, steps
+        self.n_clusters = n_clusters
         self.pairs = PairSource(bench.store, constraints, pairs_per_step, views.pair(), bench.maker, bench.seed)
         self.weak, self.strong = views.weak(), views.strong()
         if unconstrained is not None:
@@ -201,7 +213,17 @@ class _Batches:
             return None
         generator = torch.Generator().manual_seed(derive_seed(self.bench.seed, "flip", step))
         order = torch.randperm(n, generator=generator)  # exactly the fraction ρ of each batch
-        return (order < round(self.unconstrained.flip_fraction * n)).to(self.bench.device)
+        flipped = order < round(self.unconstrained.flip_fraction * n)
+        if self.unconstrained.flip_between == "any":
+            flipped = flipped[:, None] * _two_of(self.n_clusters, n, generator)
+        return flipped.to(self.bench.device)
+
+
+def _two_of(n_clusters: int, n: int, generator: torch.Generator) -> Tensor:
+    """Two different clusters (n, 2) for each of n images; of one cluster it twice."""
+    first = torch.randint(n_clusters, (n,), generator=generator)
+    further = torch.randint(1, max(n_clusters, 2), (n,), generator=generator)
+    return torch.stack((first, (first + further) % n_clusters), dim=1)
 
 
 def _measure(model: ClusterModel, images: ImageSet, term: Unconstrained) -> Callable[[SemiBatch], Mapping[str, Any]]:
@@ -222,19 +244,29 @@ def _measure(model: ClusterModel, images: ImageSet, term: Unconstrained) -> Call
     return measure
 
 
-def _check(
-    constraints: Constraints, images: ImageSet, objective: str, unconstrained: Unconstrained | None, title: str
-) -> None:
+def check_error_rate(name: str, value: float) -> None:
+    """A share of wrong links that does not lie in [0, 0.5) is an InputError."""
+    if not 0 <= value < 0.5:
+        raise InputError(f"{name} is {value}; it must lie in [0, 0.5): links of which half are wrong say nothing")
+
+
+def _check(constraints: Constraints, images: ImageSet, unconstrained: Unconstrained | None, title: str) -> None:
     if len(constraints) == 0:
         raise InputError(f"{title} needs constraints and there are none; sample or answer some pairs first")
     if not constraints.weight.any():
         raise InputError(f"{title}: every constraint has the weight 0; give some of them a weight above 0")
     if constraints.n_images != len(images):
         raise InputError(f"the constraints are over {constraints.n_images:,} images, the set has {len(images):,}")
-    if objective not in PAIR_OBJECTIVES:
-        raise InputError(f"unknown pair objective {objective!r}; known are {', '.join(PAIR_OBJECTIVES)}")
     if unconstrained is not None:
         _check_term(unconstrained)
+
+
+def _check_objective(objective: str, error_rate: float) -> None:
+    if objective not in PAIR_OBJECTIVES:
+        raise InputError(f"unknown pair objective {objective!r}; known are {', '.join(PAIR_OBJECTIVES)}")
+    check_error_rate("error_rate", error_rate)
+    if error_rate and objective != "mcl":
+        raise InputError(f"{objective} knows no error_rate; leave it out or choose the objective mcl")
 
 
 def _check_term(term: Unconstrained) -> None:
@@ -245,3 +277,5 @@ def _check_term(term: Unconstrained) -> None:
     if not 0 <= term.warm_up <= 1:
         raise InputError(f"warm_up is {term.warm_up}; it is a share of the steps, in [0, 1]")
     check_share("flip_fraction", term.flip_fraction)
+    if term.flip_between not in ("largest", "any"):
+        raise InputError(f"unknown flip_between {term.flip_between!r}; known are largest, any")

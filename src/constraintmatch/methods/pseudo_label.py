@@ -21,7 +21,10 @@ def pseudo_label(
     pool: str = "all",
     warm_up: float = 0.0,
     flip_fraction: float = 0.0,
+    flip_between: str = "largest",
+    over_selected: bool = False,
     objective: str = "mcl",
+    error_rate: float = 0.0,
     pairs_per_step: int = 200,
     images_per_step: int = 600,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
@@ -30,11 +33,13 @@ def pseudo_label(
 ) -> Trained:
     """The model trained with L = L^cons + λ L^CE; λ is `pseudo_weight`, τ is `min_confidence`, ρ is `flip_fraction`.
 
-    λ rises from zero over the share `warm_up` of the steps (the paper has none).
+    λ rises from zero over the share `warm_up` of the steps (the paper has none). L^CE is the mean over all images of a
+    step, as FixMatch has it, or `over_selected` ones, as the published code. `flip_between` and
+    `error_rate`: see `constraintmatch`.
     """
     term = Unconstrained(
         "pseudo-labels",
-        lambda guess, logits, keep: pseudo_label_loss(logits, guess, keep),
+        lambda guess, logits, keep: pseudo_label_loss(logits, guess, keep, over_selected=over_selected),
         Selection("confidence", min_confidence=min_confidence),
         soft_links,
         pseudo_weight,
@@ -42,6 +47,7 @@ def pseudo_label(
         pool,
         images_per_step,
         warm_up,
+        flip_between,
     )
     return train_on_pairs(
         model,
@@ -50,6 +56,7 @@ def pseudo_label(
         title="pseudo_label",
         unconstrained=term,
         objective=objective,
+        error_rate=error_rate,
         pairs_per_step=pairs_per_step,
         settings=settings,
         views=views,

@@ -5,7 +5,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,7 +35,7 @@ class Curve:
     """One line of points (x, score over the folds), in order of x."""
 
     label: str
-    method: str
+    method: str  # whose colours it has, or a variant of it
     points: tuple[tuple[float, Summary], ...]
 
 
@@ -89,15 +89,24 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Sweep:
-    """How a figure is made of cells: the methods with a curve, x of a cell (None: not in it), and what lies across."""
+    """How a figure is made of cells: the methods with a curve, x of a cell (None: not in it), and what lies across.
+
+    A variant of a method has a curve of its own: `variants` gives its name, its method and its x.
+    """
 
     title: str
     x_label: str
-    curves: Mapping[str, str]  # label by method
+    curves: Mapping[str, str]  # label by method or variant
     x: Callable[[Cell], float | None]
     levels: Callable[[str], Sequence[tuple[str, Cell]]] = lambda _: ()  # of a data set
     metric: str = "acc"
     log_x: bool = False
+    variants: Mapping[str, tuple[str, Callable[[Cell], float | None]]] = field(default_factory=dict)
+
+    def place(self, curve: str, cell: Cell) -> float | None:
+        """x of the cell on a curve; None: not on it."""
+        method, x = self.variants.get(curve, (curve, self.x))
+        return x(cell) if cell.method == method else None
 
 
 def drawing(name: str, rows: Mapping[Cell, Row], dataset: str, steps: int | None = None) -> Drawing | None:
@@ -115,7 +124,7 @@ def drawing(name: str, rows: Mapping[Cell, Row], dataset: str, steps: int | None
     shown = [row for row in own if row.cell.steps == steps]
     levels = [(label, rows[cell]) for label, cell in _levels(sweep, dataset, steps) if cell in rows]
     check_same_start([*shown, *(row for _, row in levels)])
-    curves = [_curve(sweep, method, label, shown) for method, label in sweep.curves.items()]
+    curves = [_curve(sweep, name, label, shown) for name, label in sweep.curves.items()]
     if all(len(curve.points) < 2 for curve in curves):
         return None
     return Drawing(
@@ -125,7 +134,9 @@ def drawing(name: str, rows: Mapping[Cell, Row], dataset: str, steps: int | None
         sweep.x_label,
         sweep.metric,
         steps,
-        tuple(curve for curve in curves if curve.points),
+        tuple(
+            curve for curve in curves if len(curve.points) > (curve.method in sweep.variants)
+        ),  # its own, not only x = 0
         tuple(Level(label, row.cell.method, row.summary("test", sweep.metric)) for label, row in levels),
         _paper_points(sweep, dataset) if name == "amount" and steps == STEPS else (),
         sweep.log_x,
@@ -153,12 +164,26 @@ def _option(
     return x
 
 
+def _expecting(cell: Cell) -> float | None:
+    """ρ of trainings that expect wrong pseudo-constraints; without the option it is 0."""
+    options = dict(cell.options)
+    if options.pop("pseudo_error_rate", None) != 0.1:
+        return None
+    return _option("flip_fraction", missing=lambda _: 0.0)(replace(cell, options=tuple(options.items())))
+
+
 def _amount(cell: Cell) -> float | None:
     return None if cell.options or cell.noise else float(cell.n_constraints)
 
 
 def _noise(cell: Cell) -> float | None:
     return None if cell.options or cell.n_constraints != N_CONSTRAINTS else cell.noise
+
+
+def _told_noise(cell: Cell) -> float | None:
+    """Trainings that were told the rate; without noise there is nothing to tell."""
+    told = (("error_rate", cell.noise),) if cell.noise else ()
+    return _noise(replace(cell, options=())) if cell.options == told else None
 
 
 def _own_entropy(cell: Cell) -> float:
@@ -183,9 +208,18 @@ FIGURES: dict[str, Sweep] = {
     "flip": Sweep(
         "Wrong pseudo-labels: the two likeliest clusters swapped",
         "share ρ of unconstrained images whose pseudo-label is flipped",
-        {"constraintmatch": "ConstraintMatch", "pseudo_label": "naive pseudo-labelling"},
+        {
+            "constraintmatch": "ConstraintMatch",
+            "any": "ConstraintMatch, any two swapped (the published code)",
+            "expecting": "ConstraintMatch, expecting a tenth to be wrong (ours)",
+            "pseudo_label": "naive pseudo-labelling",
+        },
         _option("flip_fraction", missing=lambda _: 0.0),
         _plain,
+        variants={
+            "any": ("constraintmatch", _option("flip_fraction", ("flip_between", "any"), missing=lambda _: 0.0)),
+            "expecting": ("constraintmatch", _expecting),
+        },
     ),
     "links": Sweep(
         "Soft against hard pseudo-constraints",
@@ -220,16 +254,17 @@ FIGURES: dict[str, Sweep] = {
     "noise": Sweep(
         "Wrong annotations of constraints",
         "share of constraints with the wrong annotation",
-        _BOTH,
+        {**_BOTH, **{f"{method} told": f"{label}, told the share" for method, label in _BOTH.items()}},
         _noise,
         lambda dataset: [("SCAN (the start)", Cell(dataset, "scan"))],
+        variants={f"{method} told": (method, _told_noise) for method in _BOTH},
     ),
 }
 
 
 def _on_curve(sweep: Sweep, cell: Cell, dataset: str) -> bool:
     plain = cell.dataset == dataset and cell.n_clusters == DATASETS[dataset].n_clusters
-    return plain and cell.method in sweep.curves and sweep.x(cell) is not None
+    return plain and any(sweep.place(curve, cell) is not None for curve in sweep.curves)
 
 
 def _levels(sweep: Sweep, dataset: str, steps: int) -> list[tuple[str, Cell]]:
@@ -238,13 +273,14 @@ def _levels(sweep: Sweep, dataset: str, steps: int) -> list[tuple[str, Cell]]:
     return [(label, cell if cell.method == "scan" else replace(cell, steps=steps)) for label, cell in named]
 
 
-def _curve(sweep: Sweep, method: str, label: str, rows: Sequence[Row]) -> Curve:
+def _curve(sweep: Sweep, name: str, label: str, rows: Sequence[Row]) -> Curve:
     points: dict[float, Summary] = {}
-    for row in sorted((row for row in rows if row.cell.method == method), key=lambda row: len(row.cell.options)):
-        x = sweep.x(row.cell)
-        assert x is not None
-        points.setdefault(x, row.summary("test", sweep.metric))  # the set's own τ, given as an option: the same cell
-    return Curve(label, method, tuple(sorted(points.items())))
+    for row in sorted(rows, key=lambda row: len(row.cell.options)):
+        if (x := sweep.place(name, row.cell)) is not None:
+            points.setdefault(
+                x, row.summary("test", sweep.metric)
+            )  # the set's own τ, given as an option: the same cell
+    return Curve(label, name, tuple(sorted(points.items())))
 
 
 def _paper_points(sweep: Sweep, dataset: str) -> tuple[tuple[str, float, float], ...]:
@@ -256,10 +292,14 @@ def _paper_points(sweep: Sweep, dataset: str) -> tuple[tuple[str, float, float],
 
 # Drawing: Okabe and Ito's colours, and another marker and dash for each method, on white: readable on a dark page too
 
-_LOOKS = {
+_LOOKS: dict[str, tuple[str, str, Any]] = {
     "constraintmatch": ("#0072B2", "o", "-"),
     "constrained": ("#D55E00", "s", "--"),
     "pseudo_label": ("#009E73", "^", "-."),
+    "any": ("#56B4E9", "v", (0, (4, 1.5))),
+    "expecting": ("#CC79A7", "D", "-"),
+    "constraintmatch told": ("#56B4E9", "v", "-"),
+    "constrained told": ("#E69F00", "D", "--"),
     "scan": ("#555555", "", ":"),
 }
 _STYLE: Any = {  # Any: the names that stubs of matplotlib allow differ by version
@@ -305,7 +345,7 @@ def _draw_curve(axes: "Axes", curve: Curve) -> None:
 def _draw_level(axes: "Axes", level: Level, taken: set[str]) -> None:
     colour, _, dash = _LOOKS[level.method]
     if level.method in taken:  # ConstraintMatch as the paper has it, across a curve of one of its variants
-        colour, dash = "#CC79A7", (0, (6, 1.5))  # type: ignore[assignment]
+        colour, dash = "#CC79A7", (0, (6, 1.5))
     axes.axhline(level.summary.mean, color=colour, ls=dash, lw=1.6, label=level.label)
 
 

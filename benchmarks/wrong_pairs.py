@@ -1,0 +1,81 @@
+"""What wrong pairs and wrong pseudo-labels cost on the digits, and what it helps to tell the loss how many there are.
+
+    python benchmarks/wrong_pairs.py --out results/wrong-pairs-digits.json
+
+The demo's start and trainings, with 500 pairs. First a share of the pairs is wrong, and the loss is told nothing or that
+share; then all pairs are right, a share ρ of the pseudo-labels is flipped, and the loss expects none or a tenth of the
+pseudo-constraints to be wrong, whatever ρ is. Scores are on the test images.
+"""
+
+import argparse
+import copy
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from constraintmatch.batches import derive_seed
+from constraintmatch.constraints import Constraints
+from constraintmatch.datasets import DATASETS, load_dataset
+from constraintmatch.evaluation import predict, scores
+from constraintmatch.methods import ViewChoice
+from constraintmatch.models import build_model
+from constraintmatch.pretraining import SHORT_STAGES, pretrain, short_start
+from constraintmatch.running import Around, method_settings, run_method, split_options
+from constraintmatch.runs import write_result
+
+SHARES, FLIPS = (0.0, 0.05, 0.1, 0.2, 0.3), (0.1, 0.3, 0.5)
+
+
+def trainings() -> Iterator[tuple[str, float, dict[str, float]]]:
+    """Method, share of wrong pairs, and what else is asked of the training."""
+    for wrong in SHARES:
+        for method in ("constrained", "constraintmatch"):
+            for told in sorted({0.0, wrong}):
+                yield method, wrong, {"error_rate": told}
+    for flipped in FLIPS:
+        for expected in (0.0, 0.1):
+            yield "constraintmatch", 0.0, {"flip_fraction": flipped, "pseudo_error_rate": expected}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=500)
+    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    row, train, test = DATASETS["digits"], load_dataset("digits", "train"), load_dataset("digits", "test")
+    assert train.labels is not None
+    around = Around(views=ViewChoice(row.flip, tuple(sorted(row.without))))
+    shape = {"side": row.side, "channels": row.channels, "mean": row.mean, "std": row.std}
+    fresh = build_model(n_clusters=0, **shape, seed=derive_seed(0, "model"))
+    settings: dict[str, Any] = {"device": "cpu", "seed": 0}
+    recipe = short_start(len(train), cpu=True)
+    start = pretrain(fresh, train, 10, stages=SHORT_STAGES, recipe=recipe, settings=settings, around=around)
+    first = scores(test.labels, predict(start, test))["acc"]
+    print(f"start {first:.3f}", flush=True)
+    found = []
+    for method, wrong, more in trainings():
+        sizes = {"pairs_per_step": row.pairs_per_step}
+        sizes |= {"images_per_step": row.images_per_step} if method == "constraintmatch" else {}
+        arguments, changes = split_options(method, {**row.tuned[method], **sizes, **more})
+        given = {
+            "arguments": arguments,
+            "settings": method_settings(method, {**changes, **settings, "steps": asked.steps}),
+        }
+        accuracies, began = [], time.monotonic()
+        for sample in range(asked.samples):
+            pairs = Constraints.sample(train.labels, asked.pairs, seed=sample).flip(wrong, seed=sample)
+            model = run_method(method, copy.deepcopy(start), train, pairs, **given, around=around).model
+            accuracies.append(round(scores(test.labels, predict(model, test))["acc"], 4))
+        seconds = round(time.monotonic() - began, 1)
+        found.append({"method": method, "wrong": wrong, **more, "acc": accuracies, "seconds": seconds})
+        print(found[-1], flush=True)
+    if asked.out:
+        asking = {"data": "digits", "pairs": asked.pairs, "steps": asked.steps}
+        write_result(asked.out, {**asking, "start": first, "rows": found})
+
+
+if __name__ == "__main__":
+    main()
