@@ -59,6 +59,8 @@ cells table2 --sets cifar100-20 --folds 0
 cells table1 --sets cifar10,cifar100-20 --folds 0
 cells gallery --sets cifar10,cifar100-20
 
+cells links --sets cifar100-20 --folds 0 --steps 2000 # three are missing
+
 # Table III, from starts with five times as many outputs (what results/ has began with others: anew)
 for wait in -n ""; do
     wide cifar10 50 $wait

@@ -16,7 +16,7 @@ from paper_results import content, write, write_cells
 
 from constraintmatch.datasets import DATASETS
 from constraintmatch.errors import InputError
-from constraintmatch.paper.cells import PAPER_SETS, Cell, grid_cells
+from constraintmatch.paper.cells import PAPER_SETS, PUBLISHED_MEAN, Cell, grid_cells
 from constraintmatch.paper.published import METRICS, SETS, TABLE_1, TABLE_2, TABLE_3, PublishedRow, published
 from constraintmatch.paper.results import Comparison, Row, compare, find_rows, read_results
 from constraintmatch.paper.tables import markdown, table1, table2, table3
@@ -272,6 +272,16 @@ def test_the_gain_over_the_start_stands_beside_the_papers(tmp_path: Path) -> Non
     text = table2(find_rows(read_results(write_cells(tmp_path, cells))), ["cifar100-20"])
     gain = text[text.index("Over the start") :]
     assert table_cells(gain, "ConstraintMatch")[:4] == ["ConstraintMatch", "10,000", "+17.00", "+11.25"]
+
+
+def test_pseudo_labelling_as_the_published_code_has_it_is_a_row_of_its_own(tmp_path: Path) -> None:
+    plain = Cell("cifar100-20", "pseudo_label", 10_000)
+    cells = [plain, replace(plain, options=PUBLISHED_MEAN)]
+    text = table2(find_rows(read_results(write_cells(tmp_path, cells))), ["cifar100-20"])
+    assert table_cells(text, "Pseudo-labelling")[3:5] == ["53.00", "55.38"]
+    assert table_cells(text, "Pseudo-labelling, mean over the selected")[3:5] == ["53.00", "55.38"]
+    alone = table2(find_rows(read_results(write_cells(tmp_path / "alone", cells[:1]))), ["cifar100-20"])
+    assert "mean over the selected" not in alone
 
 
 def test_a_cut_row_is_marked_and_not_set_beside_the_papers(tmp_path: Path) -> None:

@@ -74,10 +74,10 @@ def test_the_page_shows_what_ran_where_and_what_is_cut(some: Path, tmp_path: Pat
     for path in re.findall(r"\((figures/[^)]+)\)", text):
         assert (tmp_path / path).is_file()
     assert "![Wrong annotations of constraints, cut (3,000 steps); CIFAR-100-20 test, 10,000 pairs, 1 fold]" in text
-    assert "29 cells (12 of them cut)" in text
-    assert re.search(r"\| NVIDIA H200 +\| 2\.11\.0 +\| 0123456789ab +\| +29 \|", text)
+    assert "42 cells (24 of them cut)" in text
+    assert re.search(r"\| NVIDIA H200 +\| 2\.11\.0 +\| 0123456789ab +\| +42 \|", text)
     assert re.search(r"\| `table1` +\| CIFAR-10 +\| 13 of 31 \| +18 \| +0 \|", text)
-    assert re.search(r"\| `noise` +\| CIFAR-100-20 +\| +2 of 60 \| +58 \| +12 \|", text)
+    assert re.search(r"\| `noise` +\| CIFAR-100-20 +\| +2 of 120 \| +118 \| +24 \|", text)
 
 
 def test_every_result_is_listed_on_the_page(some: Path) -> None:

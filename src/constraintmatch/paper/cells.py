@@ -8,13 +8,14 @@ from typing import Any
 from constraintmatch.datasets import DATASETS
 from constraintmatch.errors import InputError
 
-__all__ = ["FOLDS", "GRIDS", "PAPER_SETS", "STEPS", "Cell", "Grid", "grid_cells"]
+__all__ = ["FOLDS", "GRIDS", "PAPER_SETS", "PUBLISHED_MEAN", "STEPS", "Cell", "Grid", "grid_cells"]
 
 STEPS = 20_000
 FOLDS = 5
 PAPER_SETS = ("cifar10", "cifar100-20", "stl10", "imagenet10", "imagenet-dogs")
 PAIRED = ("constrained", "constraintmatch", "pseudo_label")  # the methods that take constraints
 Option = float | str
+PUBLISHED_MEAN: tuple[tuple[str, Option], ...] = (("over_selected", True),)  # of the pseudo-label loss in its code
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,10 @@ def _table1(dataset: str, fold: int) -> list[Cell]:
 
 
 def _table2(dataset: str, fold: int) -> list[Cell]:
+    """Naive pseudo-labelling twice: as FixMatch has it, which the paper names, and with its published code's mean."""
     methods = ("constraintmatch", "constrained", "pseudo_label")
-    return [Cell(dataset, "scan"), *(Cell(dataset, method, 10_000, fold) for method in methods)]
+    trained = [Cell(dataset, method, 10_000, fold) for method in methods]
+    return [Cell(dataset, "scan"), *trained, replace(trained[-1], options=PUBLISHED_MEAN)]
 
 
 def _table3(dataset: str, fold: int) -> list[Cell]:
@@ -217,11 +220,10 @@ def _amount(dataset: str, fold: int) -> list[Cell]:
 
 
 def _noise(dataset: str, fold: int) -> list[Cell]:
-    """As the paper, and then with the rate told to the loss; without noise that is the same training."""
-    rates, methods = (0.05, 0.1, 0.2, 0.3, 0.4), ("constraintmatch", "constrained")
-    plain = [Cell(dataset, method, 10_000, fold, noise=rate) for rate in (0.0, *rates) for method in methods]
-    noisy = [cell for cell in plain if cell.noise]
-    return [*plain, *(replace(cell, options=(("error_rate", cell.noise),)) for cell in noisy)]
+    """As the paper, and ours: a loss that expects a tenth of the links to be wrong, however many are."""
+    rates, methods = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4), ("constraintmatch", "constrained")
+    plain = [Cell(dataset, method, 10_000, fold, noise=rate) for rate in rates for method in methods]
+    return [*plain, *(replace(cell, options=(("error_rate", 0.1),)) for cell in plain)]
 
 
 _BOTH, _HARD = ("cifar10", "cifar100-20"), ("cifar100-20", "cifar10")

@@ -180,10 +180,9 @@ def _noise(cell: Cell) -> float | None:
     return None if cell.options or cell.n_constraints != N_CONSTRAINTS else cell.noise
 
 
-def _told_noise(cell: Cell) -> float | None:
-    """Trainings that were told the rate; without noise there is nothing to tell."""
-    told = (("error_rate", cell.noise),) if cell.noise else ()
-    return _noise(replace(cell, options=())) if cell.options == told else None
+def _expected_noise(cell: Cell) -> float | None:
+    """Of trainings that expect wrong annotations."""
+    return _noise(replace(cell, options=())) if cell.options == (("error_rate", 0.1),) else None
 
 
 def _own_entropy(cell: Cell) -> float:
@@ -206,12 +205,12 @@ def _informative(dataset: str) -> list[tuple[str, Cell]]:
 _BOTH = {"constraintmatch": "ConstraintMatch", "constrained": "constrained"}
 FIGURES: dict[str, Sweep] = {
     "flip": Sweep(
-        "Wrong pseudo-labels: the two likeliest clusters swapped",
+        "Wrong pseudo-labels: two clusters swapped",
         "share ρ of unconstrained images whose pseudo-label is flipped",
         {
             "constraintmatch": "ConstraintMatch",
-            "any": "ConstraintMatch, any two swapped (the published code)",
-            "expecting": "ConstraintMatch, expecting a tenth to be wrong (ours)",
+            "any": "ConstraintMatch, any two (the published code)",
+            "expecting": "ConstraintMatch, expecting a tenth (ours)",
             "pseudo_label": "naive pseudo-labelling",
         },
         _option("flip_fraction", missing=lambda _: 0.0),
@@ -254,10 +253,10 @@ FIGURES: dict[str, Sweep] = {
     "noise": Sweep(
         "Wrong annotations of constraints",
         "share of constraints with the wrong annotation",
-        {**_BOTH, **{f"{method} told": f"{label}, told the share" for method, label in _BOTH.items()}},
+        {**_BOTH, **{f"{method} expecting": f"{label}, expecting a tenth (ours)" for method, label in _BOTH.items()}},
         _noise,
         lambda dataset: [("SCAN (the start)", Cell(dataset, "scan"))],
-        variants={f"{method} told": (method, _told_noise) for method in _BOTH},
+        variants={f"{method} expecting": (method, _expected_noise) for method in _BOTH},
     ),
 }
 
@@ -298,8 +297,8 @@ _LOOKS: dict[str, tuple[str, str, Any]] = {
     "pseudo_label": ("#009E73", "^", "-."),
     "any": ("#56B4E9", "v", (0, (4, 1.5))),
     "expecting": ("#CC79A7", "D", "-"),
-    "constraintmatch told": ("#56B4E9", "v", "-"),
-    "constrained told": ("#E69F00", "D", "--"),
+    "constraintmatch expecting": ("#56B4E9", "v", "-"),
+    "constrained expecting": ("#E69F00", "D", "--"),
     "scan": ("#555555", "", ":"),
 }
 _STYLE: Any = {  # Any: the names that stubs of matplotlib allow differ by version

@@ -31,6 +31,17 @@ _CLAIMS = {  # what the paper's text says of its figures, whose points it does n
     "5,000 on and gains more the more there are; 2,000 are too few for it.",
     "noise": "ConstraintMatch is more robust to higher levels of wrong annotations than the constrained competitor.",
 }
+_REMARKS = {  # what has to be known beside them
+    "flip": "The code that its authors published (their commit 47b2d73) swaps the two largest probabilities for naive "
+    "pseudo-labelling only. For ConstraintMatch it swaps two clusters drawn at random: of 20, a sure guess keeps its "
+    "largest nine times in ten. The two curves of the paper are then not under the same noise. “Any two” does as that "
+    "code does; the others swap the two largest, as the paper says. “Expecting a tenth”: the loss expects so many "
+    "pseudo-constraints to be wrong, whatever ρ is (decision 032), which the paper has not.",
+    "noise": "The published code has no such noise; here exactly the share of the links is turned round. Of random "
+    "pairs of 20 classes one in twenty is a must-link, so with a tenth of the links wrong two of three must-links are. "
+    "“Expecting a tenth”: the loss expects so many to be wrong, however many are (decision 032), which the paper has "
+    "not.",
+}
 _HEAD = """\
 # The paper, reproduced
 
@@ -81,6 +92,7 @@ def reproduction(results_folder: Path | str) -> str:
     shown = drawings(rows)
     for name in FIGURES:
         parts += [f"## Figure. {GRIDS[name].title}", f"The paper: {_CLAIMS[name]}"]
+        parts += [_REMARKS[name]] if name in _REMARKS else []
         parts += [_figure(one) for one in shown if one.name == name] or [_not_run(name)]
     parts += [
         "## Gallery. Confidently wrong pseudo-labels, right pseudo-constraints",

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from constraintmatch.datasets import DATASETS
-from constraintmatch.paper.cells import Cell
+from constraintmatch.paper.cells import PUBLISHED_MEAN, Cell
 from constraintmatch.paper.published import METRICS, SETS, TABLE_1, TABLE_2, TABLE_3, PublishedRow
 from constraintmatch.paper.results import Row, Summary, check_same_start, compare
 
@@ -111,14 +111,16 @@ def _small_table(rows: Rows, printed: Sequence[PublishedRow], dataset: str, time
 
 
 def _lines(rows: Rows, dataset: str, printed: PublishedRow, n_clusters: int = 0) -> list[_Line]:
-    """The line of a printed row, and one more for each cut run of the same cell."""
+    """The line of a printed row, one more for each cut run of the same cell, and one for a variant that was run."""
     if printed.method is None:
         return [_Line(printed.title, printed.n_constraints, None, printed)]
     title, wanted = TITLES[printed.method], Cell(dataset, printed.method, printed.n_constraints or 0, 0, n_clusters)
     cut = sorted((row for cell, row in rows.items() if _is_cut_of(cell, wanted)), key=lambda row: -row.cell.steps)
+    other = rows.get(replace(wanted, options=PUBLISHED_MEAN)) if printed.method == "pseudo_label" else None
     return [
         _Line(title, printed.n_constraints, rows.get(wanted), printed),
         *(_Line(f"{title}, cut ({row.cell.steps:,} steps)", printed.n_constraints, row, printed) for row in cut),
+        *([_Line(f"{title}, mean over the selected", printed.n_constraints, other, printed)] if other else []),
     ]
 
 
