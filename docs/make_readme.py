@@ -128,6 +128,24 @@ def answers_table() -> str:
     return "\n".join(lines)
 
 
+def wrong_table() -> str:
+    """Test ACC on the digits with some pairs wrong, the loss told of it or not."""
+    found = json.loads((ROOT / "results" / "wrong-pairs-digits.json").read_text(encoding="utf-8"))
+    rows = [row for row in found["rows"] if "error_rate" in row]
+    shares = sorted({row["wrong"] for row in rows})
+    lines = [
+        f"| pairs that are wrong | {' | '.join(f'{share:.0%}' for share in shares)} |",
+        "|---|" + "--:|" * len(shares),
+    ]
+    for method, title in (("constrained", "constrained"), ("constraintmatch", "ConstraintMatch")):
+        own = [row for row in rows if row["method"] == method]
+        for told in (False, True):
+            chosen = {row["wrong"]: row["acc"] for row in own if row["error_rate"] == told * row["wrong"]}
+            cells = [f"{100 * statistics.fmean(chosen[share]):.1f}" for share in shares]
+            lines.append(f"| {title}{', told' * told} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def speed_table() -> str:
     """Milliseconds a step beside the bare network's, from one process."""
     found = json.loads((ROOT / "results" / "speed-h200.json").read_text(encoding="utf-8"))
@@ -201,6 +219,7 @@ def filled(text: str) -> str:
     parts = {
         "demo table": demo_table,
         "answers table": answers_table,
+        "wrong table": wrong_table,
         "start table": start_table,
         "stage table": stage_table,
         "pretext table": pretext_table,
