@@ -143,7 +143,7 @@ def wrong_table() -> str:
             chosen = {row["wrong"]: row["acc"] for row in own if row["error_rate"] == told * row["wrong"]}
             cells = [f"{100 * statistics.fmean(chosen[share]):.1f}" for share in shares]
             lines.append(f"| {title}{', told' * told} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"The start, before any pair, has {100 * found['start']:.1f}."])
 
 
 def speed_table() -> str:
