@@ -506,7 +506,7 @@ def test_the_command_searches_a_persons_own_images_and_pairs(tmp_path: Path, str
         ("--grid lr=a", "--grid lr=a: write a name and numbers"),
         ("--grid lr=", "no values for lr"),
         ("--grid lr=-1", "lr is -1.0; it must be a positive number"),
-        ("--grid pool=1", "cannot search over 'pool'; constraintmatch has flip_fraction"),
+        ("--grid pool=1", "cannot search over 'pool'; constraintmatch has error_rate, flip_fraction"),
         ("--method scan", "no search for 'scan'; there is one for constrained, pseudo_label"),
         ("--trials 5", "--trials goes with --sampler tpe; the grid has 240 points"),
         ("--sampler tpe", "say how many trials"),
