@@ -140,7 +140,7 @@ def wrong_table() -> str:
     for method, title in (("constrained", "constrained"), ("constraintmatch", "ConstraintMatch")):
         own = [row for row in rows if row["method"] == method]
         for told in (False, True):
-            chosen = {row["wrong"]: row["acc"] for row in own if row["error_rate"] == told * row["wrong"]}
+            chosen = {row["wrong"]: row["acc"] for row in own if (row["error_rate"] > 0) == told}
             cells = [f"{100 * statistics.fmean(chosen[share]):.1f}" for share in shares]
             lines.append(f"| {title}{', told' * told} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"The start, before any pair, has {100 * found['start']:.1f}."])

@@ -72,7 +72,7 @@ _MEANINGS = {
     "pool": "Unconstrained images: all or combined.",
     "projection": "Width of the projection head.",
     "predictor_rate": "The predictor's learning rate as a multiple of the others'.",
-    "pseudo_error_rate": "Share of the pseudo-constraints thought to be wrong.",
+    "pseudo_error_rate": "Share of the pseudo-constraints thought to be wrong; as --error-rate without it.",
     "pseudo_weight": "λ: weight of the unconstrained images' loss.",
     "reach": "How far what is known of an image counts: nearer to 1, further.",
     "schedule": "Learning rate over time: cosine-7/16, cosine, cosine-warm or constant.",
@@ -188,11 +188,11 @@ def method_flags() -> dict[str, Any]:
 
 
 def _owned(owners: Mapping[str, Argument]) -> str:
-    """`constraintmatch, pseudo_label: 1.0`, grouped by default."""
+    """`constraintmatch, pseudo_label: 1.0`, grouped by default; where that is nothing, the methods alone."""
     groups: dict[str, list[str]] = {}
     for method, argument in owners.items():
         groups.setdefault(_shown(argument.default), []).append(method)
-    return "; ".join(f"{', '.join(names)}: {default}" for default, names in groups.items())
+    return "; ".join(", ".join(names) + (f": {default}" if default else "") for default, names in groups.items())
 
 
 def _shown(default: Any) -> str:

@@ -31,7 +31,7 @@ def constraintmatch(
     flip_between: str = "largest",
     objective: str = "mcl",
     error_rate: float = 0.0,
-    pseudo_error_rate: float = 0.0,
+    pseudo_error_rate: float | None = None,
     pairs_per_step: int = 200,
     images_per_step: int = 600,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
@@ -45,10 +45,12 @@ def constraintmatch(
     published code) or the combined batch of the paper's text. λ rises from zero over the share `warm_up` of the steps
     (the paper has none): pairs first, where the start is weak. ρ = `flip_fraction` of the guesses have two clusters
     swapped: `flip_between` the two largest, as the paper says, or any two, as the code behind its figure does.
-    `error_rate` is the share of the constraints thought to be wrong, `pseudo_error_rate` of the pseudo-constraints: the
-    losses then expect them (decision 032; the paper has none).
+    `error_rate` is the share of the constraints thought to be wrong, `pseudo_error_rate` of the pseudo-constraints (None:
+    as many): the losses then expect them (decision 032; the paper has none).
     """
-    check_error_rate("pseudo_error_rate", pseudo_error_rate)
+    if pseudo_error_rate is not None:
+        check_error_rate("pseudo_error_rate", pseudo_error_rate)
+    expected = error_rate if pseudo_error_rate is None else pseudo_error_rate
     if links not in ("soft", "hard"):
         raise InputError(f"unknown links {links!r}; known are soft, hard")
     check_share("hard_threshold", hard_threshold)
@@ -58,7 +60,7 @@ def constraintmatch(
         return soft if links == "soft" else hard_links(soft, hard_threshold)
 
     def loss(guess: Tensor, logits: Tensor, keep: Tensor) -> Tensor:
-        return all_pairs_loss(logits.float().softmax(-1), pseudo_links(guess), keep, error_rate=pseudo_error_rate)
+        return all_pairs_loss(logits.float().softmax(-1), pseudo_links(guess), keep, error_rate=expected)
 
     term = Unconstrained(
         "pseudo-constraints",
