@@ -45,8 +45,8 @@ def constraintmatch(
     published code) or the combined batch of the paper's text. λ rises from zero over the share `warm_up` of the steps
     (the paper has none): pairs first, where the start is weak. ρ = `flip_fraction` of the guesses have two clusters
     swapped: `flip_between` the two largest, as the paper says, or any two, as the code behind its figure does.
-    `error_rate` is the share of the constraints thought to be wrong, `pseudo_error_rate` of the pseudo-constraints (None:
-    as many): the losses then expect them (decision 032; the paper has none).
+    `error_rate` is the share of the constraints thought to be wrong, `pseudo_error_rate` that of the pseudo-constraints
+    (None: the same): the losses then expect them (decision 032; the paper has none).
     """
     if pseudo_error_rate is not None:
         check_error_rate("pseudo_error_rate", pseudo_error_rate)
