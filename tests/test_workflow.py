@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -391,6 +392,22 @@ def test_a_run_whose_start_is_being_made_is_in_use(asked: Train, tmp_path: Path)
 def test_a_run_folder_under_a_file_is_refused(asked: Train, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a file is where a folder should be"):
         plan_training(replace(asked, out=tmp_path / "p.csv" / "run"), Quiet())
+
+
+@pytest.mark.parametrize("arguments", [{}, {"error_rate": 0.1}])
+def test_merged_clusters_raise_the_question_of_wrong_pairs(
+    asked: Train, tmp_path: Path, arguments: dict[str, float]
+) -> None:
+    merged = build_model(n_clusters=3, side=8, channels=1, seed=0)
+    with torch.no_grad():
+        merged.head.weight.zero_()
+        merged.head.bias.copy_(torch.tensor([9.0, 0.0, 0.0]))
+    save_model(merged, tmp_path / "merged")
+    still = {"device": "cpu", "steps": 1, "lr": 1e-9}
+    request = replace(asked, model=tmp_path / "merged", method="constrained", arguments=arguments, settings=still)
+    rows = workflow.train(request).lines()
+    assert any("2 of 3 clusters are empty" in text for _, text in rows)
+    assert any("--error-rate" in text for name, text in rows if name == "warning") == (not arguments)
 
 
 def test_default_run_folders_count_up(tmp_path: Path) -> None:

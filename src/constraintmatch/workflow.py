@@ -256,6 +256,7 @@ def _start(plan: Plan, around: Around) -> ClusterModel:
 def _finish(plan: Plan, model: ClusterModel) -> TrainResult:
     """Write what the run found: clusters.csv, evaluation.json and, last, the report."""
     from constraintmatch.report import write_report
+    from constraintmatch.running import method_arguments
     from constraintmatch.training import choose_device
 
     images, held_out = plan.data.images, plan.data.held_out
@@ -266,6 +267,8 @@ def _finish(plan: Plan, model: ClusterModel) -> TrainResult:
         found = evaluation.predict(model, held_out, device=device)
         told |= {"scores": evaluation.scores(held_out.labels, found), "scored_on": f"{len(held_out):,} held-out images"}
     told["skipped"] = [{"name": skip.name, "reason": skip.reason} for skip in images.skipped]
+    if told["warnings"] and "error_rate" in method_arguments(plan.method) and not plan.arguments.get("error_rate"):
+        told["warnings"].append("Wrong pairs merge clusters: if some may be wrong, say how many (--error-rate 0.05).")
     write_clusters(plan.out / "clusters.csv", images.names, predictions)
     write_json(plan.out / "evaluation.json", told)
     write_report(plan.out, images, predictions, constraints=plan.pairs.training if plan.pairs else None)
