@@ -57,7 +57,7 @@ def test_flags_are_read_from_the_source_as_the_methods_have_them() -> None:
     for method, arguments in flags.methods().items():
         real = {key: value for key, value in method_arguments(method).items() if key != "n_clusters"}
         assert {name: a.default for name, a in arguments.items()} == {name: p.default for name, p in real.items()}
-        kinds = {name: (get_args(p.annotation) or (p.annotation,))[0] for name, p in real.items()}  # float | None: float
+        kinds = {name: (get_args(p.annotation) or (p.annotation,))[0] for name, p in real.items()}
         assert {name: a.kind for name, a in arguments.items()} == kinds
 
 
