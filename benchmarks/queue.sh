@@ -101,6 +101,10 @@ cells links --sets cifar100-20 --folds 0 --steps 2000 # three are missing
 cells flip noise amount entropy selection links --sets cifar100-20 --folds 0 --steps 2000
 
 # Answers instead of pairs: first what the aims are about, then all curves
+# (with longer rounds too)
+long="--steps 2000 --budgets 50,200,500 --out $keep/long"
+curves cifar100-20 scan-cifar100-20 --ways chosen-which --errors 0 $long
+curves cifar10 byol-cifar10 --start byol --ways chosen-which --errors 0 $long
 curves cifar100-20 scan-cifar100-20 --ways chosen-which --errors 0
 curves cifar10 byol-cifar10 --start byol --ways chosen-which --errors 0
 for set in cifar10 cifar100-20; do curves $set scan-$set; done
