@@ -44,7 +44,7 @@ def constraintmatch(
     `min_confidence`. `links` are soft, 1 − JSD, or hard: 1 from μ = `hard_threshold` on. `pool` is all images (the
     published code) or the combined batch of the paper's text. λ rises from zero over the share `warm_up` of the steps
     (the paper has none): pairs first, where the start is weak. ρ = `flip_fraction` of the guesses have two clusters
-    swapped: `flip_between` the two largest, as the paper says, or any two, as the code behind its figure does.
+    swapped: `flip_between` the two largest, as the paper says, or any two, as its published code does.
     `error_rate` is the share of the constraints thought to be wrong, `pseudo_error_rate` that of the pseudo-constraints
     (None: the same): the losses then expect them (decision 032; the paper has none).
     """

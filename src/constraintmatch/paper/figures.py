@@ -124,9 +124,10 @@ def drawing(name: str, rows: Mapping[Cell, Row], dataset: str, steps: int | None
     shown = [row for row in own if row.cell.steps == steps]
     levels = [(label, rows[cell]) for label, cell in _levels(sweep, dataset, steps) if cell in rows]
     check_same_start([*shown, *(row for _, row in levels)])
-    curves = [_curve(sweep, name, label, shown) for name, label in sweep.curves.items()]
+    curves = [_curve(sweep, curve, label, shown) for curve, label in sweep.curves.items()]
     if all(len(curve.points) < 2 for curve in curves):
         return None
+    # of a variant there must be more than the training it shares with its method
     return Drawing(
         name,
         dataset,
@@ -134,9 +135,7 @@ def drawing(name: str, rows: Mapping[Cell, Row], dataset: str, steps: int | None
         sweep.x_label,
         sweep.metric,
         steps,
-        tuple(
-            curve for curve in curves if len(curve.points) > (curve.method in sweep.variants)
-        ),  # its own, not only x = 0
+        tuple(curve for curve in curves if len(curve.points) > (curve.method in sweep.variants)),
         tuple(Level(label, row.cell.method, row.summary("test", sweep.metric)) for label, row in levels),
         _paper_points(sweep, dataset) if name == "amount" and steps == STEPS else (),
         sweep.log_x,
@@ -274,11 +273,9 @@ def _levels(sweep: Sweep, dataset: str, steps: int) -> list[tuple[str, Cell]]:
 
 def _curve(sweep: Sweep, name: str, label: str, rows: Sequence[Row]) -> Curve:
     points: dict[float, Summary] = {}
-    for row in sorted(rows, key=lambda row: len(row.cell.options)):
+    for row in sorted(rows, key=lambda row: len(row.cell.options)):  # the set's own τ, given as an option: the same
         if (x := sweep.place(name, row.cell)) is not None:
-            points.setdefault(
-                x, row.summary("test", sweep.metric)
-            )  # the set's own τ, given as an option: the same cell
+            points.setdefault(x, row.summary("test", sweep.metric))
     return Curve(label, name, tuple(sorted(points.items())))
 
 
@@ -362,9 +359,11 @@ def _dress(axes: "Axes", shown: Drawing) -> None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     names = [curve.label for curve in shown.curves]
     listed = sorted(zip(*axes.get_legend_handles_labels(), strict=True), key=lambda entry: entry[1] not in names)
-    axes.legend(
-        [handle for handle, _ in listed], [label for _, label in listed], fontsize=9, edgecolor="none", framealpha=0.9
-    )
+    handles, labels = [handle for handle, _ in listed], [label for _, label in listed]
+    if len(listed) > 4:  # would hide points
+        axes.figure.legend(handles, labels, fontsize=9, edgecolor="none", loc="outside lower center", ncols=2)
+    else:
+        axes.legend(handles, labels, fontsize=9, edgecolor="none", framealpha=0.9)
 
 
 # The gallery

@@ -34,9 +34,9 @@ _CLAIMS = {  # what the paper's text says of its figures, whose points it does n
 _REMARKS = {  # what has to be known beside them
     "flip": "The code that its authors published (their commit 47b2d73) swaps the two largest probabilities for naive "
     "pseudo-labelling only. For ConstraintMatch it swaps two clusters drawn at random: of 20, a sure guess keeps its "
-    "largest nine times in ten. The two curves of the paper are then not under the same noise. “Any two” does as that "
-    "code does; the others swap the two largest, as the paper says. “Expecting a tenth”: the loss expects so many "
-    "pseudo-constraints to be wrong, whatever ρ is (decision 032), which the paper has not.",
+    "largest nine times in ten. If its figure was made with that, its two curves are not under the same noise. “Any "
+    "two” does as that code does; the others swap the two largest, as the paper says. “Expecting a tenth”: the loss "
+    "expects so many pseudo-constraints to be wrong, whatever ρ is (decision 032), which the paper has not.",
     "noise": "The published code has no such noise; here exactly the share of the links is turned round. Of random "
     "pairs of 20 classes one in twenty is a must-link, so with a tenth of the links wrong two of three must-links are. "
     "“Expecting a tenth”: the loss expects so many to be wrong, however many are (decision 032), which the paper has "
