@@ -16,7 +16,7 @@ from constraintmatch.evaluation import predict, scores
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS, Trained, ViewChoice
 from constraintmatch.methods.neighbours import nearest_neighbours
-from constraintmatch.methods.pairs import Selection
+from constraintmatch.methods.pairs import Selection, _two_of
 from constraintmatch.methods.scan import best_head
 from constraintmatch.models import ClusterModel, build_model, with_clusters, with_projection
 from constraintmatch.objectives import all_pairs_loss, informative, pair_loss, soft_links
@@ -24,6 +24,7 @@ from constraintmatch.training import TrainSettings
 
 QUICK = TrainSettings(steps=6, device="cpu", log_every=2, lr=0.05)
 PAIR_METHODS = ("constrained", "pseudo_label", "constraintmatch")
+EXPECTING: tuple[dict[str, float], ...] = ({}, {"pseudo_error_rate": 0.2}, {"pseudo_error_rate": 0.0})
 UNWEIGHTED = Constraints.from_arrays([0, 1], [2, 3], [1, 0], n_images=60, weight=[0, 0])
 
 
@@ -153,6 +154,30 @@ def test_each_argument_of_constraintmatch_changes_the_training(stripes: ImageSet
     other = run("constraintmatch", stripes, **{**plain, **change})
     assert not torch.equal(base.model.head.weight, other.model.head.weight)
     assert all(np.isfinite(entry["loss"]) for entry in other.log if entry["kind"] == "training")
+
+
+def test_pseudo_constraints_expect_as_many_errors_as_the_pairs_unless_told(stripes: ImageSet) -> None:
+    plain = {"images_per_step": 20, "max_entropy": 0.999, "error_rate": 0.2}
+    both, same, other = (run("constraintmatch", stripes, **plain, **more).model.head.weight for more in EXPECTING)
+    assert torch.equal(both, same)
+    assert not torch.equal(both, other)
+
+
+def test_pseudo_labels_weigh_more_when_only_the_selected_ones_count(stripes: ImageSet) -> None:
+    every = {"settings": replace(QUICK, log_every=1, steps=1), "images_per_step": 60, "min_confidence": 0.42}
+    over_all, over_selected = (
+        run("pseudo_label", stripes, over_selected=over, **every).log[0] for over in (False, True)
+    )
+    share = over_all["loss_pseudo"] / over_selected["loss_pseudo"]
+    assert 0.1 < share < 0.95
+    assert share == pytest.approx(round(60 * share) / 60, abs=1e-3)  # a whole number of the sixty images
+
+
+def test_any_two_clusters_are_different_ones_and_all_of_them_come_up() -> None:
+    two = _two_of(4, 500, torch.Generator().manual_seed(0))
+    assert (two[:, 0] != two[:, 1]).all()
+    assert {tuple(pair) for pair in two.tolist()} == {(a, b) for a in range(4) for b in range(4) if a != b}
+    assert _two_of(1, 3, torch.Generator()).tolist() == [[0, 0]] * 3
 
 
 def test_a_warm_up_brings_the_pseudo_loss_in_slowly(stripes: ImageSet) -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 from constraintmatch.datasets import DATASETS
 from constraintmatch.errors import InputError
 from constraintmatch.files import write_atomically
-from constraintmatch.paper.cells import STEPS, Cell
+from constraintmatch.paper.cells import EXPECTED_ERRORS, STEPS, Cell
 from constraintmatch.paper.published import TABLE_1, published
 from constraintmatch.paper.results import Row, Summary, check_same_start
 
@@ -166,7 +166,7 @@ def _option(
 def _expecting(cell: Cell) -> float | None:
     """ρ of trainings that expect wrong pseudo-constraints; without the option it is 0."""
     options = dict(cell.options)
-    if options.pop("pseudo_error_rate", None) != 0.1:
+    if options.pop("pseudo_error_rate", None) != EXPECTED_ERRORS:
         return None
     return _option("flip_fraction", missing=lambda _: 0.0)(replace(cell, options=tuple(options.items())))
 
@@ -181,7 +181,7 @@ def _noise(cell: Cell) -> float | None:
 
 def _expected_noise(cell: Cell) -> float | None:
     """Of trainings that expect wrong annotations."""
-    return _noise(replace(cell, options=())) if cell.options == (("error_rate", 0.1),) else None
+    return _noise(replace(cell, options=())) if cell.options == (("error_rate", EXPECTED_ERRORS),) else None
 
 
 def _own_entropy(cell: Cell) -> float:
