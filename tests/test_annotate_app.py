@@ -667,7 +667,9 @@ def test_a_model_says_what_it_predicts(tmp_path: Path, stripes: ImageSet) -> Non
 
 def test_a_model_for_other_images_is_refused(tmp_path: Path, stripes: ImageSet) -> None:
     save_model(build_model(n_clusters=3, side=16, channels=3), tmp_path / "m")
-    with pytest.raises(InputError, match="takes 16×16 colour images, these are 8×8 grey images; name a model"):
+    with pytest.raises(
+        InputError, match="takes colour images of 16 × 16, these are grey images of 8 × 8; name a model"
+    ):
         open_model(tmp_path / "m", stripes)
 
 

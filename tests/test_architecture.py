@@ -57,6 +57,7 @@ ROOMS = [
     "estimator",
     "sources",
     "joining",
+    "embedding",
     "sorting",
     "planning",
     "workflow",

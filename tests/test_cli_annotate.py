@@ -119,7 +119,7 @@ def test_a_port_in_use_is_told_before_anything_is_opened(folder: Path, tmp_path:
 def test_a_model_that_does_not_match_is_told(tmp_path: Path) -> None:
     save_model(build_model(n_clusters=3, side=16, channels=3), tmp_path / "m")
     said = refused("digits", "--model", tmp_path / "m", "--db", tmp_path / "a.db", "--port", 0, "--no-browser")
-    assert "takes 16×16 colour images, these are 8×8 grey images" in said
+    assert "takes colour images of 16 × 16, these are grey images of 8 × 8" in said
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_a_start_without_clusters_takes_the_place_of_simclr(
 def test_a_start_that_does_not_fit_is_refused(stripes: ImageSet, pairs: Constraints, tmp_path: Path) -> None:
     cases = {
         "no such model or run folder": {"start": str(tmp_path / "nothing")},
-        "takes 16×16 images": {"start": build_model(n_clusters=3, side=16, channels=1)},
+        "takes grey images of 16 × 16": {"start": build_model(n_clusters=3, side=16, channels=1)},
         "the start has 5 clusters, n_clusters is 3": {"start": build_model(n_clusters=5, side=8, channels=1)},
         "leave one out": {"start": build_model(n_clusters=3, side=8, channels=1), "backbone": "resnet18"},
     }
@@ -354,7 +354,7 @@ def test_mistakes_are_found_before_the_long_start(
 
 
 def test_images_of_another_size_are_refused_when_asked_for_clusters(fitted: ConstraintMatch) -> None:
-    with pytest.raises(InputError, match="takes 8×8 images with 1 channel"):
+    with pytest.raises(InputError, match="takes grey images of 8 × 8"):
         fitted.predict(np.zeros((2, 16, 16), np.uint8))
 
 

@@ -48,7 +48,7 @@ BAD_ARRAYS = {
     "not square; crop or resize": np.zeros((2, 8, 9, 3), np.uint8),
     "expected 1 or 3 channels; drop alpha": np.zeros((2, 8, 8, 4), np.uint8),
     "no image in it": np.zeros((0, 8, 8), np.uint8),
-    r"shape \(8, 8\): expected": np.zeros((8, 8), np.uint8),
+    r"shape \(8,\): expected": np.zeros(8, np.uint8),
 }
 
 
@@ -165,7 +165,7 @@ def test_the_fingerprint_tells_sets_apart() -> None:
 
 def test_a_set_is_shown_in_one_short_line() -> None:
     shown = repr(ImageSet.from_arrays(noise(1_000, 8, 8), labels=np.arange(1_000) % 4))
-    assert shown == "ImageSet(1,000 grey images of 8 x 8, 4 classes)"
+    assert shown == "ImageSet(1,000 grey images of 8 × 8, 4 classes)"
 
 
 # Files of arrays
@@ -229,7 +229,7 @@ def test_files_that_hold_no_images_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"{name}: cannot be read"):
             load_images(tmp_path / name)
     np.savez(tmp_path / "y.npz", pictures=noise(1, 8, 8))
-    with pytest.raises(InputError, match=r"no array named images, x or data in it \(it has pictures\)"):
+    with pytest.raises(InputError, match=r"no array named images, embeddings, x or data in it \(it has pictures\)"):
         load_images(tmp_path / "y.npz")
     np.save(tmp_path / "z.npy", noise(2, 8, 9))
     with pytest.raises(InputError, match=r"z\.npy: images of shape \(2, 8, 9\): they are not square"):

@@ -374,7 +374,7 @@ def test_fewer_clusters_than_k_means_was_asked_for_are_refused(monkeypatch: pyte
 
 def test_images_that_do_not_fit_the_model_are_refused(stripes: ImageSet) -> None:
     large = ImageSet.from_arrays(np.zeros((5, 16, 16, 3), dtype=np.uint8))
-    with pytest.raises(InputError, match=r"takes 8×8 images with 1 channel.*these are 16×16 with 3"):
+    with pytest.raises(InputError, match=r"takes grey images of 8 × 8, these are colour images of 16 × 16"):
         METHODS["simclr"](model(), large, settings=QUICK)
     with pytest.raises(InputError, match="3 clusters for 2 images"):
         METHODS["self_label"](model(), stripes.take([0, 1]), settings=QUICK)

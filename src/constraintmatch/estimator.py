@@ -58,14 +58,15 @@ class ConstraintMatch(  # type: ignore[call-arg]
     BaseEstimator,  # type: ignore[misc]
     auto_wrap_output_keys=None,
 ):
-    """Clusters of images from a few pairs that belong together or apart.
+    """Clusters of images, or of their embeddings, from a few pairs that belong together or apart.
 
     Parameters
     ----------
     n_clusters : 2 or more.
     method : "constraintmatch", "constrained" or "pseudo_label"; "propagate" trains nothing and tells the head what
         answers in groups say; "supervised" and "fully_constrained" learn from labels.
-    backbone : "tiny", "resnet18", "resnet34" or "timm:NAME"; None chooses by the side of the images.
+    backbone : "tiny", "resnet18", "resnet34" or "timm:NAME"; None chooses by the side of the images. Embeddings
+        need none.
     start : what training starts from: "self-supervised" (SimCLR and linear heads, kept short),
         None (random weights), a model or run folder, or a `ClusterModel` (which is left as it is). A start without
         clusters, such as `build_model(n_clusters=0, backbone="timm:NAME", pretrained=True, …)`, takes SimCLR's place.
@@ -211,16 +212,20 @@ class ConstraintMatch(  # type: ignore[call-arg]
     def _started(self, start: ClusterModel | None, images: ImageSet, plan: _Plan, seed: int) -> ClusterModel:
         """The model to train: the start itself, or after those stages of the self-supervised start that it lacks."""
         if start is None:
+            mean, std = images.moments() if images.embedded else (None, None)
             start = build_model(
                 n_clusters=self.n_clusters if self.start is None else 0,
                 side=images.side,
                 channels=images.channels,
                 backbone=self.backbone,
+                mean=mean,
+                std=std,
                 seed=derive_seed(seed, "weights"),
             )
         if start.config.n_clusters:
             return start
-        made = isinstance(self.start, str) and self.start == SELF_SUPERVISED  # a given backbone stands for SimCLR
+        # a given backbone stands for SimCLR, and so do embeddings
+        made = isinstance(self.start, str) and self.start == SELF_SUPERVISED and not images.embedded
         stages = [stage for stage in ORDER if stage in plan.recipe and (made or stage not in PRETEXTS)]
         given = {"seed": seed, "device": self.device}
         return pretrain(
@@ -243,14 +248,17 @@ class ConstraintMatch(  # type: ignore[call-arg]
         settings = {"lr": size["lr"]} | asked | {"steps": steps, "seed": seed, "device": self.device}
         without = (self.without,) if isinstance(self.without, str) else tuple(self.without)
         views = ViewChoice(flip=self.flip, without=without, **own)
-        views.strong()  # names that are no operations are found here, not after the start
+        views.strong(images)  # names that are no operations are found here, not after the start
         reporter = console_reporter() if self.verbose else Quiet()
         around = Around(reporter=reporter, views=views)
         return _Plan(self.method, arguments, method_settings(self.method, settings), recipe, around)
 
 
 def as_images(images: Images, model: ClusterModel | None = None) -> ImageSet:
-    """An ImageSet from one, from an array (n, h, w[, c]), or from a folder or .npy/.npz file, at the model's size."""
+    """An ImageSet from one, from an array (n, h, w[, c]), or from a folder or .npy/.npz file, at the model's size.
+
+    An array (n, d) has embeddings.
+    """
     if isinstance(images, ImageSet):
         return images
     if isinstance(images, Path | str):

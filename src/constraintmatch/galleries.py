@@ -167,9 +167,11 @@ def _thumb(shown: Clustering, row: int) -> str:
 
 
 def _picture(shown: Clustering, row: int) -> str:
-    name = text(shown.images.names[row])
-    pixels = ' class="pixels"' if shown.images.side <= THUMBNAIL // 2 else ""
-    source = _data_uri(shown.images.images[row])
+    name, pictures = text(shown.images.names[row]), shown.images.shown
+    if pictures is None:
+        return f'<span class="unseen" title="{name}">{name}</span>'
+    pixels = ' class="pixels"' if pictures.side <= THUMBNAIL // 2 else ""
+    source = _data_uri(pictures.images[row])
     said = f"{name}, cluster {shown.clusters[row]}, confidence {percent(shown.confidence[row])}"
     return f'<img{pixels} src="{source}" alt="{said}" title="{name}" width="{THUMBNAIL}" height="{THUMBNAIL}">'
 

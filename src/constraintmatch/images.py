@@ -1,9 +1,9 @@
-"""Images and their names: from arrays, from .npy/.npz files, from folders of image files decoded once into a cache."""
+"""Images or embeddings with names: from arrays, .npy/.npz files, folders of image files decoded once into a cache."""
 
 import hashlib
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from constraintmatch.decoding import SUFFIXES, FolderRequest, Progress, Skipped,
 from constraintmatch.errors import InputError
 from constraintmatch.image_cache import cache_place, decode_cached
 
-__all__ = ["ImageSet", "Skipped", "load_images"]
+__all__ = ["ImageSet", "Skipped", "kind_of", "load_images"]
 
 _ClassFolders = bool | Literal["auto"]
 
@@ -24,22 +24,39 @@ _ClassFolders = bool | Literal["auto"]
 class ImageSet:
     """Square uint8 images with unique names; labels, where known, serve evaluation only.
 
-    `images` is (n, side, side, channels) with 1 or 3 channels, in memory or memory-mapped (then read-only).
+    `images` is (n, side, side, channels) with 1 or 3 channels, in memory or memory-mapped (then read-only). Embeddings
+    take the place of images as float32 (n, 1, 1, d): one pixel with a channel for each of their numbers.
     """
 
-    images: NDArray[np.uint8]
+    images: NDArray[Any]
     names: tuple[str, ...]
     labels: NDArray[np.int64] | None = None
     classes: tuple[str, ...] | None = None
     skipped: tuple[Skipped, ...] = ()
+    pictures: "ImageSet | None" = None  # of embeddings: the images that they stand for, row by row
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __repr__(self) -> str:
-        colour = "grey" if self.channels == 1 else "colour"
         labels = "no labels" if self.labels is None else f"{len(np.unique(self.labels)):,} classes"
-        return f"ImageSet({len(self):,} {colour} images of {self.side} x {self.side}, {labels})"
+        return f"ImageSet({len(self):,} {kind_of(self.side, self.channels)}, {labels})"
+
+    @property
+    def embedded(self) -> bool:
+        """Whether these are embeddings."""
+        return self.side == 1
+
+    @property
+    def shown(self) -> "ImageSet | None":
+        """What a person can look at: the images themselves, or the pictures of embeddings where they are known."""
+        return self.pictures if self.embedded else self
+
+    def to_look_at(self) -> "ImageSet":
+        """What a person can look at; an InputError where there is nothing."""
+        if self.shown is None:
+            raise InputError("embeddings cannot be looked at: name the folder of their images with --pictures")
+        return self.shown
 
     @property
     def side(self) -> int:
@@ -51,16 +68,49 @@ class ImageSet:
         """1 for grey images, 3 for colour."""
         return int(self.images.shape[3])
 
+    def moments(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The mean of each number of the embeddings, and one standard deviation for all of them, as often.
+
+        One for all: what varies little in an embedding matters little, and stays small.
+        """
+        flat = self.images.reshape(len(self), -1)
+        mean = flat.mean(axis=0, dtype=np.float64)
+        variance = sum(float(np.square(flat[at : at + 4_096] - mean).sum()) for at in range(0, len(flat), 4_096))
+        spread = (variance / flat.size) ** 0.5 or 1.0
+        return tuple(mean.tolist()), (spread,) * flat.shape[1]
+
     def rows(self) -> dict[str, int]:
         """The row of each name."""
         return {name: row for row, name in enumerate(self.names)}
 
     def take(self, rows: ArrayLike) -> "ImageSet":
-        """The images of these rows (numbers or a mask), in memory, with their names, labels and classes."""
+        """The images of these rows (numbers or a mask), in memory, with names, labels and classes; no pictures."""
         chosen = np.asarray(rows)
         index = np.arange(len(self))[chosen if chosen.size else chosen.astype(np.int64)]
         labels = None if self.labels is None else self.labels[index]
         return ImageSet(np.asarray(self.images[index]), tuple(self.names[row] for row in index), labels, self.classes)
+
+    def with_pictures(self, pictures: "ImageSet") -> "ImageSet":
+        """These embeddings with the pictures of the same names, or, where they are only numbered, in the same order.
+
+        Numbered ones take the pictures' names; those without labels their labels.
+        """
+        if not self.embedded:
+            raise InputError("pictures go with embeddings; these are images, and are shown themselves")
+        if self.names == tuple(map(str, range(len(self)))) and self.names != pictures.names:
+            if len(self) != len(pictures):
+                mend = "give one picture for each, or a .npz file with their names"
+                raise InputError(f"{len(self):,} embeddings without names and {len(pictures):,} pictures; {mend}")
+            names, matched = pictures.names, pictures
+        elif self.names == pictures.names:
+            names, matched = self.names, pictures
+        else:
+            names, rows = self.names, pictures.rows()
+            if (odd := next((name for name in names if name not in rows), None)) is not None:
+                raise InputError(f"there is no picture named {odd!r}; names are paths below the folder of pictures")
+            matched = pictures.take([rows[name] for name in names])
+        labels, classes = (self.labels, self.classes) if self.labels is not None else (matched.labels, matched.classes)
+        return replace(self, names=names, labels=labels, classes=classes, pictures=matched)
 
     def split(self, n_second: int, *, seed: int, stratified: bool = True) -> tuple["ImageSet", "ImageSet"]:
         """Two parts in old order, the second of `n_second` images; where labels exist, each class keeps its share."""
@@ -97,9 +147,10 @@ class ImageSet:
     ) -> "ImageSet":
         """Images from an array (n, h, w), (n, h, w, c) or (n, c, h, w): uint8, or floats in [0, 1].
 
-        Labels are whole numbers from 0, or words, which then become the classes.
+        An array (n, d) has embeddings, one a row. Labels are whole numbers from 0, or words, which become the classes.
         """
-        pixels = _as_bytes(_channels_last(np.asarray(images)))
+        given = np.asarray(images)
+        pixels = _as_embeddings(given) if given.ndim == 2 else _as_bytes(_channels_last(given))
         checked = _checked_names(names, len(pixels))
         if labels is None:
             return cls(pixels, checked)
@@ -149,18 +200,21 @@ class ImageSet:
     def from_file(
         cls, path: Path | str, *, side: int | None = None, max_side: int | None = None, channels: int | None = None
     ) -> "ImageSet":
-        """Images from a .npy file (memory-mapped) or a .npz file.
+        """Images or embeddings from a .npy file (memory-mapped) or a .npz file.
 
-        A .npz holds `images` (or x, data) and perhaps `labels` (or y), `names`, `classes`. Images of another size are
-        converted to `side` (or, where they are larger, to `max_side`) and `channels`.
+        A .npz holds `images` or `embeddings` (or x, data) and perhaps `labels` (or y), `names`, `classes`. Images of
+        another size are converted to `side` (or, where they are larger, to `max_side`) and `channels`.
         """
         path = Path(path)
-        _check_size(side, max_side, channels)
         arrays = _read_arrays(path)
         try:
             found = cls.from_arrays(arrays.pop("images"), **arrays)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
+        if found.embedded:
+            _check_embedded(path, found.channels, side, channels)
+            return found
+        _check_size(side, max_side, channels)
         side = side or min(found.side, max_side or found.side)
         channels = channels or found.channels
         if (side, channels) == (found.side, found.channels):
@@ -194,7 +248,38 @@ def load_images(
     )
 
 
+def kind_of(side: int, channels: int) -> str:
+    """What images of this size are, in words: for messages."""
+    if side == 1:
+        return f"embeddings of {channels:,} numbers"
+    return f"{'grey' if channels == 1 else 'colour'} images of {side} × {side}"
+
+
 # Arrays
+
+
+def _as_embeddings(embeddings: NDArray[Any]) -> NDArray[np.float32]:
+    """Embeddings (n, d) as images of one pixel: float32 (n, 1, 1, d). A mapped float32 array stays mapped."""
+    n, width = embeddings.shape
+    if 0 in embeddings.shape:
+        raise InputError(f"embeddings of shape {embeddings.shape}: there is none in it")
+    if embeddings.dtype.kind not in "fiu":
+        raise InputError(f"embeddings of type {embeddings.dtype}: give numbers, one row for each image")
+    for start in range(0, n, 4_096):
+        odd = np.flatnonzero(~np.isfinite(embeddings[start : start + 4_096]).all(axis=1))
+        if len(odd):
+            raise InputError(
+                f"the embedding in row {start + odd[0]:,} has a number that is NaN or infinite; leave it out"
+            )
+    return np.ascontiguousarray(embeddings, dtype=np.float32).reshape(n, 1, 1, width)
+
+
+def _check_embedded(path: Path, width: int, side: int | None, channels: int | None) -> None:
+    """An InputError unless embeddings are what is asked for."""
+    if side not in (None, 1):
+        raise InputError(f"{path}: has {kind_of(1, width)}, not images of {side} px; leave --side out, or give images")
+    if side == 1 and channels not in (None, width):
+        raise InputError(f"{path}: has {kind_of(1, width)}, the model takes {channels:,}; give those it was trained on")
 
 
 def _channels_last(images: NDArray[Any]) -> NDArray[Any]:
@@ -203,7 +288,9 @@ def _channels_last(images: NDArray[Any]) -> NDArray[Any]:
     if images.ndim == 3:
         images = images[..., None]
     elif images.ndim != 4:
-        raise InputError(f"images of shape {shape}: expected (n, h, w), (n, h, w, c) or (n, c, h, w)")
+        raise InputError(
+            f"images of shape {shape}: expected (n, h, w), (n, h, w, c) or (n, c, h, w), or embeddings (n, d)"
+        )
     elif not _is_square(images.shape) and shape[1] in (1, 3):
         images = images.transpose(0, 2, 3, 1)
     if 0 in images.shape:
@@ -314,14 +401,16 @@ def _read_arrays(path: Path) -> dict[str, Any]:
 def _known_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     keys = {key.lower(): key for key in arrays}
     spellings = {
-        "images": ("images", "x", "data"),
+        "images": ("images", "embeddings", "features", "x", "data"),
         "labels": ("labels", "y"),
         "names": ("names",),
         "classes": ("classes",),
     }
     found = {ours: next((keys[key] for key in theirs if key in keys), None) for ours, theirs in spellings.items()}
     if found["images"] is None:
-        raise InputError(f"{path}: no array named images, x or data in it (it has {', '.join(keys) or 'none'})")
+        raise InputError(
+            f"{path}: no array named images, embeddings, x or data in it (it has {', '.join(keys) or 'none'})"
+        )
     chosen = {ours: arrays[key] for ours, key in found.items() if key is not None}
     return {ours: array.astype(str) if array.dtype.kind == "S" else array for ours, array in chosen.items()}
 
@@ -344,6 +433,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_size(side: int | None, max_side: int | None, channels: int | None) -> None:
+    if side == 1:
+        raise InputError(f"the model takes {kind_of(1, channels or 0)}; give a .npy or .npz file of them, not images")
     for name, pixels in (("side", side), ("max_side", max_side)):
         if pixels is not None and pixels < 8:
             raise InputError(f"{name} {pixels}: images need at least 8 pixels a side")

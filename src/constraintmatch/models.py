@@ -23,6 +23,7 @@ __all__ = [
     "build_model",
     "default_backbone",
     "load_model",
+    "made_for_side",
     "model_folder",
     "save_model",
     "unfilled_model",
@@ -35,6 +36,7 @@ FORMAT = 1
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HUB_LIBRARIES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
 BACKBONES = ("tiny", "resnet18", "resnet34", "timm:NAME")
+IDENTITY = "identity"  # the backbone of embeddings: they are the features
 JOIN = "+"  # between the backbones that stand side by side in one model; see `joining`
 
 
@@ -54,7 +56,10 @@ class ModelConfig:
 
 
 class ClusterModel(nn.Module):
-    """Cluster logits (n, k) for uint8 images (n, c, h, w); normalisation is part of the network."""
+    """Cluster logits (n, k) for uint8 images (n, c, h, w); normalisation is part of the network.
+
+    Embeddings come as images of one pixel, float32 (n, d, 1, 1).
+    """
 
     def __init__(self, config: ModelConfig, *, pretrained: bool = False) -> None:
         super().__init__()
@@ -64,10 +69,16 @@ class ClusterModel(nn.Module):
         self.head = nn.Linear(width, config.n_clusters * config.n_heads) if config.n_clusters else None
         self.projection = _projection(width, config.projection) if config.projection else None
         shape = (1, config.channels, 1, 1)
-        scale = 1 / (255 * torch.tensor(config.std, dtype=torch.float32))
+        most = 1 if config.side == 1 else 255
+        scale = 1 / (most * torch.tensor(config.std, dtype=torch.float32))
         shift = -torch.tensor(config.mean, dtype=torch.float32) / torch.tensor(config.std, dtype=torch.float32)
         self.register_buffer("scale", scale.view(shape), persistent=False)
         self.register_buffer("shift", shift.view(shape), persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is; one for embeddings may have no weights yet."""
+        return cast(Tensor, self.scale).device
 
     def features(self, images: Tensor) -> Tensor:
         """Backbone features (n, width) of uint8 images (n, c, h, w)."""
@@ -119,7 +130,9 @@ class Joined(nn.Module):
 
 
 def default_backbone(side: int) -> str:
-    """The backbone for images of this side: the tiny one up to 16 pixels, ResNet-18 above."""
+    """The backbone for images of this side: the tiny one up to 16 pixels, ResNet-18 above; none for embeddings."""
+    if side == 1:
+        return IDENTITY
     return "tiny" if side <= 16 else "resnet18"
 
 
@@ -142,9 +155,19 @@ def build_model(
     name = backbone or default_backbone(side)
     if pretrained and not name.startswith("timm:"):
         raise InputError(f"{name} has no pretrained weights here; name a timm backbone, for example timm:resnet18")
-    default_mean, default_std = _normalisation(channels)
+    default_mean, default_std = (
+        _timm_normalisation(name) if pretrained and channels == 3 else _normalisation(side, channels)
+    )
     config = ModelConfig(name, side, channels, mean or default_mean, std or default_std, n_clusters)
     return _seeded(config, seed, pretrained)
+
+
+def made_for_side(backbone: str) -> int:
+    """The side of the images that a pretrained network of timm's was made for; 224 where it does not say."""
+    import timm
+
+    found = timm.get_pretrained_cfg(backbone.removeprefix("timm:"))
+    return 224 if found is None else int(found.input_size[-1])
 
 
 def unfilled_model(config: ModelConfig) -> ClusterModel:
@@ -266,7 +289,7 @@ def _read_config(path: Path) -> ModelConfig:
 def _on_backbone(model: ClusterModel, config: ModelConfig, seed: int) -> ClusterModel:
     fresh = _seeded(config, seed)
     fresh.backbone.load_state_dict(model.backbone.state_dict())
-    return fresh.to(next(model.parameters()).device)
+    return fresh.to(model.device)
 
 
 def _seeded(config: ModelConfig, seed: int, pretrained: bool = False) -> ClusterModel:
@@ -275,7 +298,9 @@ def _seeded(config: ModelConfig, seed: int, pretrained: bool = False) -> Cluster
         return ClusterModel(config, pretrained=pretrained)
 
 
-def _normalisation(channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _normalisation(side: int, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    if side == 1:  # embeddings, as they are
+        return (0.0,) * channels, (1.0,) * channels
     if channels == 1:
         return (0.5,), (0.25,)
     return IMAGENET_MEAN, IMAGENET_STD
@@ -288,6 +313,11 @@ def _projection(width: int, out: int) -> nn.Module:
 def _backbone(config: ModelConfig, pretrained: bool) -> tuple[nn.Module, int]:
     """The backbone and the width of its features."""
     name = config.backbone
+    if (name == IDENTITY) != (config.side == 1):
+        what = "is for embeddings" if name == IDENTITY else "takes images, not embeddings"
+        raise InputError(f"the backbone {name} {what}; leave --backbone out")
+    if name == IDENTITY:
+        return nn.Flatten(), config.channels
     if JOIN in name:
         found = [_backbone(replace(config, backbone=part), pretrained) for part in name.split(JOIN)]
         parts, widths = zip(*found, strict=True)
@@ -350,9 +380,17 @@ def _timm(name: str, config: ModelConfig, pretrained: bool) -> tuple[nn.Module, 
         reason = _unreachable(error) if pretrained else None
         if reason is None:
             raise
-        mend = "run it once with a network, then they are kept; or leave --pretrained out"
+        mend = "run it once with a network, then they are kept; or do without pretrained weights"
         raise InputError(f"timm:{name}: its pretrained weights cannot be fetched ({reason}); {mend}") from error
     return network, int(cast(int, network.num_features))
+
+
+def _timm_normalisation(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation that the pretrained weights were made with."""
+    import timm
+
+    found = timm.get_pretrained_cfg(name.removeprefix("timm:"))
+    return (found.mean, found.std) if found is not None else (IMAGENET_MEAN, IMAGENET_STD)
 
 
 def _timm_network(name: str, side: int, options: Mapping[str, Any]) -> nn.Module:

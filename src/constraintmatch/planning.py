@@ -15,7 +15,7 @@ from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, DataSet
 from constraintmatch.errors import InputError
 from constraintmatch.files import check_target, folder_lock, read_json
-from constraintmatch.images import ImageSet
+from constraintmatch.images import ImageSet, kind_of
 from constraintmatch.methods import METHODS, ViewChoice
 from constraintmatch.models import ClusterModel, build_model, default_backbone, load_model
 from constraintmatch.pretraining import ORDER, PRETEXTS, SHORT_STAGES, training_size
@@ -54,6 +54,7 @@ class Train:
     flip: bool | None = None
     without: tuple[str, ...] = ()
     strict: bool = False
+    pictures: Path | None = None
     resume: bool = False
     from_run: Path | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -103,7 +104,7 @@ def plan_pretraining(request: Train, reporter: Reporter) -> PretrainPlan:
     clusters = _clusters(request, data, given)
     seed = int(request.settings.get("seed") or 0)
     model = given or _fresh_model(request, data, clusters, cpu, seed)
-    return PretrainPlan(data, clusters, model, views, _stages(request, given), cpu)
+    return PretrainPlan(data, clusters, model, views, _stages(request, data, given), cpu)
 
 
 def _check_start_folder(out: Path) -> None:
@@ -138,7 +139,7 @@ def plan_training(request: Train, reporter: Reporter) -> Plan:
         data=data,
         pairs=pairs,
         model=given or _fresh_model(request, data, clusters, cpu, settings.seed),
-        stages=_stages(request, given),
+        stages=_stages(request, data, given),
         clusters=clusters,
         arguments=arguments,
         settings=settings,
@@ -227,10 +228,13 @@ def _open_training_data(request: Train, given: ClusterModel | None, cpu: bool, r
     side, channels = request.side, request.channels
     if given is not None:
         if side not in (None, given.config.side) or channels not in (None, given.config.channels):
-            raise InputError(f"the model takes images of {given.config.side} px; leave --side and --channels out")
+            takes = kind_of(given.config.side, given.config.channels)
+            raise InputError(f"the model takes {takes}; leave --side and --channels out")
         side, channels = given.config.side, given.config.channels
 
-    def opened(source: str, side: int | None, channels: int | None, split: str | None = None) -> Data:
+    def opened(
+        source: str, side: int | None, channels: int | None, split: str | None = None, pictures: Path | None = None
+    ) -> Data:
         return open_data(
             source,
             side=side,
@@ -240,10 +244,11 @@ def _open_training_data(request: Train, given: ClusterModel | None, cpu: bool, r
             data_dir=request.data_dir,
             class_folders=request.class_folders,
             strict=request.strict,
+            pictures=pictures,
             reporter=reporter,
         )
 
-    data = opened(request.data, side, channels)
+    data = opened(request.data, side, channels, pictures=request.pictures)
     if request.test is None:
         return data
     split = "test" if request.test in DATASETS else None
@@ -306,24 +311,26 @@ def _training_pairs(request: Train, images: ImageSet, seed: int, reporter: Repor
 
 def _fresh_model(request: Train, data: Data, clusters: int, cpu: bool, seed: int) -> ClusterModel:
     row, side = data.row, data.images.side
-    by_device = "tiny" if cpu and side <= CPU_SIDE else default_backbone(side)
+    mean, std = (row.mean, row.std) if row else data.images.moments() if data.images.embedded else (None, None)
+    by_device = "tiny" if cpu and 1 < side <= CPU_SIDE else default_backbone(side)
     return build_model(
         n_clusters=clusters,
         side=side,
         channels=data.images.channels,
         backbone=request.backbone or (row.backbone if row else by_device),
-        mean=row.mean if row else None,
-        std=row.std if row else None,
+        mean=mean,
+        std=std,
         pretrained=request.pretrained,
         seed=seed,
     )
 
 
-def _stages(request: Train, given: ClusterModel | None) -> tuple[str, ...]:
-    """The stages of the start that are still to be made."""
+def _stages(request: Train, data: Data, given: ClusterModel | None) -> tuple[str, ...]:
+    """The stages of the start that are still to be made; features that are there are not learnt."""
     if given is not None and given.config.n_clusters:
         return ()
-    return SHORT_STAGES[1:] if given is not None or request.pretrained else SHORT_STAGES
+    has_features = given is not None or request.pretrained or data.images.embedded
+    return SHORT_STAGES[1:] if has_features else SHORT_STAGES
 
 
 def _views(request: Train, row: DataSet | None) -> ViewChoice:
@@ -346,7 +353,9 @@ def _rehearse(plan: Plan) -> None:
     if images.labels is not None:
         rows = np.union1d(rows, images.labels.argmax())  # the largest label must fit the clusters
     few = images.take(rows)
-    model = build_model(n_clusters=plan.clusters, side=few.side, channels=few.channels, backbone="tiny")
+    model = build_model(
+        n_clusters=plan.clusters, side=few.side, channels=few.channels, backbone="tiny" if few.side > 1 else None
+    )
     pairs = Constraints.from_lists(n_images=len(few), must_link=[(0, 1)]) if plan.pairs else None
     settings = replace(
         plan.settings, steps=1, device="cpu", compile=False, cuda_graph=False, bf16=False, tensorboard=False
@@ -360,12 +369,13 @@ def _say_plan(plan: Plan, request: Train, reporter: Reporter) -> None:
     pairs = (
         f", {len(plan.pairs.training):,} pairs ({plan.pairs.training.n_must_links:,} must-links)" if plan.pairs else ""
     )
-    reporter.say(f"{len(images):,} images, {plan.clusters} clusters{pairs} → {plan.out}")
-    if images.labels is not None and plan.data.row is None:
+    what = kind_of(images.side, images.channels) if images.embedded else "images"
+    reporter.say(f"{len(images):,} {what}, {plan.clusters} clusters{pairs} → {plan.out}")
+    if images.labels is not None and plan.data.record["kind"] == "folder":
         reporter.say(
             f"sub-folders taken as {len(images.classes or ()):,} classes, for scores only (--no-labels: not so)"
         )
-    if plan.cpu and request.from_run is None and plan.data.row is None:
+    if plan.cpu and request.from_run is None and plan.data.row is None and not images.embedded:
         size = f"images of {config.side} px, backbone {config.backbone}, {plan.settings.steps:,} steps"
         reporter.say(f"no GPU: {size}; --side, --backbone and --steps change that")
     if set(plan.stages) & set(PRETEXTS):
@@ -405,6 +415,7 @@ def _filled(request: Train, asked: Mapping[str, Any], pairs: Path) -> Train:
         data_dir=request.data_dir or data.get("data_dir"),
         class_folders=request.class_folders if request.class_folders != "auto" else data.get("class_folders", "auto"),
         test=request.test or data.get("test"),
+        pictures=request.pictures or data.get("pictures"),
         side=request.side or data.get("side"),
         channels=request.channels or data.get("channels"),
         clusters=request.clusters or model["n_clusters"] or None,

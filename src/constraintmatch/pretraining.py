@@ -165,7 +165,7 @@ def _seen_in_features(model: ClusterModel, images: ImageSet, target: ImageSet | 
     if images.labels is None:
         return {}
     features = embed(model, images)
-    near = nearest_neighbours(features, 20, device=next(model.parameters()).device)
+    near = nearest_neighbours(features, 20, device=model.device)
     told = {"neighbour_acc": neighbour_consistency(near, images.labels)}
     if target is not None and target.labels is not None:
         told["knn_acc"] = knn_accuracy(features, images.labels, embed(model, target), target.labels)
@@ -182,8 +182,12 @@ def _stage_result(
 
 
 def _check_variety(images: ImageSet) -> None:
-    """Images of one colour each carry nothing to learn from."""
+    """Images of one colour each carry nothing to learn from; nor do embeddings that are all the same."""
     sample = images.images[spread(len(images), 200)]
+    if images.embedded:
+        if np.all(sample == sample[0]):
+            raise InputError("every embedding is the same: there is nothing to learn from; check what made them")
+        return
     flat = sample.reshape(len(sample), -1, images.channels)
     if np.all(flat.max(axis=1) == flat.min(axis=1)):
         raise InputError("every image is of one colour: there is nothing to learn from; check the folder and --side")

@@ -27,7 +27,7 @@ from constraintmatch.galleries import (
     sizes,
     violations,
 )
-from constraintmatch.images import ImageSet
+from constraintmatch.images import ImageSet, kind_of
 from constraintmatch.markup import percent, plural, table, text
 from constraintmatch.runs import read_log
 
@@ -178,6 +178,8 @@ def _facts(run: _Run, shown: Clustering) -> str:
     same = data.get("fingerprint") == shown.images.fingerprint()
     images = shown.images
     kind = f"{images.side} × {images.side}, {'grey' if images.channels == 1 else 'colour'}"
+    if images.embedded:
+        kind = kind_of(images.side, images.channels)
     empty = int((shown.sizes == 0).sum())
     facts = [
         ("Method", text(run.method)),

@@ -30,6 +30,7 @@ def check_sort_folder(folder: Path, source: Path | str) -> None:
 def sort_images(data: Data, predictions: Predictions, folder: Path, *, link: bool = True) -> None:
     """Put each image into a folder for its cluster: as a link, as a copy, or (from arrays) as a PNG; all or none."""
     check_sort_folder(folder, data.record["source"])
+    data.images.to_look_at()
     try:
         _place_all(data, predictions, folder, link)
     except BaseException as error:
@@ -44,7 +45,7 @@ def _place_all(data: Data, predictions: Predictions, folder: Path, link: bool) -
     width, taken = len(str(predictions.n_clusters - 1)), set[str]()
     for row, (name, cluster) in enumerate(zip(data.images.names, predictions.clusters.tolist(), strict=True)):
         flat = name.replace("/", "__").replace(os.sep, "__")
-        file = f"cluster-{cluster:0{width}d}/" + (flat if data.record["kind"] == "folder" else f"{flat}.png")
+        file = f"cluster-{cluster:0{width}d}/" + (flat if data.files else f"{flat}.png")
         target = folder / _untaken(file, taken)
         target.parent.mkdir(parents=True, exist_ok=True)
         _place_image(data, row, target, link)
@@ -63,13 +64,13 @@ def _untaken(file: str, taken: set[str]) -> str:
 
 def _place_image(data: Data, row: int, target: Path, link: bool) -> None:
     """Put one image at `target`: a link to its file or a copy of it; an image of an array becomes a PNG."""
-    if data.record["kind"] != "folder":
+    if data.files is None:
         from PIL import Image
 
         pixels = np.asarray(data.images.images[row])
         Image.fromarray(pixels[..., 0] if data.images.channels == 1 else pixels).save(target)
         return
-    source = Path(data.record["source"]) / data.images.names[row]
+    source = data.files / data.images.names[row]
     if not link:
         shutil.copy2(source, target)
         return

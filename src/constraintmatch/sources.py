@@ -30,6 +30,12 @@ class Data:
     row: DataSet | None
     record: dict[str, Any]
 
+    @property
+    def files(self) -> Path | None:
+        """The folder with the images' files; None for arrays and data sets."""
+        place = self.record["source"] if self.record["kind"] == "folder" else self.record.get("pictures")
+        return None if place is None else Path(place)
+
 
 def open_data(
     source: Path | str,
@@ -41,15 +47,20 @@ def open_data(
     data_dir: Path | str | None = None,
     class_folders: ClassFolders = "auto",
     strict: bool = False,
+    pictures: Path | str | None = None,
     reporter: Reporter | None = None,
 ) -> Data:
     """The images of a folder, of a .npy or .npz file, or of a data set by name (`./digits` means a folder).
+
+    A file may hold embeddings instead; `pictures` is then the folder of the images that they stand for.
 
     A data set without `split` gives its training images, with the test images held out. `max_side` bounds a side that
     is left to the images; a data set keeps its own.
     """
     reporter = reporter or Quiet()
     if str(source) in DATASETS:
+        if pictures is not None:
+            raise InputError(f"--pictures goes with embeddings; {source} has images of its own")
         return _open_dataset(str(source), side, channels, split, data_dir, reporter)
     path = Path(os.path.abspath(source))  # noqa: PTH100 (resolve would follow links)
     if not path.exists():
@@ -64,10 +75,28 @@ def open_data(
             strict=strict,
             progress=progress,
         )
+    if pictures is not None:
+        images = _with_pictures(path, images, Path(pictures), class_folders, reporter)
     _say_skipped(images, reporter)
     record: dict[str, Any] = {"kind": "file" if path.is_file() else "folder", "name": path.name, "source": str(path)}
     record |= {"side": images.side, "channels": images.channels, "class_folders": class_folders}
+    if pictures is not None:
+        record["pictures"] = os.path.abspath(pictures)  # noqa: PTH100
     return Data(images, None, None, record)
+
+
+def _with_pictures(
+    path: Path, images: ImageSet, folder: Path, class_folders: ClassFolders, reporter: Reporter
+) -> ImageSet:
+    if not images.embedded:
+        raise InputError(f"{path}: has images, which are shown themselves; --pictures goes with embeddings")
+    with _decoding(reporter) as progress:
+        pictures = ImageSet.from_folder(folder, class_folders=class_folders, progress=progress)
+    _say_skipped(pictures, reporter)
+    try:
+        return images.with_pictures(pictures)
+    except InputError as error:
+        raise InputError(f"{path} and {folder}: {error}") from None
 
 
 def _open_dataset(

@@ -31,6 +31,7 @@ __all__ = [
     "scan_strong",
     "strong",
     "weak",
+    "without_numbers",
 ]
 
 _GREY = 127  # the cutout's colour: about zero once the model has normalised the image
@@ -100,6 +101,22 @@ def _check_share(view: str, name: str, value: float, *, most: float = 1.0) -> No
 def plain() -> View:
     """The images as they are."""
     return View("plain", 0, lambda images, _: images)
+
+
+def without_numbers(mean: Sequence[float], *, share: float = 0.5) -> View:
+    """The strong view of embeddings (n, d, 1, 1): a share of the numbers of each, drawn anew, is the mean over all.
+
+    What is left is stretched away from the mean, so that it says as much on average (dropout).
+    """
+    _check_share("without_numbers", "share", share, most=0.9)
+    centre = torch.tensor(mean, dtype=torch.float32)[:, None, None]
+
+    def apply(images: Tensor, uniforms: Tensor) -> Tensor:
+        kept = (uniforms[:, :, None, None] >= share).float() / (1 - share)
+        middle = centre.to(images.device)
+        return middle + (images - middle) * kept
+
+    return View("without numbers", len(mean), apply)
 
 
 def weak(*, flip: bool = True, translate: float = 0.125) -> View:

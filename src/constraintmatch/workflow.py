@@ -287,6 +287,7 @@ def predict_images(
     device: str | None = None,
     strict: bool = False,
     class_folders: ClassFolders = "auto",
+    pictures: Path | str | None = None,
     reporter: Reporter | None = None,
 ) -> tuple[Data, Predictions]:
     """The images, opened at the model's size, and their clusters; the model is a model folder or a run folder."""
@@ -307,6 +308,7 @@ def predict_images(
         data_dir=data_dir,
         class_folders=class_folders,
         strict=strict,
+        pictures=pictures,
         reporter=reporter,
     )
     check_images(network, data.images)
@@ -397,7 +399,13 @@ def score_lines(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows + [("warning", text) for text in told["warnings"]]
 
 
-def write_run_report(run: Path | str, source: Path | str | None = None, *, reporter: Reporter | None = None) -> Path:
+def write_run_report(
+    run: Path | str,
+    source: Path | str | None = None,
+    *,
+    pictures: Path | str | None = None,
+    reporter: Reporter | None = None,
+) -> Path:
     """Write report.html anew from a run folder and its images, or other images."""
     from constraintmatch.models import model_folder
     from constraintmatch.report import write_report
@@ -416,6 +424,7 @@ def write_run_report(run: Path | str, source: Path | str | None = None, *, repor
         split=record.get("split") or "train",
         data_dir=record.get("data_dir"),
         class_folders=record.get("class_folders", "auto"),
+        pictures=pictures or (record.get("pictures") if source is None else None),
         reporter=reporter,
     )
     same = data.images.fingerprint() == record.get("fingerprint")
@@ -457,20 +466,22 @@ def pretrain_model(
     from constraintmatch.running import Around
     from constraintmatch.training import Interrupted
 
-    stages = stages or chain_stages(chain or ("scan" if request.data in DATASETS else OWN_CHAIN))
-    stages = with_pretext(stages, pretext) if pretext else stages
-    recipe = _by_stage(stages, arguments or {})
+    chosen = stages or chain_stages(chain or ("scan" if request.data in DATASETS else OWN_CHAIN))
+    chosen = with_pretext(chosen, pretext) if pretext else chosen
+    recipe = _by_stage(chosen, arguments or {})
     assert request.out is not None
     reporter = reporter or Quiet()
     plan = plan_pretraining(request, reporter)
     data = plan.data
+    if data.images.embedded and not (stages or chain or pretext):
+        chosen = plan.stages  # features are there: clusters are all that is missing
     around = Around(request.out, reporter=reporter, views=plan.views, held_out=data.held_out, data=data.record)
     try:
         model = pretrain(
             plan.model,
             data.images,
             plan.clusters,
-            stages=stages,
+            stages=chosen,
             recipe=recipe,
             settings=request.settings,
             around=around,

@@ -23,14 +23,22 @@ BLOCK = 4_096  # images whose pixels are turned into numbers at once
 def pixel_belief(images: ImageSet, *, side: int = 12, width: int = 48) -> Belief:
     """Features without a model: the images made small, their principal components, rows of length 1.
 
-    Good enough to find near-duplicates and the dense places; 50,000 images take a few seconds.
+    Good enough to find near-duplicates and the dense places; 50,000 images take a few seconds. Embeddings are features
+    already; their mean is taken off.
     """
+    if images.embedded:
+        given = images.images.reshape(len(images), -1)
+        return Belief(_directions(given - given.mean(0)))
     cells = np.concatenate([_small(images.images[at : at + BLOCK], side) for at in range(0, len(images), BLOCK)])
     cells -= cells.mean(0)
     directions = np.linalg.eigh(cells.T @ cells)[1][:, ::-1]
-    features = cells @ directions[:, :width].astype(np.float32)
+    return Belief(_directions(cells @ directions[:, :width].astype(np.float32)))
+
+
+def _directions(features: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rows of length 1; they are changed in place."""
     features[:, 0] += 1e-6  # an image that is the mean of all has no direction of its own
-    return Belief(np.asarray(features / np.linalg.norm(features, axis=1, keepdims=True), np.float32))
+    return np.asarray(features / np.linalg.norm(features, axis=1, keepdims=True), np.float32)
 
 
 def _small(images: NDArray[np.uint8], side: int) -> NDArray[np.float32]:
@@ -43,11 +51,12 @@ def _small(images: NDArray[np.uint8], side: int) -> NDArray[np.float32]:
 
 def open_model(path: Path | str, images: ImageSet) -> ClusterModel:
     """The model of a model or run folder, if it takes such images."""
+    from constraintmatch.images import kind_of
     from constraintmatch.models import load_model
 
     model = load_model(path)
     takes, given = (model.config.side, model.config.channels), (images.side, images.channels)
     if takes != given:
-        said = [f"{side}×{side} {'grey' if channels == 1 else 'colour'} images" for side, channels in (takes, given)]
-        raise InputError(f"{path}: takes {said[0]}, these are {said[1]}; name a model that was trained on such images")
+        said = [kind_of(*size) for size in (takes, given)]
+        raise InputError(f"{path}: takes {said[0]}, these are {said[1]}; name a model that was trained on such")
     return model

@@ -230,7 +230,7 @@ class Learner:
     def _believe(self, model: ClusterModel, n_answers: int) -> None:
         from constraintmatch.models import save_model
 
-        belief = image_belief(model.to(_device(self.start_model)), self.images)
+        belief = image_belief(model.to(self.start_model.device), self.images)
         self._newest, self._belief, self._learnt = model, belief, n_answers
         save_model(model, self.folder / "model")
 
@@ -254,9 +254,5 @@ class Learner:
             if not is_finished(path):
                 shutil.rmtree(path, ignore_errors=True)
             elif n_answers <= len(self.answers()):
-                self._newest, self._learnt = load_model(path).to(_device(self.start_model)), n_answers
+                self._newest, self._learnt = load_model(path).to(self.start_model.device), n_answers
                 return
-
-
-def _device(model: ClusterModel) -> Any:
-    return next(model.parameters()).device

@@ -1,5 +1,6 @@
 """Questions between row numbers and names, and whether an image is still the one that was asked about."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Looks:
     """The names of a set's images and, made as they are needed, their looks."""
 
     def __init__(self, images: ImageSet) -> None:
-        self._images = images.images
+        self._images = (images.shown or images).images
         self._names = images.names
         self._rows = images.rows()
         self._made: dict[int, bytes] = {}
@@ -119,8 +120,10 @@ def _stored(row: Mapping[str, Any]) -> Iterable[tuple[str, bytes]]:
     return ((name, look[at * size : (at + 1) * size]) for at, name in enumerate(names))
 
 
-def _look_of(image: NDArray[np.uint8]) -> bytes:
-    """Grey means of a 4 × 4 grid (an image of fewer pixels is stretched)."""
+def _look_of(image: NDArray[Any]) -> bytes:
+    """Grey means of a 4 × 4 grid (an image of fewer pixels is stretched); of an embedding 16 bytes of its own."""
+    if image.dtype != np.uint8:
+        return hashlib.blake2b(np.ascontiguousarray(image).tobytes(), digest_size=_CELLS * _CELLS).digest()
     while len(image) < _CELLS:
         image = image.repeat(2, axis=0).repeat(2, axis=1)
     side, _, channels = image.shape

@@ -19,7 +19,7 @@ from constraintmatch.annotate.clashes import Clash
 from constraintmatch.annotate.learning import Learner, Learning
 from constraintmatch.annotate.records import Asked
 from constraintmatch.annotate.refill import Refill
-from constraintmatch.annotate.session import Door, image_folder, listening, serve_app
+from constraintmatch.annotate.session import Door, listening, serve_app
 from constraintmatch.annotate.store import Store, open_store
 from constraintmatch.annotate.terminal import FINISHED, PREVIOUS, Prompt
 from constraintmatch.answers import Answer, Question
@@ -106,7 +106,7 @@ def ask_on_page(loop: Loop, door: Door, reporter: Reporter | None = None) -> lis
             store=here.store,
             belief=here.learner.belief,
             chooser=here.chooser(),
-            folder=image_folder(here.data),
+            folder=here.data.files,
             source=str(here.data.record["name"]),
             model=here.learner.name,
             activity=here.learner.activity,
@@ -269,6 +269,7 @@ def _store(loop: Loop, data: Data) -> Iterator[Store]:
 
 def _start(loop: Loop, reporter: Reporter) -> tuple[Data, ClusterModel, ViewChoice]:
     """The images and the model that every round begins with: given, or made once by the stages that it lacks."""
+    from constraintmatch.models import with_clusters
     from constraintmatch.pretraining import SHORT_STAGES, pretrain, short_start
     from constraintmatch.running import Around
     from constraintmatch.training import choose_device
@@ -280,9 +281,10 @@ def _start(loop: Loop, reporter: Reporter) -> tuple[Data, ClusterModel, ViewChoi
         reporter.say("no --clusters: there will be as many as your answers show")
     if stages:
         reporter.say(f"{len(plan.data.images):,} images; a short start is made first, once, in {request.out}")
+    bare = grows and not stages and plan.model.config.n_clusters  # of embeddings: nothing has to be learnt first
     try:
         made = pretrain(
-            plan.model,
+            with_clusters(plan.model, 0) if bare else plan.model,
             plan.data.images,
             plan.clusters,
             stages=stages,
@@ -349,7 +351,7 @@ def _learning(loop: Loop, data: Data, start: ClusterModel) -> Learning:
     """A round: the paper's setting for its sets, else what fits the number of images; short in either case."""
     from constraintmatch.pretraining import training_size
 
-    cpu = next(start.parameters()).device.type == "cpu"
+    cpu = start.device.type == "cpu"
     size = training_size(len(data.images), cpu=cpu)
     arguments = {key: size[key] for key in ("images_per_step", "pairs_per_step", "warm_up")}
     if data.row is not None:

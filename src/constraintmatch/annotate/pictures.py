@@ -41,9 +41,11 @@ def pictures_of(images: ImageSet, folder: Path | None = None, *, kept: int = 512
     A file that has gone or cannot be read is no error here: the pixels in memory are shown.
     """
 
+    seen = images.to_look_at()
+
     @lru_cache(maxsize=kept)
     def small(row: int) -> Picture:
-        return _png(images.images[row])
+        return _png(seen.images[row])
 
     @lru_cache(maxsize=kept)
     def large(row: int) -> Picture:

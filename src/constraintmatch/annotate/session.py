@@ -30,7 +30,6 @@ __all__ = [
     "Sitting",
     "export_answers",
     "following",
-    "image_folder",
     "import_file",
     "listening",
     "serve_app",
@@ -54,6 +53,7 @@ class Sitting:
     data_dir: Path | None = None
     strict: bool = False
     device: str | None = None
+    pictures: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def serve_page(sitting: Sitting, door: Door, reporter: Reporter | None = None) -
             store=store,
             belief=lambda: belief,
             chooser=Chooser(kind=sitting.kind, choose=sitting.choose, seed=sitting.seed),
-            folder=image_folder(data),
+            folder=data.files,
             source=str(data.record["name"]),
             model=lambda: None if sitting.model is None else str(sitting.model),
         )
@@ -167,6 +167,7 @@ def _open_images(sitting: Sitting, reporter: Reporter) -> Data:
         split=split,
         data_dir=sitting.data_dir,
         strict=sitting.strict,
+        pictures=sitting.pictures,
         reporter=reporter,
     )
     if len(data.images) < 2:
@@ -176,7 +177,8 @@ def _open_images(sitting: Sitting, reporter: Reporter) -> Data:
 
 def _belief(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Belief:
     if sitting.model is None:
-        reporter.say("no model: questions are chosen by what the pixels look like (--model asks better ones)")
+        what = "where the embeddings lie" if images.embedded else "what the pixels look like"
+        reporter.say(f"no model: questions are chosen by {what} (--model asks better ones)")
         return pixel_belief(images)
     from constraintmatch.training import choose_device
 
@@ -187,11 +189,6 @@ def _belief(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Belief:
         return image_belief(model, images, device=place, progress=lambda done, _: reporter.update(done))
     finally:
         reporter.stop()
-
-
-def image_folder(data: Data) -> Path | None:
-    """Where the image files lie; None for arrays and data sets."""
-    return Path(data.record["source"]) if data.record["kind"] == "folder" else None
 
 
 def _place(data: Data) -> str:
@@ -210,6 +207,7 @@ def following(sitting: Sitting, store: Store, belief: Belief) -> list[tuple[str,
     if not counts.answered:
         return rows
     split = "" if sitting.split is None else f" --split {sitting.split}"
+    split += "" if sitting.pictures is None else f" --pictures {shlex.quote(str(sitting.pictures))}"
     export = f"constraintmatch annotate {quoted}{split} --db {shlex.quote(str(sitting.db))} --export pairs.csv"
     has_clusters = belief.probabilities is not None and sitting.model is not None
     start = f"--model {shlex.quote(str(sitting.model))}" if has_clusters else "--clusters K"

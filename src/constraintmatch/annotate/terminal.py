@@ -91,13 +91,13 @@ class Prompt:
             self.write("that is no answer")
 
     def _shown(self, question: Question, heading: str) -> str:
-        rows = (question.image, *question.shown)
+        rows, seen = (question.image, *question.shown), self.images.to_look_at()
         labels = ["?", *(str(number) for number in range(1, len(rows)))] if question.kind == "which" else ["A", "B"]
         names = [f"{label}  {self.images.names[row]}" for label, row in zip(labels, rows, strict=True)]
         if not self.colour:
             return "\n".join([heading, *names])
         columns = max(8, min(32, (self.width - 2 * len(rows)) // len(rows)))
-        pictures = [picture(np.asarray(self.images.images[row]), columns) for row in rows]
+        pictures = [picture(np.asarray(seen.images[row]), columns) for row in rows]
         captions = [
             f"{label} {self.images.names[row].rsplit('/', 1)[-1]}" for label, row in zip(labels, rows, strict=True)
         ]

@@ -9,6 +9,7 @@ from constraintmatch.cli.shared import (
     DataDir,
     Device,
     Host,
+    Pictures,
     Port,
     QuietFlag,
     Source,
@@ -84,6 +85,7 @@ def annotate(
     split: Split = None,
     data_dir: DataDir = None,
     strict: Strict = False,
+    pictures: Pictures = None,
 ) -> None:
     """Ask people about images, on a page in the browser.
 
@@ -92,7 +94,17 @@ def annotate(
     from constraintmatch.annotate import session
 
     sitting = session.Sitting(
-        data, db, model, kind.value, choose.value, seed, split=split, data_dir=data_dir, strict=strict, device=device
+        data,
+        db,
+        model,
+        kind.value,
+        choose.value,
+        seed,
+        split=split,
+        data_dir=data_dir,
+        strict=strict,
+        device=device,
+        pictures=pictures,
     )
     if export is not None and import_ is not None:
         raise InputError("--export and --import go one after the other; give one of them")

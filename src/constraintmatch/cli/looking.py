@@ -1,4 +1,4 @@
-"""Commands that look at images, pairs and models: predict, evaluate, sample, check, report."""
+"""Commands that look at images, pairs and models: predict, embed, evaluate, sample, check, report."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +13,9 @@ from constraintmatch.cli.shared import (
     Device,
     Labels,
     Model,
+    Pictures,
     QuietFlag,
+    Side,
     Source,
     Split,
     Strict,
@@ -58,6 +60,7 @@ def predict(
     split: Split = None,
     data_dir: DataDir = None,
     strict: Strict = False,
+    pictures: Pictures = None,
 ) -> None:
     """Place images in the clusters of a trained model."""
     from constraintmatch import sorting, workflow
@@ -66,7 +69,14 @@ def predict(
     if sort_into is not None:
         sorting.check_sort_folder(sort_into, data)
     opened, found = workflow.predict_images(
-        model, data, split=split, data_dir=data_dir, strict=strict, device=device, reporter=reporter(quiet)
+        model,
+        data,
+        split=split,
+        data_dir=data_dir,
+        strict=strict,
+        pictures=pictures,
+        device=device,
+        reporter=reporter(quiet),
     )
     workflow.write_clusters(out, opened.images.names, found)
     rows = [("clusters", f"{out} ({len(found):,} images in {found.n_clusters} clusters)")]
@@ -74,6 +84,49 @@ def predict(
         sorting.sort_images(opened, found, sort_into, link=link)
         rows.append(("sorted", str(sort_into)))
     print_rows(rows)
+
+
+@app.command(
+    cls=GroupedHelp,
+    epilog=example(
+        "constraintmatch embed timm:resnet50 photos \\",
+        "  --out photos.npz",
+        "constraintmatch loop photos.npz --pictures photos",
+    ),
+)
+@guarded
+def embed(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a run folder, or timm:NAME.")],
+    data: Source,
+    out: Annotated[Path, option("The .npz file: embeddings, names, labels. (embeddings.npz)")] = Path("embeddings.npz"),
+    device: Device = None,
+    quiet: QuietFlag = False,
+    side: Side = None,
+    split: Split = None,
+    data_dir: DataDir = None,
+    labels: Labels = None,
+    strict: Strict = False,
+) -> None:
+    """Write what a network makes of images.
+
+    With embeddings in the place of images every other command takes seconds: train, predict, loop. timm:NAME fetches a
+    pretrained network and takes images of the size that it was made for.
+    """
+    from constraintmatch import embedding
+
+    made = embedding.embed_images(
+        model,
+        data,
+        out,
+        side=side,
+        split=split,
+        data_dir=data_dir,
+        class_folders=class_folders(labels),
+        strict=strict,
+        device=device,
+        reporter=reporter(quiet),
+    )
+    print_rows([("embeddings", f"{out} ({len(made):,} of {made.shape[1]:,} numbers)")])
 
 
 @app.command(
@@ -200,8 +253,9 @@ def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     data: Annotated[str | None, typer.Option(metavar="DATA", help="Other images. (the run's own)")] = None,
     quiet: QuietFlag = False,
+    pictures: Pictures = None,
 ) -> None:
     """Write report.html of a run anew."""
     from constraintmatch import workflow
 
-    print_rows([("report", str(workflow.write_run_report(run, data, reporter=reporter(quiet))))])
+    print_rows([("report", str(workflow.write_run_report(run, data, pictures=pictures, reporter=reporter(quiet))))])

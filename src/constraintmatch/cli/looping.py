@@ -13,6 +13,7 @@ from constraintmatch.cli.shared import (
     Flip,
     Host,
     Labels,
+    Pictures,
     Port,
     QuietFlag,
     Side,
@@ -75,6 +76,7 @@ def loop(
     data_dir: DataDir = None,
     labels: Labels = None,
     strict: Strict = False,
+    pictures: Pictures = None,
     flip: Flip = None,
     without: Without = "",
 ) -> None:
@@ -95,6 +97,7 @@ def loop(
         data_dir=data_dir,
         class_folders=class_folders(labels),
         strict=strict,
+        pictures=pictures,
         flip=flip,
         without=words(without),
     )

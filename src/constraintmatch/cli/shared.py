@@ -28,6 +28,7 @@ __all__ = [
     "Host",
     "Labels",
     "Model",
+    "Pictures",
     "Port",
     "Pretrained",
     "QuietFlag",
@@ -65,7 +66,7 @@ def option(text: str, *names: str, panel: str | None = None) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
 
 
-DATA = "A folder of images, a .npy or .npz file, or a data set: digits, cifar10, cifar100-20."
+DATA = "A folder of images, a .npy or .npz file of images or embeddings, or a data set: digits, cifar10, cifar100-20."
 Source = Annotated[str, typer.Argument(metavar="DATA", help=DATA)]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder or a run folder.")]
 Clusters = Annotated[int | None, option("How many clusters to find.")]
@@ -81,6 +82,7 @@ Labels = Annotated[
 Strict = Annotated[bool, option("Stop at a file that cannot be read. (skip it)", "--strict", panel="Images")]
 Side = Annotated[int | None, option("Resize to so many pixels a side. (fits the images)", panel="Images")]
 Channels = Annotated[int | None, option("1 for grey, 3 for colour. (fits the images)", panel="Images")]
+Pictures = Annotated[Path | None, option("Of embeddings: the folder of their images.", panel="Images")]
 Flip = Annotated[
     bool | None, option("A mirrored image means the same, or not. (it does)", "--flip/--no-flip", panel="Images")
 ]

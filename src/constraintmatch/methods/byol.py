@@ -128,7 +128,7 @@ def byol(
     both = _seeded(trained, hidden, projection, derive_seed(settings.seed, "projection"))
     if predictor_rate != 1:
         both.hurry_predictor(predictor_rate, settings.weight_decay)
-    view = views.contrastive()
+    view = views.contrastive(images)
 
     def next_batch(step: int) -> TargetBatch:
         pixels = bench.store.take(rows(step))

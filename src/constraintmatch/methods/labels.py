@@ -32,7 +32,7 @@ def train_on_labels(
         raise InputError(f"{title} needs the label of every image and the set has none; use class folders")
     bench = prepare(model, images, settings)
     rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
-    labels, view = torch.from_numpy(images.labels.copy()).to(bench.device), views.pair()
+    labels, view = torch.from_numpy(images.labels.copy()).to(bench.device), views.pair(images)
 
     def next_batch(step: int) -> LabelBatch:
         chosen = rows(step)

@@ -181,8 +181,8 @@ class _Batches:
     ) -> None:
         self.bench, self.unconstrained, self.steps = bench, unconstrained, steps
         self.n_clusters = n_clusters
-        self.pairs = PairSource(bench.store, constraints, pairs_per_step, views.pair(), bench.maker, bench.seed)
-        self.weak, self.strong = views.weak(), views.strong()
+        self.pairs = PairSource(bench.store, constraints, pairs_per_step, views.pair(images), bench.maker, bench.seed)
+        self.weak, self.strong = views.weak(images), views.strong(images)
         if unconstrained is not None:
             combined = unconstrained.pool == "combined"
             rows = unconstrained_rows(constraints, len(images)) if combined else np.arange(len(images))

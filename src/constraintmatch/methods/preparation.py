@@ -21,7 +21,7 @@ from constraintmatch.evaluation import (
     predict,
     scores,
 )
-from constraintmatch.images import ImageSet
+from constraintmatch.images import ImageSet, kind_of
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.models import ClusterModel
 from constraintmatch.progress import Quiet, Reporter
@@ -57,25 +57,38 @@ class ViewChoice:
     own_strong: View | None = None
     own_contrastive: View | None = None
 
-    def weak(self) -> View:
-        return self.own_weak or views.weak(flip=self.flip)
+    def weak(self, images: ImageSet) -> View:
+        """For the images that the model guesses."""
+        return self.own_weak or (views.plain() if images.embedded else views.weak(flip=self.flip))
 
-    def pair(self) -> View:
-        return self.own_weak or views.crop(flip=self.flip)
+    def pair(self, images: ImageSet) -> View:
+        """For the images of constraints."""
+        return self.own_weak or (views.plain() if images.embedded else views.crop(flip=self.flip))
 
-    def strong(self) -> View:
-        return self.own_strong or views.strong(flip=self.flip, without=self.without)
+    def strong(self, images: ImageSet) -> View:
+        """For the images on which the model has to repeat its guesses."""
+        return self.own_strong or _of_embeddings(images) or views.strong(flip=self.flip, without=self.without)
 
-    def scan_strong(self) -> View:
-        return self.own_strong or views.scan_strong(flip=self.flip, without=self.without)
+    def scan_strong(self, images: ImageSet) -> View:
+        """SCAN's own ones."""
+        return self.own_strong or _of_embeddings(images) or views.scan_strong(flip=self.flip, without=self.without)
 
-    def contrastive(self) -> View:
+    def contrastive(self, images: ImageSet) -> View:
+        """For pretext tasks, which learn what views of an image have in common; embeddings know that already."""
+        if images.embedded and self.own_contrastive is None:
+            raise InputError(
+                "embeddings have no views for a pretext task; leave that stage out: linear_scan comes first"
+            )
         return self.own_contrastive or views.contrastive(flip=self.flip)
 
     def request(self) -> dict[str, Any]:
         """The choice as plain values, for `run.json`."""
         own = {name: view.name for name in ("weak", "strong", "contrastive") if (view := getattr(self, f"own_{name}"))}
         return {"flip": self.flip, "without": sorted(self.without), **({"own": own} if own else {})}
+
+
+def _of_embeddings(images: ImageSet) -> View | None:
+    return views.without_numbers(images.moments()[0]) if images.embedded else None
 
 
 @dataclass(frozen=True)
@@ -153,10 +166,11 @@ def check_images(model: ClusterModel, images: ImageSet) -> None:
     """Images of another side or with other channels than the model's are an InputError."""
     config = model.config
     if (images.side, images.channels) != (config.side, config.channels):
-        raise InputError(
-            f"the model takes {config.side}×{config.side} images with {config.channels} channel(s), "
-            f"these are {images.side}×{images.side} with {images.channels}; load them with --side {config.side}"
-        )
+        takes, given = kind_of(config.side, config.channels), kind_of(images.side, images.channels)
+        mend = f"load them with --side {config.side}"
+        if 1 in (config.side, images.side):
+            mend = "give what it was trained on"
+        raise InputError(f"the model takes {takes}, these are {given}; {mend}")
 
 
 def quality_judge(model: ClusterModel, images: ImageSet, device: torch.device) -> Callable[[ClusterModel], float]:

@@ -72,7 +72,7 @@ class Frozen:
     @classmethod
     def of(cls, model: ClusterModel, images: ImageSet, *, device: torch.device | str | None = None) -> "Frozen":
         """What the model's backbone makes of the images; `device` None is its own."""
-        place = next(model.parameters()).device if device is None else device
+        place = model.device if device is None else device
         return cls(embed(model, images, device=place), device=place)
 
     def __len__(self) -> int:

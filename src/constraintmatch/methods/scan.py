@@ -75,7 +75,7 @@ def scan(
     bench = prepare(model, images, settings, need_clusters=False)
     quality = quality_judge(model, images, bench.device)
     features = torch.from_numpy(embed(model, images, device=bench.device))
-    batches = _NeighbourSource(bench, features, n_neighbours, images_per_step, views.scan_strong())
+    batches = _NeighbourSource(bench, features, n_neighbours, images_per_step, views.scan_strong(images))
     settings = by_epochs(settings, epochs, batches.rows)
     kept = n_heads == 1 and model.config.n_clusters == n_clusters  # a head of k-means, say, is a start
     seed = derive_seed(settings.seed, "head")

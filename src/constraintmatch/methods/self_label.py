@@ -64,7 +64,7 @@ def self_label(
     settings = by_epochs(settings, epochs, rows)
     if settings.ema is None and averaged * settings.steps > 1:
         settings = replace(settings, ema=1 - 1 / (averaged * settings.steps))
-    view = views.scan_strong()
+    view = views.scan_strong(images)
 
     def next_batch(step: int) -> Views:
         chosen = rows(step)

@@ -56,7 +56,7 @@ def simclr(
     rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
     settings = replace(settings, steps=epochs * rows.steps_per_epoch, lr=settings.lr * rows.batch / 512)
     trained = with_projection(model, projection, seed=derive_seed(settings.seed, "projection"))
-    view = views.contrastive()
+    view = views.contrastive(images)
 
     def next_batch(step: int) -> Views:
         chosen = rows(step)

@@ -66,7 +66,7 @@ def simsiam(
     settings = replace(settings, steps=epochs * rows.steps_per_epoch, lr=settings.lr * rows.batch / 512)
     trained = with_projection(model, 0)
     network = _seeded(trained, projection, derive_seed(settings.seed, "projection"))
-    view = views.contrastive()
+    view = views.contrastive(images)
 
     def next_batch(step: int) -> Views:
         chosen = rows(step)

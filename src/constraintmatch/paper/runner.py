@@ -330,7 +330,7 @@ def _rounded(model: ClusterModel) -> ClusterModel:
     weights = {name: value.half() if value.is_floating_point() else value for name, value in model.state_dict().items()}
     rounded = unfilled_model(model.config)
     rounded.load_state_dict(weights)
-    return rounded.to(next(model.parameters()).device)
+    return rounded.to(model.device)
 
 
 def _scores(model: ClusterModel, cell: Cell, split: str, place: Place) -> dict[str, float]:

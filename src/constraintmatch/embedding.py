@@ -1,0 +1,92 @@
+"""What a network makes of images, kept in a file that every command takes in the place of the images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from constraintmatch.datasets import DATASETS
+from constraintmatch.errors import InputError
+from constraintmatch.evaluation import embed
+from constraintmatch.files import check_target, write_atomically
+from constraintmatch.images import ImageSet
+from constraintmatch.methods.preparation import check_images
+from constraintmatch.models import ClusterModel, build_model, load_model, made_for_side
+from constraintmatch.progress import Quiet, Reporter
+from constraintmatch.sources import ClassFolders, open_data
+from constraintmatch.training import choose_device
+
+__all__ = ["embed_images", "write_embeddings"]
+
+TIMM = "timm:"
+
+
+def embed_images(
+    model: str,
+    source: Path | str,
+    out: Path,
+    *,
+    side: int | None = None,
+    split: str | None = None,
+    data_dir: Path | str | None = None,
+    class_folders: ClassFolders = "auto",
+    strict: bool = False,
+    device: str | None = None,
+    reporter: Reporter | None = None,
+) -> NDArray[np.float32]:
+    """The embeddings (n, d) of the images, which are written to `out` with names and labels.
+
+    The model is a model folder, a run folder or a pretrained network of timm's, `timm:NAME`, which takes images of
+    `side`, or of the side that it was made for. Of a data set without `split` the training images are taken.
+    """
+    place, reporter = choose_device(device), reporter or Quiet()
+    if out.suffix != ".npz":
+        raise InputError(f"{out}: embeddings are written as .npz; give --out a name that ends so")
+    check_target(out)
+    is_dataset = str(source) in DATASETS
+    network = _network(model, DATASETS[str(source)].side if is_dataset else side)
+    size: dict[str, Any] = {"side": network.config.side, "channels": network.config.channels}
+    data = open_data(
+        source,
+        **({} if is_dataset else size),
+        split=(split or "train") if is_dataset else None,
+        data_dir=data_dir,
+        class_folders=class_folders,
+        strict=strict,
+        reporter=reporter,
+    )
+    check_images(network, data.images)
+    reporter.start("embedding", len(data.images))
+    try:
+        made = embed(network, data.images, device=place, progress=lambda done, _: reporter.update(done))
+    finally:
+        reporter.stop()
+    write_embeddings(out, made, data.images)
+    return made
+
+
+def write_embeddings(path: Path, embeddings: NDArray[np.float32], images: ImageSet) -> None:
+    """Write embeddings with the names of their images, and the labels where they are known, atomically."""
+    arrays: dict[str, Any] = {"embeddings": embeddings, "names": np.array(images.names)}
+    if images.labels is not None:
+        arrays["labels"] = images.labels
+    if images.classes is not None:
+        arrays["classes"] = np.array(images.classes)
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            np.savez(file, **arrays)
+
+    write_atomically(path, write)
+
+
+def _network(model: str, side: int | None) -> ClusterModel:
+    if model.startswith(TIMM):
+        return build_model(n_clusters=0, side=side or made_for_side(model), backbone=model, pretrained=True)
+    found = load_model(model)
+    if side not in (None, found.config.side):
+        raise InputError(f"{model}: takes images of {found.config.side} px; leave --side out")
+    return found
