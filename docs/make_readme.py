@@ -128,6 +128,29 @@ def answers_table() -> str:
     return "\n".join(lines)
 
 
+def embeddings_table() -> str:
+    """Test ACC of a linear head on embeddings, by the number of pairs."""
+    found = [json.loads((ROOT / "results" / f"embeddings-{name}.json").read_text(encoding="utf-8")) for name in SETS]
+    sizes = sorted({row["pairs"] for row in found[0]["rows"]})
+    lines = [
+        f"| | start | {' | '.join(f'{n:,} pairs' for n in sizes)} | seconds |",
+        f"|---|{'--:|' * (len(sizes) + 2)}",
+    ]
+    for result in found:
+        for method, title in (("constrained", "constrained"), ("constraintmatch", "**ConstraintMatch**")):
+            rows = {row["pairs"]: row for row in result["rows"] if row["method"] == method}
+            cells = [_mean([100 * one["acc"] for one in rows[n]["scores"]]) for n in sizes]
+            first, seconds = (
+                f"{100 * result['start']['acc']:.1f}",
+                f"{rows[sizes[-1]]['seconds']:.0f}",
+            )
+            lines.append(f"| {SETS[result['data']]}, {title} | {first} | {' | '.join(cells)} | {seconds} |")
+    seconds = " and ".join(f"{result['start']['seconds']:.0f}" for result in found)
+    steps = f"{found[0]['rows'][0]['steps']:,} steps, two cores of an ARM processor"
+    note = f"Seconds are of one training ({steps}); the start took {seconds} s, once."
+    return "\n".join([*lines, "", note])
+
+
 def wrong_table() -> str:
     """Test ACC on the digits with some pairs wrong, the loss told of it or not."""
     found = json.loads((ROOT / "results" / "wrong-pairs-digits.json").read_text(encoding="utf-8"))
@@ -220,6 +243,7 @@ def filled(text: str) -> str:
         "demo table": demo_table,
         "answers table": answers_table,
         "wrong table": wrong_table,
+        "embeddings table": embeddings_table,
         "start table": start_table,
         "stage table": stage_table,
         "pretext table": pretext_table,

@@ -361,8 +361,11 @@ def test_labels_answer_questions_about_embeddings(npz: Path, tmp_path: Path) -> 
 
 
 def test_a_person_needs_pictures(npz: Path, photos: Path, tmp_path: Path) -> None:
-    said = run("loop", npz, "--terminal", "--clusters", 3, "--out", tmp_path / "l", code=2)
-    assert "embeddings cannot be looked at: name the folder of their images with --pictures" in said
+    asking = (("loop", npz, "--out", tmp_path / "l"), ("annotate", npz, "--db", tmp_path / "a.db"))
+    for words in (*asking, (*asking[0], "--terminal")):
+        said = run(*words, *(() if "--terminal" in words else ("--port", 0, "--no-browser")), code=2)
+        assert "embeddings cannot be looked at: name the folder of their images with --pictures" in said
+    assert not (tmp_path / "l" / "start").exists()
     bare = load_images(npz)
     with pytest.raises(InputError, match="cannot be looked at"):
         pictures_of(bare)

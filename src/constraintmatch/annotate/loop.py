@@ -96,7 +96,7 @@ class _Open:
 
 def ask_on_page(loop: Loop, door: Door, reporter: Reporter | None = None) -> list[tuple[str, str]]:
     """Serve the page and learn beside it until Ctrl-C, which ends at once: a round under way is left for next time."""
-    with listening(door) as sock, _opened(loop, reporter) as here:
+    with listening(door) as sock, _opened(loop, reporter, shown=True) as here:
         here.learner.start()
         serve_app(
             sock,
@@ -119,7 +119,7 @@ def ask_in_terminal(
     loop: Loop, prompt: Prompt | None = None, reporter: Reporter | None = None
 ) -> list[tuple[str, str]]:
     """Ask in the terminal and learn beside it until enough is answered or the person has finished; Ctrl-C ends too."""
-    with _opened(loop, reporter) as here:
+    with _opened(loop, reporter, shown=True) as here:
         here.learner.start()
         try:
             _ask_one_by_one(here, prompt or Prompt.of_terminal(here.data.images))
@@ -240,10 +240,10 @@ def _ended(here: _Open) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def _opened(loop: Loop, reporter: Reporter | None) -> Iterator[_Open]:
+def _opened(loop: Loop, reporter: Reporter | None, *, shown: bool = False) -> Iterator[_Open]:
     reporter = reporter or Quiet()
     check_target(loop.out / "answers.db")  # before minutes are spent on a start
-    data, start, views = _start(loop, reporter)
+    data, start, views = _start(loop, reporter, shown)
     with _store(loop, data) as store:
         if store.notice:
             reporter.say(store.notice)
@@ -267,8 +267,11 @@ def _store(loop: Loop, data: Data) -> Iterator[Store]:
         yield store
 
 
-def _start(loop: Loop, reporter: Reporter) -> tuple[Data, ClusterModel, ViewChoice]:
-    """The images and the model that every round begins with: given, or made once by the stages that it lacks."""
+def _start(loop: Loop, reporter: Reporter, shown: bool) -> tuple[Data, ClusterModel, ViewChoice]:
+    """The images and the model that every round begins with: given, or made once by the stages that it lacks.
+
+    `shown`: a person will look at the images.
+    """
     from constraintmatch.models import with_clusters
     from constraintmatch.pretraining import SHORT_STAGES, pretrain, short_start
     from constraintmatch.running import Around
@@ -276,6 +279,8 @@ def _start(loop: Loop, reporter: Reporter) -> tuple[Data, ClusterModel, ViewChoi
 
     request, grows = _request(loop)
     plan = plan_pretraining(request, reporter)
+    if shown:
+        plan.data.images.to_look_at()
     stages = tuple(stage for stage in plan.stages if not (grows and stage == SHORT_STAGES[-1]))
     if grows:
         reporter.say("no --clusters: there will be as many as your answers show")
