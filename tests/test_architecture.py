@@ -73,6 +73,7 @@ INSIDE = {
         "neighbours",
         "linear_heads",
         "preparation",
+        "heads",
         "labels",
         "pairs",
         "simclr",

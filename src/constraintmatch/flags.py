@@ -48,6 +48,7 @@ _MEANINGS = {
     "entropy_weight": "Weight of the term that spreads images over clusters.",
     "epochs": "Passes over the images.",
     "error_rate": "Share of the pairs thought to be wrong; the loss then expects them.",
+    "head_steps": "Steps in which the head alone learns, before the network does.",
     "evaluate_every": "Steps between evaluations.",
     "flip_between": "Which two clusters are swapped: largest or any.",
     "flip_fraction": "ρ: share of guesses with two clusters swapped (robustness study).",

@@ -18,6 +18,7 @@ from constraintmatch.image_cache import cache_place, decode_cached
 __all__ = ["ImageSet", "Skipped", "kind_of", "load_images"]
 
 _ClassFolders = bool | Literal["auto"]
+_ARRAYS = (".npy", ".npz")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -234,7 +235,7 @@ def load_images(
     progress: Progress | None = None,
 ) -> ImageSet:
     """The images of a folder, or of a .npy or .npz file (where only `side`, `max_side` and `channels` matter)."""
-    if Path(source).is_file():
+    if Path(source).is_file() or (Path(source).suffix.lower() in _ARRAYS and not Path(source).exists()):
         return ImageSet.from_file(source, side=side, max_side=max_side, channels=channels)
     return ImageSet.from_folder(
         source,
@@ -383,7 +384,7 @@ def _shares(sizes: list[int], n_chosen: int) -> list[int]:
 
 def _read_arrays(path: Path) -> dict[str, Any]:
     """The arrays of a file by our names for them; never unpickles."""
-    if path.suffix.lower() not in (".npy", ".npz"):
+    if path.suffix.lower() not in _ARRAYS:
         raise InputError(f"{path}: not a .npy or .npz file; give one of these or a folder of images")
     if not path.is_file():
         raise InputError(f"{path}: no such file")

@@ -17,6 +17,7 @@ def constrained(
     *,
     objective: str = "mcl",
     error_rate: float = 0.0,
+    head_steps: int = 0,
     pairs_per_step: int = 200,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
@@ -25,6 +26,7 @@ def constrained(
     """The model trained with L^cons alone; `objective` is mcl (the paper's) or kcl.
 
     `error_rate` is the share of the constraints thought to be wrong: the loss then expects them (decision 032).
+    With `head_steps` the head alone learns first (decision 034).
     """
     return train_on_pairs(
         model,
@@ -35,6 +37,7 @@ def constrained(
         objective=objective,
         error_rate=error_rate,
         pairs_per_step=pairs_per_step,
+        head_steps=head_steps,
         settings=settings,
         views=views,
         job=job,

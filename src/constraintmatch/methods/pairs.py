@@ -17,6 +17,7 @@ from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import pseudo_quality
 from constraintmatch.images import ImageSet
+from constraintmatch.methods.heads import teach_head
 from constraintmatch.methods.preparation import Bench, Job, Trained, ViewChoice, check_share, evaluate_now, prepare
 from constraintmatch.models import ClusterModel
 from constraintmatch.norms import passes
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 Network = Callable[..., Tensor]
+HEAD_RATE = 0.03  # the learning rate of a head alone, on features of one scale
 PAIR_OBJECTIVES: dict[str, Callable[..., Tensor]] = {"mcl": pair_loss, "kcl": kcl}
 
 
@@ -85,6 +87,18 @@ class Unconstrained:
     flip_between: str = "largest"  # which two clusters are swapped: the likeliest, or "any" two
 
 
+@dataclass(frozen=True)
+class _Task:
+    """What is learnt from: the pairs, and how; the term of the unconstrained images, where there is one."""
+
+    title: str
+    constraints: Constraints
+    unconstrained: Unconstrained | None
+    objective: str
+    error_rate: float
+    pairs_per_step: int
+
+
 def train_on_pairs(
     model: ClusterModel,
     images: ImageSet,
@@ -95,18 +109,39 @@ def train_on_pairs(
     objective: str,
     error_rate: float,
     pairs_per_step: int,
+    head_steps: int,
     settings: TrainSettings,
     views: ViewChoice,
     job: Job,
 ) -> Trained:
-    """The model trained on the pairs, and on the unconstrained images where there is a term for them."""
+    """The model trained on the pairs, and on the unconstrained images where there is a term for them.
+
+    With `head_steps` the head alone learns first, for so many steps, from the features as they are (decision 034).
+    """
     _check(constraints, images, unconstrained, title)
     _check_objective(objective, error_rate)
+    if head_steps < 0:
+        raise InputError(f"head_steps is {head_steps}; it must be 0 or more")
+    task = _Task(title, constraints, unconstrained, objective, error_rate, pairs_per_step)
+    if head_steps and not (job.run and job.run.checkpoint.exists()):
+        alone, own = replace(task, title=f"{title}, head alone"), _of_head(settings, head_steps)
+        around = Job(reporter=job.reporter)
+        device = prepare(model, images, settings).device
+        teach_head(
+            model, images, lambda head, seen: _train(head, seen, alone, own, ViewChoice(), around), device=device
+        )
+    return Trained(model, _train(model, images, task, settings, views, job))
+
+
+def _train(
+    model: ClusterModel, images: ImageSet, task: _Task, settings: TrainSettings, views: ViewChoice, job: Job
+) -> list[dict[str, Any]]:
+    """Train the model in place; the log."""
     bench = prepare(model, images, settings)
-    n_clusters = model.config.n_clusters
-    batches = _Batches(bench, images, constraints, unconstrained, pairs_per_step, views, settings.steps, n_clusters)
-    pair_objective = PAIR_OBJECTIVES[objective]
-    told = {"error_rate": error_rate} if error_rate else {}
+    unconstrained = task.unconstrained
+    batches = _Batches(bench, images, task, views, settings.steps, model.config.n_clusters)
+    pair_objective = PAIR_OBJECTIVES[task.objective]
+    told = {"error_rate": task.error_rate} if task.error_rate else {}
     from_pairs = bench.compiled(constrained_term)
     if unconstrained is not None:  # its loss alone: thresholds would be compiled in, each value anew
         unconstrained = replace(unconstrained, loss=bench.compiled(unconstrained.loss))
@@ -127,19 +162,23 @@ def train_on_pairs(
             "pseudo": batch.ramp * unconstrained.weight * pseudo,
         }
 
-    log = fit(
+    return fit(
         model,
         batches,
         loss,
         settings,
-        title=title,
+        title=task.title,
         run=job.run,
         measure=_measure(model, images, unconstrained) if unconstrained else None,
         evaluate=lambda: evaluate_now(model, images, job),
         prefetch=bench.prefetch,
         reporter=job.reporter,
     )
-    return Trained(model, log)
+
+
+def _of_head(settings: TrainSettings, steps: int) -> TrainSettings:
+    """For so few numbers nothing is compiled, and nothing rounded."""
+    return replace(settings, steps=steps, lr=HEAD_RATE, compile=False, cuda_graph=False, bf16=False)
 
 
 def constrained_term(
@@ -172,16 +211,16 @@ class _Batches:
         self,
         bench: Bench,
         images: ImageSet,
-        constraints: Constraints,
-        unconstrained: Unconstrained | None,
-        pairs_per_step: int,
+        task: _Task,
         views: ViewChoice,
         steps: int,
         n_clusters: int,
     ) -> None:
+        unconstrained, constraints = task.unconstrained, task.constraints
         self.bench, self.unconstrained, self.steps = bench, unconstrained, steps
         self.n_clusters = n_clusters
-        self.pairs = PairSource(bench.store, constraints, pairs_per_step, views.pair(images), bench.maker, bench.seed)
+        pair_view = views.pair(images)
+        self.pairs = PairSource(bench.store, constraints, task.pairs_per_step, pair_view, bench.maker, bench.seed)
         self.weak, self.strong = views.weak(images), views.strong(images)
         if unconstrained is not None:
             combined = unconstrained.pool == "combined"
