@@ -47,7 +47,8 @@ save_model(load_model(sys.argv[1]), sys.argv[2], half=True)' "$keep/start-$set-$
 }
 
 trial() { # SET METHOD OPTION…: a tenth of the steps, something changed
-    part "trial-$(tr -cs 'a-z0-9.\n' - <<<"$*")" "$python" benchmarks/trial.py "$1" "$2" --steps 2000 --data-dir "$data" --starts "$keep/starts" --results "$keep/trials" --out "$keep/runs-trials" "${@:3}"
+    part "trial-$(tr -cs 'a-z0-9.\n' - <<<"$*")" "$python" benchmarks/trial.py "$1" "$2" --steps 2000 --data-dir "$data" \
+        --starts "$keep/starts" --results "$keep/trials" --out "$keep/runs-trials" "${@:3}"
 }
 
 curves() { # SET START OPTION…: answers instead of pairs, the network trained in every round

@@ -396,5 +396,5 @@ def test_images_it_cannot_use_get_one_line(stripes: ImageSet) -> None:
     with pytest.raises(InputError, match="needs at least 4; there are 3"):
         run(stripes.take([0, 1, 2]))
     large = ImageSet.from_arrays(np.zeros((5, 16, 16, 3), dtype=np.uint8))
-    with pytest.raises(InputError, match=r"takes 8×8 images with 1 channel.*these are 16×16 with 3"):
+    with pytest.raises(InputError, match=r"takes grey images of 8 × 8, these are colour images of 16 × 16"):
         METHODS["byol"](fresh(), large, settings=QUICK)

@@ -361,7 +361,10 @@ def _rehearse(plan: Plan) -> None:
         plan.settings, steps=1, device="cpu", compile=False, cuda_graph=False, bf16=False, tensorboard=False
     )
     around = Around(views=plan.views)
-    run_method(plan.method, model, few, pairs, arguments=plan.arguments, settings=settings, around=around)
+    arguments = dict(plan.arguments)
+    if arguments.get("head_steps", 0) > 1:
+        arguments["head_steps"] = 1
+    run_method(plan.method, model, few, pairs, arguments=arguments, settings=settings, around=around)
 
 
 def _say_plan(plan: Plan, request: Train, reporter: Reporter) -> None:
