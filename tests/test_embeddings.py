@@ -302,6 +302,8 @@ def test_a_model_and_what_it_does_not_take(npz: Path, photos: Path, tmp_path: Pa
     assert "the model takes embeddings of 3 numbers; give a .npy or .npz file" in run(*predicting, photos, code=2)
     assert "has embeddings of 9 numbers, the model takes 3" in run(*predicting, tmp_path / "wide.npy", code=2)
     assert "has embeddings of 3 numbers, not images of 8 px" in run("predict", tmp_path / "pixels", npz, code=2)
+    both = ("join", tmp_path / "vectors", tmp_path / "vectors", "--data", npz, "--out", tmp_path / "joined")
+    assert "models of embeddings have no networks to join" in run(*both, code=2)
     words = ("pretrain", npz, "--clusters", 3, "--out", tmp_path / "start")
     assert "embeddings have no views for a pretext task" in run(*words, "--chain", "short", code=2)
     assert "goes with embeddings" in run("annotate", photos, "--pictures", photos, code=2)

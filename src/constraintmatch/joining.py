@@ -128,6 +128,8 @@ def _check(models: Sequence[ClusterModel]) -> None:
     if len(models) < 2:
         raise InputError("join needs two models or more")
     first = models[0].config
+    if any(model.config.side == 1 for model in models):
+        raise InputError("models of embeddings have no networks to join; put the embeddings side by side instead")
     if any(JOIN in model.config.backbone for model in models):
         raise InputError("a joined model cannot be joined again; name all its networks at once")
     for other in (model.config for model in models[1:]):
