@@ -94,6 +94,7 @@ def test_what_is_no_embedding_is_named() -> None:
         "the embedding in row 5 has a number that is NaN": holed,
         r"shape \(0, 4\): there is none": np.zeros((0, 4)),
         "of type <U1: give numbers": np.array([["a", "b"]]),
+        "they have one pixel each; embeddings are given as": np.zeros((4, 1, 1, 3), np.uint8),
     }.items():
         with pytest.raises(InputError, match=message):
             ImageSet.from_arrays(given)

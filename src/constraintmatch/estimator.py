@@ -181,7 +181,7 @@ class ConstraintMatch(  # type: ignore[call-arg]
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        tags.input_tags.two_d_array, tags.input_tags.three_d_array = False, True
+        tags.input_tags.two_d_array, tags.input_tags.three_d_array = True, True
         return tags
 
     def _predictions(self, images: Images) -> Predictions:

@@ -300,6 +300,8 @@ def _channels_last(images: NDArray[Any]) -> NDArray[Any]:
         raise InputError(f"images of shape {shape}: expected 1 or 3 channels; drop alpha with images[..., :3]")
     if not _is_square(images.shape):
         raise InputError(f"images of shape {shape}: they are not square; crop or resize them first")
+    if images.shape[1] == 1:
+        raise InputError(f"images of shape {shape}: they have one pixel each; embeddings are given as (n, d)")
     return images
 
 
@@ -434,8 +436,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_size(side: int | None, max_side: int | None, channels: int | None) -> None:
-    if side == 1:
-        raise InputError(f"the model takes {kind_of(1, channels or 0)}; give a .npy or .npz file of them, not images")
+    if side == 1 and channels is not None:  # a model's size
+        raise InputError(f"the model takes {kind_of(1, channels)}; give a .npy or .npz file of them, not images")
     for name, pixels in (("side", side), ("max_side", max_side)):
         if pixels is not None and pixels < 8:
             raise InputError(f"{name} {pixels}: images need at least 8 pixels a side")
