@@ -109,3 +109,9 @@ trial $few --set error_rate=0.1
 # More folds, and the other set's figures
 cells table1 --sets cifar100-20 --methods constraintmatch,constrained --constraints 5000 --folds 0-2
 cells flip noise amount entropy selection links --sets cifar10 --folds 0 --steps 2000
+
+# Embeddings on this GPU, from the images to the clusters
+command="$python -m constraintmatch"
+part embed $command embed "$starts/scan-cifar100-20" cifar100-20 --data-dir "$data" --out "$keep/train.npz"
+part sample $command sample "$keep/train.npz" --n 10000 --out "$keep/pairs.csv"
+part train $command train "$keep/train.npz" --pairs "$keep/pairs.csv" --clusters 20 --out "$keep/embedded"
