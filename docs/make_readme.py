@@ -140,14 +140,12 @@ def embeddings_table() -> str:
         for method, title in (("constrained", "constrained"), ("constraintmatch", "**ConstraintMatch**")):
             rows = {row["pairs"]: row for row in result["rows"] if row["method"] == method}
             cells = [_mean([100 * one["acc"] for one in rows[n]["scores"]]) for n in sizes]
-            first, seconds = (
-                f"{100 * result['start']['acc']:.1f}",
-                f"{rows[sizes[-1]]['seconds']:.0f}",
-            )
-            lines.append(f"| {SETS[result['data']]}, {title} | {first} | {' | '.join(cells)} | {seconds} |")
-    seconds = " and ".join(f"{result['start']['seconds']:.0f}" for result in found)
-    steps = f"{found[0]['rows'][0]['steps']:,} steps, two cores of an ARM processor"
-    note = f"Seconds are of one training ({steps}); the start took {seconds} s, once."
+            first, seconds = 100 * result["start"]["acc"], rows[sizes[-1]]["seconds"]
+            lines.append(f"| {SETS[result['data']]}, {title} | {first:.1f} | {' | '.join(cells)} | {seconds:.0f} |")
+    starts = " and ".join(f"{result['start']['seconds']:.0f}" for result in found)
+    where = found[0]["environment"]
+    how = f"{found[0]['rows'][0]['steps']:,} steps, {where['cpu_threads']} threads, {where['platform']}"
+    note = f"Seconds are of one training with {sizes[-1]:,} pairs ({how}); the start took {starts} s, once."
     return "\n".join([*lines, "", note])
 
 

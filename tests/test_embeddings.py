@@ -307,6 +307,7 @@ def test_a_model_and_what_it_does_not_take(npz: Path, photos: Path, tmp_path: Pa
     assert "models of embeddings have no networks to join" in run(*both, code=2)
     words = ("pretrain", npz, "--clusters", 3, "--out", tmp_path / "start")
     assert "embeddings have no views for a pretext task" in run(*words, "--chain", "short", code=2)
+    assert "--epochs-scan is of scan, which does not run" in run(*words, "--epochs-scan", 5, code=2)
     assert "goes with embeddings" in run("annotate", photos, "--pictures", photos, code=2)
     assert "goes with embeddings" in run("predict", tmp_path / "pixels", "digits", "--pictures", photos, code=2)
 
@@ -328,6 +329,7 @@ def test_embed_writes_what_the_network_makes_of_images(photos: Path, tmp_path: P
     np.testing.assert_array_equal(made.labels, images.labels)  # type: ignore[arg-type]
     np.testing.assert_allclose(made.images.reshape(60, -1), embed(network, images), rtol=1e-6)
     assert "takes images of 8 px; leave --side out" in run("embed", tmp_path / "m", photos, "--side", 16, code=2)
+    assert "digits has images of 8 px; leave --side out" in run("embed", tmp_path / "m", "digits", "--side", 16, code=2)
     assert "embeddings are written as .npz" in run("embed", tmp_path / "m", photos, "--out", tmp_path / "e.csv", code=2)
 
 

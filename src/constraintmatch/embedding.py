@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from constraintmatch.datasets import DATASETS
+from constraintmatch.datasets import DATASETS, DataSet
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed
 from constraintmatch.files import check_target, write_atomically
@@ -16,7 +16,7 @@ from constraintmatch.images import ImageSet
 from constraintmatch.methods.preparation import check_images
 from constraintmatch.models import ClusterModel, build_model, load_model, made_for_side
 from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.sources import ClassFolders, open_data
+from constraintmatch.sources import ClassFolders, open_at
 from constraintmatch.training import choose_device
 
 __all__ = ["embed_images", "write_embeddings"]
@@ -46,13 +46,12 @@ def embed_images(
     if out.suffix != ".npz":
         raise InputError(f"{out}: embeddings are written as .npz; give --out a name that ends so")
     check_target(out)
-    is_dataset = str(source) in DATASETS
-    network = _network(model, DATASETS[str(source)].side if is_dataset else side)
-    size: dict[str, Any] = {"side": network.config.side, "channels": network.config.channels}
-    data = open_data(
+    network = _network(model, side, DATASETS.get(str(source)))
+    data = open_at(
         source,
-        **({} if is_dataset else size),
-        split=(split or "train") if is_dataset else None,
+        (network.config.side, network.config.channels),
+        "train",
+        split=split,
         data_dir=data_dir,
         class_folders=class_folders,
         strict=strict,
@@ -83,9 +82,12 @@ def write_embeddings(path: Path, embeddings: NDArray[np.float32], images: ImageS
     write_atomically(path, write)
 
 
-def _network(model: str, side: int | None) -> ClusterModel:
+def _network(model: str, side: int | None, row: DataSet | None) -> ClusterModel:
+    if row is not None and side not in (None, row.side):
+        raise InputError(f"{row.name} has images of {row.side} px; leave --side out")
     if model.startswith(TIMM):
-        return build_model(n_clusters=0, side=side or made_for_side(model), backbone=model, pretrained=True)
+        wanted = side or (row.side if row is not None else made_for_side(model))
+        return build_model(n_clusters=0, side=wanted, backbone=model, pretrained=True)
     found = load_model(model)
     if side not in (None, found.config.side):
         raise InputError(f"{model}: takes images of {found.config.side} px; leave --side out")

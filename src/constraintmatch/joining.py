@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from constraintmatch.datasets import DATASETS
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed
 from constraintmatch.files import check_new_folder
@@ -19,7 +18,7 @@ from constraintmatch.images import ImageSet
 from constraintmatch.methods.preparation import check_images, spread
 from constraintmatch.models import JOIN, ClusterModel, Joined, load_model, save_model, unfilled_model
 from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.sources import open_data
+from constraintmatch.sources import open_at
 from constraintmatch.training import choose_device
 
 __all__ = ["join", "join_folders"]
@@ -81,17 +80,8 @@ def join_folders(
     check_new_folder(out)
     models = [load_model(folder) for folder in folders]
     _check(models)
-    is_dataset = str(source) in DATASETS
-    config = models[0].config
-    data = open_data(
-        source,
-        side=None if is_dataset else config.side,
-        channels=None if is_dataset else config.channels,
-        split=(split or "train") if is_dataset else None,
-        data_dir=data_dir,
-        strict=strict,
-        reporter=reporter or Quiet(),
-    )
+    size = models[0].config.side, models[0].config.channels
+    data = open_at(source, size, "train", split=split, data_dir=data_dir, strict=strict, reporter=reporter or Quiet())
     check_images(models[0], data.images)
     joined = join(models, data.images, device=place, reporter=reporter)
     save_model(joined, out, half=half)

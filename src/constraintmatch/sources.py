@@ -15,7 +15,7 @@ from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet, load_images
 from constraintmatch.progress import Quiet, Reporter
 
-__all__ = ["ClassFolders", "Data", "OnConflict", "Pairs", "open_data", "open_pairs", "read_pairs"]
+__all__ = ["ClassFolders", "Data", "OnConflict", "Pairs", "open_at", "open_data", "open_pairs", "read_pairs"]
 
 ClassFolders = bool | Literal["auto"]
 OnConflict = Literal["error", "drop", "keep"]
@@ -83,6 +83,18 @@ def open_data(
     if pictures is not None:
         record["pictures"] = os.path.abspath(pictures)  # noqa: PTH100
     return Data(images, None, None, record)
+
+
+def open_at(
+    source: Path | str, size: tuple[int, int] | None, part: str, *, split: str | None = None, **how: Any
+) -> Data:
+    """The images at a model's side and channels, `open_data` told `how`.
+
+    A data set has a size of its own, and of it `split` is taken, or without one `part`.
+    """
+    is_dataset = str(source) in DATASETS
+    side, channels = (None, None) if is_dataset or size is None else size
+    return open_data(source, side=side, channels=channels, split=(split or part) if is_dataset else None, **how)
 
 
 def _with_pictures(

@@ -24,7 +24,7 @@ from constraintmatch.files import check_target, read_json, write_atomically, wri
 from constraintmatch.images import ImageSet
 from constraintmatch.pairs_file import names_in
 from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.sources import ClassFolders, Data, open_data, read_pairs
+from constraintmatch.sources import ClassFolders, Data, open_at, read_pairs
 
 if TYPE_CHECKING:
     from constraintmatch.models import ClusterModel
@@ -75,8 +75,7 @@ def sample_pairs(
     if Path(out).exists():
         raise InputError(f"{out}: exists already; remove it or choose another --out")
     check_target(out)
-    chosen = (split or "train") if str(source) in DATASETS else None
-    images = open_data(source, split=chosen, data_dir=data_dir, reporter=reporter).images
+    images = open_at(source, None, "train", split=split, data_dir=data_dir, reporter=reporter).images
     if images.labels is None:
         raise InputError(
             f"{source}: sampling needs labels; give class folders (one sub-folder per class) or a data set"
@@ -142,8 +141,7 @@ def check_pairs(
         names: Sequence[str] | None = names_in(path, columns=columns)
         pairs = Constraints.read(path, names=names, columns=columns)
     else:
-        chosen = (split or "train") if str(source) in DATASETS else None
-        images = open_data(source, split=chosen, data_dir=data_dir, reporter=reporter).images
+        images = open_at(source, None, "train", split=split, data_dir=data_dir, reporter=reporter).images
         names, pairs = images.names, read_pairs(path, images, columns=columns)
     groups = np.bincount(pairs.components()) if pairs.n_images else np.zeros(1, np.int64)
     seen = len(np.union1d(pairs.left, pairs.right))
@@ -299,12 +297,11 @@ def predict_images(
     network = load_model(model)
     if network.config.n_clusters == 0:
         raise InputError(f"{model}: has no clusters yet (it comes from a pretext task); train it first")
-    is_dataset = str(source) in DATASETS
-    size = {} if is_dataset else {"side": network.config.side, "channels": network.config.channels}
-    data = open_data(
+    data = open_at(
         source,
-        **size,
-        split=(split or "test") if is_dataset else None,
+        (network.config.side, network.config.channels),
+        "test",
+        split=split,
         data_dir=data_dir,
         class_folders=class_folders,
         strict=strict,
@@ -475,6 +472,7 @@ def pretrain_model(
     data = plan.data
     if data.images.embedded and not (stages or chain or pretext):
         chosen = plan.stages  # features are there: clusters are all that is missing
+        recipe = _by_stage(chosen, arguments or {})
     around = Around(request.out, reporter=reporter, views=plan.views, held_out=data.held_out, data=data.record)
     try:
         model = pretrain(

@@ -20,7 +20,7 @@ from constraintmatch.files import check_target
 from constraintmatch.progress import Quiet, Reporter
 from constraintmatch.questions import Belief
 from constraintmatch.rounds import image_belief
-from constraintmatch.sources import Data, open_data
+from constraintmatch.sources import Data, open_at
 
 if TYPE_CHECKING:
     from constraintmatch.images import ImageSet
@@ -151,20 +151,19 @@ def _opened(sitting: Sitting, reporter: Reporter) -> Iterator[tuple[Data, Store]
 
 def _open_images(sitting: Sitting, reporter: Reporter) -> Data:
     """The images, at the model's size where there is a model."""
-    is_dataset, side, channels = sitting.data in DATASETS, None, None
+    is_dataset, size = sitting.data in DATASETS, None
     if sitting.split is not None and not is_dataset:
         raise InputError(f"--split {sitting.split} goes with a data set ({', '.join(DATASETS)}), not with a folder")
     if sitting.model is not None and not is_dataset:
         from constraintmatch.models import load_model
 
         config = load_model(sitting.model).config
-        side, channels = config.side, config.channels
-    split = (sitting.split or "train") if is_dataset else None
-    data = open_data(
+        size = config.side, config.channels
+    data = open_at(
         sitting.data,
-        side=side,
-        channels=channels,
-        split=split,
+        size,
+        "train",
+        split=sitting.split,
         data_dir=sitting.data_dir,
         strict=sitting.strict,
         pictures=sitting.pictures,

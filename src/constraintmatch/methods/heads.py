@@ -20,7 +20,8 @@ def teach_head(
 ) -> None:
     """Let `learn` change the model's head, in place, as a model of its own on the embeddings of the images.
 
-    There the features have one scale, whatever the network's is; the head is carried over and back exactly.
+    There the features have one scale, whatever the network's is; the head says the same before and after it is carried
+    over, but for rounding.
     """
     assert model.head is not None
     seen = ImageSet.from_arrays(embed(model, images, device=device), names=images.names, labels=images.labels)
