@@ -15,7 +15,7 @@ from constraintmatch.files import check_target, write_atomically
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.preparation import check_images
 from constraintmatch.models import ClusterModel, build_model, load_model, made_for_side
-from constraintmatch.progress import Quiet, Reporter
+from constraintmatch.progress import Quiet, Reporter, watched
 from constraintmatch.sources import ClassFolders, open_at
 from constraintmatch.training import choose_device
 
@@ -58,11 +58,8 @@ def embed_images(
         reporter=reporter,
     )
     check_images(network, data.images)
-    reporter.start("embedding", len(data.images))
-    try:
-        made = embed(network, data.images, device=place, progress=lambda done, _: reporter.update(done))
-    finally:
-        reporter.stop()
+    with watched(reporter, "embedding", len(data.images)) as progress:
+        made = embed(network, data.images, device=place, progress=progress)
     write_embeddings(out, made, data.images)
     return made
 

@@ -17,7 +17,7 @@ from constraintmatch.files import check_new_folder
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.preparation import check_images, spread
 from constraintmatch.models import JOIN, ClusterModel, Joined, load_model, save_model, unfilled_model
-from constraintmatch.progress import Quiet, Reporter
+from constraintmatch.progress import Quiet, Reporter, watched
 from constraintmatch.sources import open_at
 from constraintmatch.training import choose_device
 
@@ -92,11 +92,8 @@ def _measured(
     model: ClusterModel, images: ImageSet, device: torch.device | str | None, reporter: Reporter
 ) -> tuple[Tensor, float]:
     """The mean of a network's features (d,), and what brings them to length 1 around it."""
-    reporter.start(f"measuring {model.config.backbone}", len(images))
-    try:
-        features = torch.from_numpy(embed(model, images, device=device, progress=lambda done, _: reporter.update(done)))
-    finally:
-        reporter.stop()
+    with watched(reporter, f"measuring {model.config.backbone}", len(images)) as progress:
+        features = torch.from_numpy(embed(model, images, device=device, progress=progress))
     centre = features.mean(0)
     length = float((features - centre).norm(dim=1).mean())
     if not length > 1e-5 * float(centre.norm()):

@@ -2,7 +2,8 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -10,7 +11,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-__all__ = ["Bar", "Lines", "Quiet", "Reporter", "console_reporter", "print_line", "say_error"]
+__all__ = ["Bar", "Lines", "Quiet", "Reporter", "console_reporter", "print_line", "say_error", "watched"]
 
 
 class Reporter(Protocol):
@@ -23,6 +24,16 @@ class Reporter(Protocol):
     def say(self, text: str) -> None: ...
 
     def stop(self) -> None: ...
+
+
+@contextmanager
+def watched(reporter: Reporter, title: str, total: int) -> Iterator[Callable[[int, int], None]]:
+    """A job of so many parts, shown until it ends: what it calls with (done, total) on its way."""
+    reporter.start(title, total)
+    try:
+        yield lambda done, _: reporter.update(done)
+    finally:
+        reporter.stop()
 
 
 class Quiet:

@@ -23,7 +23,7 @@ from constraintmatch.evaluation import Predictions
 from constraintmatch.files import check_target, read_json, write_atomically, write_json
 from constraintmatch.images import ImageSet
 from constraintmatch.pairs_file import names_in
-from constraintmatch.progress import Quiet, Reporter
+from constraintmatch.progress import Quiet, Reporter, watched
 from constraintmatch.sources import ClassFolders, Data, open_at, read_pairs
 
 if TYPE_CHECKING:
@@ -309,12 +309,8 @@ def predict_images(
         reporter=reporter,
     )
     check_images(network, data.images)
-    reporter.start("predicting", len(data.images))
-    try:
-        found = evaluation.predict(network, data.images, device=place, progress=lambda done, _: reporter.update(done))
-    finally:
-        reporter.stop()
-    return data, found
+    with watched(reporter, "predicting", len(data.images)) as progress:
+        return data, evaluation.predict(network, data.images, device=place, progress=progress)
 
 
 def write_clusters(path: Path | str, names: Sequence[str], predictions: Predictions) -> None:

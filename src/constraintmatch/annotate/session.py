@@ -17,7 +17,7 @@ from constraintmatch.annotate.store import Store, open_store
 from constraintmatch.datasets import DATASETS
 from constraintmatch.errors import InputError
 from constraintmatch.files import check_target
-from constraintmatch.progress import Quiet, Reporter
+from constraintmatch.progress import Quiet, Reporter, watched
 from constraintmatch.questions import Belief
 from constraintmatch.rounds import image_belief
 from constraintmatch.sources import Data, open_at
@@ -182,12 +182,8 @@ def _belief(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Belief:
     from constraintmatch.training import choose_device
 
     model = open_model(sitting.model, images)
-    reporter.start("looking at the images", len(images))
-    try:
-        place = choose_device(sitting.device)
-        return image_belief(model, images, device=place, progress=lambda done, _: reporter.update(done))
-    finally:
-        reporter.stop()
+    with watched(reporter, "looking at the images", len(images)) as progress:
+        return image_belief(model, images, device=choose_device(sitting.device), progress=progress)
 
 
 def _place(data: Data) -> str:
