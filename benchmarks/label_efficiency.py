@@ -4,7 +4,8 @@
 
 One JSON for each way of asking and error rate: random-pair, chosen-pair, chosen-which. Every round begins with the
 start, whose head is told all answers so far (`propagate`), and trains on them. `--plain` leaves the head as it was.
-`--steps 0` trains nothing: the features are found once, and the head alone is told; minutes on a CPU. A stopped curve
+`--steps 0` leaves the network as it is: the features are found once, and the head alone is told; minutes on a CPU. With
+`--head-steps` it is then trained on them for so many steps, as by `loop --frozen`. A stopped curve
 goes on after its last round, a finished one to larger budgets, while its answers lie in `answers/` beside the result;
 what the start sees lies there too, for its other curves. The same command started several times shares the curves.
 """
@@ -27,9 +28,11 @@ from constraintmatch.files import InUse, folder_lock, read_json, write_atomicall
 from constraintmatch.images import ImageSet
 from constraintmatch.landscape import Belief
 from constraintmatch.methods import ViewChoice
+from constraintmatch.methods.heads import put_back, taken_off
 from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models import ClusterModel, load_model
 from constraintmatch.oracle import LabelOracle
+from constraintmatch.pretraining import round_size
 from constraintmatch.questions import implied_groups
 from constraintmatch.rounds import Asking, closure_pairs, head_belief, image_belief, informed, simulate
 from constraintmatch.running import Around, method_settings, run_method, split_options, weights_hash
@@ -44,16 +47,24 @@ WAYS = {
 
 
 class HeadAlone:
-    """Rounds that tell the head alone: the features are found once."""
+    """Rounds that leave the network as it is: its head is told, and trained if asked, on features found once."""
 
-    def __init__(self, model: ClusterModel, frozen: Frozen, test: Frozen) -> None:
-        self.start, self.frozen, self.test = model, frozen, test
+    def __init__(self, model: ClusterModel, frozen: Frozen, test: Frozen, options: dict[str, Any]) -> None:
+        self.start, self.frozen, self.test, self.options = model, frozen, test, options
+        self.seen = ImageSet.from_arrays(frozen.features)
 
     def believe(self, model: ClusterModel) -> Belief:
         return head_belief(model, self.frozen)
 
     def train(self, answers: Sequence[Answer]) -> ClusterModel:
-        return informed(self.start, self.frozen, answers)
+        begun = informed(self.start, self.frozen, answers)
+        if not self.options:
+            return begun
+        arguments, changes = split_options("constraintmatch", self.options)
+        pairs = closure_pairs(answers, len(self.seen), seed=self.options["seed"])
+        given = {"arguments": arguments, "settings": method_settings("constraintmatch", changes)}
+        alone = run_method("constraintmatch", taken_off(begun, self.seen), self.seen, pairs, **given)
+        return put_back(begun, alone.model)
 
     def score(self, model: ClusterModel, labels: Any) -> dict[str, float]:
         return scores(labels, Predictions(self.test.probabilities(model)))
@@ -87,8 +98,10 @@ class WholeNetwork:
 
 
 @cache
-def head_alone(model: Path, name: str, data_dir: Path | None, device: str, kept: Path) -> HeadAlone:
-    """Of one start, for all ways of asking: its features take minutes on a CPU and are kept."""
+def features_of(
+    model: Path, name: str, data_dir: Path | None, device: str, kept: Path
+) -> tuple[ClusterModel, Frozen, Frozen]:
+    """A start and what it sees of both parts, for all ways of asking: that takes minutes on a CPU and is kept."""
     start, seen = load_model(model), []
     for part in ("train", "test"):
         path = kept / f"features-{weights_hash(start)}-{name}-{part}.npy"
@@ -96,7 +109,7 @@ def head_alone(model: Path, name: str, data_dir: Path | None, device: str, kept:
             found = Frozen.of(start, load_dataset(name, part, data_dir), device=device).features
             write_atomically(path, lambda place, found=found: np.save(place, found))
         seen.append(Frozen(np.load(path), device=device))
-    return HeadAlone(start, *seen)
+    return start, seen[0], seen[1]
 
 
 def run(asked: argparse.Namespace, way: str, error: float, request: dict[str, Any], kept: Path) -> list[dict[str, Any]]:
@@ -109,7 +122,9 @@ def run(asked: argparse.Namespace, way: str, error: float, request: dict[str, An
     rounds: HeadAlone | WholeNetwork = (
         WholeNetwork(asked, images, test, request["options"])
         if asked.steps
-        else head_alone(asked.model, asked.name, asked.data_dir, asked.device, kept.parent)
+        else HeadAlone(
+            *features_of(asked.model, asked.name, asked.data_dir, asked.device, kept.parent), request["options"]
+        )
     )
     points = points or [{"answers": 0, **rounds.score(rounds.start, test.labels)}]
     oracle = LabelOracle(images.labels, error=error, seed=asked.seed)
@@ -131,11 +146,19 @@ def run(asked: argparse.Namespace, way: str, error: float, request: dict[str, An
 
 
 def training_options(asked: argparse.Namespace) -> dict[str, Any]:
-    """The options of the set's own training, and those that were asked for."""
-    row = DATASETS[asked.name]
-    own = {"pairs_per_step": row.pairs_per_step, "images_per_step": row.images_per_step}
-    options = {**own, **row.tuned["constraintmatch"], **dict(word.split("=") for word in asked.set)}
-    return {key: float(value) if isinstance(value, str) else value for key, value in options.items()}
+    """The options of the training: the set's own, for a head alone those of its size, and those that were asked for."""
+    row, given = DATASETS[asked.name], dict(word.split("=") for word in asked.set)
+    if asked.steps:
+        own = {
+            "pairs_per_step": row.pairs_per_step,
+            "images_per_step": row.images_per_step,
+            **row.tuned["constraintmatch"],
+        }
+    elif asked.head_steps:
+        own = {**round_size(sum(row.splits[:2]), cpu=True), "steps": asked.head_steps, "seed": asked.seed}
+    else:
+        return {}
+    return {key: float(value) if isinstance(value, str) else value for key, value in {**own, **given}.items()}
 
 
 def request_of(asked: argparse.Namespace, way: str, error: float) -> dict[str, Any]:
@@ -143,8 +166,7 @@ def request_of(asked: argparse.Namespace, way: str, error: float) -> dict[str, A
     request = {"data": asked.name, "way": way, "error": error, "steps": asked.steps, "seed": asked.seed}
     request["head"] = "the start's" if asked.plain else "told the answers"
     request |= {"start_name": asked.start} if asked.start else {}
-    options = training_options(asked) if asked.steps else {}
-    return {**request, "options": options, "start": weights_hash(load_model(asked.model))}
+    return {**request, "options": training_options(asked), "start": weights_hash(load_model(asked.model))}
 
 
 def read_kept(path: Path) -> tuple[list[dict[str, Any]], list[Answer]]:
@@ -180,6 +202,7 @@ def main() -> None:
         default=[50, 100, 200, 500, 1000, 2000, 5000, 10000],
     )
     parser.add_argument("--steps", type=int, default=1000, help="of the network in a round; 0: only the head is told")
+    parser.add_argument("--head-steps", type=int, default=0, help="of the head alone in a round, with --steps 0")
     parser.add_argument("--plain", action="store_true", help="begin with the start's head as it is")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=None)
@@ -190,7 +213,9 @@ def main() -> None:
         asked.device = "cuda" if torch.cuda.is_available() else "cpu"
     for error in map(float, asked.errors.split(",")):
         for way in asked.ways.split(","):
-            kind = ("" if asked.steps else "-head") + (f"-{asked.start}" if asked.start else "")
+            kind = ("" if asked.steps else "-trained-head" if asked.head_steps else "-head") + (
+                f"-{asked.start}" if asked.start else ""
+            )
             target = asked.out / f"questions-{asked.name}-{way}{kind}-error{error:g}.json"
             kept, request = asked.out / "answers" / target.name, request_of(asked, way, error)
             try:

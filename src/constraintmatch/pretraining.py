@@ -22,6 +22,7 @@ from constraintmatch.training import choose_device
 
 __all__ = [
     "CHAINS",
+    "MOST_LR",
     "ORDER",
     "OWN_CHAIN",
     "PRETEXTS",
@@ -30,6 +31,7 @@ __all__ = [
     "Recipe",
     "chain_stages",
     "pretrain",
+    "round_size",
     "short_start",
     "stage_summary",
     "training_size",
@@ -42,6 +44,7 @@ PRETEXTS = ("simclr", "byol", "simsiam")  # what the features are learnt by; a s
 ORDER = (*PRETEXTS, "k_means", "linear_scan", "scan", "self_label")
 CHAINS = {"scan": STAGES, "byol": ("byol", "scan", "self_label", "linear_scan"), "short": SHORT_STAGES}
 OWN_CHAIN = "byol"  # for images that are no data set of the paper: better (decisions 023 and 028)
+MOST_LR = 0.02  # of a round; with few answers a higher rate is unstable (docs/lab-notes.md: 0.05 on digits)
 Recipe = Mapping[str, Mapping[str, Any]]  # of each stage its arguments and training settings
 
 
@@ -67,6 +70,12 @@ def training_size(n_images: int, *, cpu: bool) -> dict[str, Any]:
     steps = int(min(1_000 if cpu else 20_000, max(500, 100 * n_images / batch)))
     rate = 0.01 * min(3.0, max(1.0, (20_000 / steps) ** 0.5))
     return {"images_per_step": batch, "pairs_per_step": batch // 3, "steps": steps, "lr": rate, "warm_up": 0.5}
+
+
+def round_size(n_images: int, *, cpu: bool) -> dict[str, Any]:
+    """The same for a round between questions: short, for somebody waits."""
+    size = training_size(n_images, cpu=cpu)
+    return {**size, "steps": 300 if cpu else 1_000, "lr": min(size["lr"], MOST_LR)}
 
 
 def chain_stages(chain: str) -> tuple[str, ...]:

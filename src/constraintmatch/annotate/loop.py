@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["Limited", "Loop", "ask_in_terminal", "ask_labels", "ask_on_page"]
 
 
-MOST_LR = 0.02  # with few answers a higher rate is unstable (docs/lab-notes.md: 0.05 on digits)
-
-
 @dataclass(frozen=True)
 class Loop:
     """What is asked about, how many questions, and how a round is trained."""
@@ -354,16 +351,15 @@ def _fitting(path: Path, loop: Loop) -> ClusterModel:
 
 def _learning(loop: Loop, data: Data, start: ClusterModel) -> Learning:
     """A round: the paper's setting for its sets, else what fits the number of images; short in either case."""
-    from constraintmatch.pretraining import training_size
+    from constraintmatch.pretraining import MOST_LR, round_size
 
-    cpu = start.device.type == "cpu"
-    size = training_size(len(data.images), cpu=cpu)
+    size = round_size(len(data.images), cpu=start.device.type == "cpu")
     arguments = {key: size[key] for key in ("images_per_step", "pairs_per_step", "warm_up")}
     if data.row is not None:
         tuned = data.row.tuned["constraintmatch"]
         arguments.pop("warm_up")
         arguments |= {"pairs_per_step": data.row.pairs_per_step, "images_per_step": data.row.images_per_step}
         arguments |= {key: tuned[key] for key in ("pseudo_weight", "max_entropy")}
-    rate = size["lr"] if data.row is None else data.row.tuned["constraintmatch"]["lr"]
-    settings = {"steps": loop.steps or (300 if cpu else 1_000), "lr": min(rate, MOST_LR)}
+    rate = size["lr"] if data.row is None else min(data.row.tuned["constraintmatch"]["lr"], MOST_LR)
+    settings = {"steps": loop.steps or size["steps"], "lr": rate}
     return Learning(arguments, {**settings, "seed": loop.seed, "device": loop.device}, loop.every, loop.questions)
