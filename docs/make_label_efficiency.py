@@ -12,10 +12,12 @@ WAYS = {
     "chosen-pair": ("chosen pairs", "#0072B2", "s"),
     "chosen-which": ("chosen “which of these?”", "#009E73", "^"),
     "chosen-which-head": ("chosen “which of these?”, head alone", "#E69F00", "D"),
+    "chosen-which-trained-head": ("chosen “which of these?”, head alone, trained", "#56B4E9", "P"),
     "random-which": ("random “which of these?”", "#CC79A7", "v"),
 }
 # what is said of a start, and how its curves are drawn
 STARTS = {"": ("", "-"), "byol": (", from BYOL", "--"), "joined": (", two networks joined", "-.")}
+BELOW = 15  # points under the start that a figure shows
 PAPER = {"cifar10": 93.17, "cifar100-20": 57.15}  # ConstraintMatch with 10,000 random pairs, test ACC
 HEAD = """\
 # Test accuracy against answered questions
@@ -53,8 +55,8 @@ def _groups(found: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
 
 
 def _way(run: dict[str, Any]) -> str:
-    """The way of asking, and whether only the head was told."""
-    return str(run["way"]) + ("" if run["steps"] else "-head")
+    """The way of asking, and whether the head alone was told, or trained too."""
+    return str(run["way"]) + ("" if run["steps"] else "-trained-head" if run.get("options") else "-head")
 
 
 def _start(run: dict[str, Any]) -> str:
@@ -88,8 +90,9 @@ def draw(found: Sequence[dict[str, Any]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     matplotlib.rcParams["svg.hashsalt"] = "constraintmatch"
     for name, error in _groups(found):
-        figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
+        figure, axes = plt.subplots(figsize=(8.4, 4.8), layout="constrained")
         chosen = [run for run in found if (run["data"], run["error"]) == (name, error)]
+        low = min(100 * run["points"][0]["acc"] for run in chosen) - BELOW
         for run in chosen:
             _, colour, marker = WAYS[_way(run)]
             points = [point for point in run["points"] if point["answers"]]
@@ -101,6 +104,15 @@ def draw(found: Sequence[dict[str, Any]], folder: Path) -> None:
                 linestyle=STARTS[_start(run)][1],
                 label=_title(run),
             )
+            for p in points:
+                if 100 * p["acc"] < low:  # under the edge: its number stands there
+                    axes.annotate(
+                        f"↓ {100 * p['acc']:.0f}",
+                        (p["answers"], low),
+                        (-2, 3),
+                        textcoords="offset points",
+                        color=colour,
+                    )
         for start in dict.fromkeys(map(_start, chosen)):
             first = next(run["points"][0] for run in chosen if _start(run) == start)
             said, style = STARTS[start]
@@ -109,6 +121,7 @@ def draw(found: Sequence[dict[str, Any]], folder: Path) -> None:
         if name in PAPER:
             axes.axhline(PAPER[name], color="black", linewidth=1, linestyle=":", label="paper, 10,000 random pairs")
         axes.set(xscale="log", xlabel="answered questions", ylabel="test ACC, %")
+        axes.set_ylim(bottom=max(axes.get_ylim()[0], low))
         budgets = sorted({point["answers"] for run in chosen for point in run["points"] if point["answers"]})
         axes.set_xticks(budgets, [f"{budget:,}" for budget in budgets])
         axes.set_xticks([], minor=True)

@@ -48,6 +48,9 @@ def test_a_curve_without_training_is_one_of_its_own(maker: ModuleType) -> None:
     text = maker.page([curve("chosen-which", [0.8, 0.9]), curve("chosen-which", [0.8, 0.85], steps=0)])
     assert "| answered | chosen “which of these?” | chosen “which of these?”, head alone |" in text
     assert "| 50 | 90.0 | 85.0 |" in text
+    trained = {**curve("chosen-which", [0.8, 0.87], steps=0), "options": {"steps": 300}}
+    text = maker.page([curve("chosen-which", [0.8, 0.85], steps=0), trained])
+    assert "| answered | chosen “which of these?”, head alone | chosen “which of these?”, head alone, trained |" in text
 
 
 def test_a_curve_from_another_start_is_one_of_its_own(maker: ModuleType) -> None:
@@ -91,7 +94,7 @@ def test_a_curve_goes_on_to_larger_budgets_and_is_never_overwritten(
         return [{key: value for key, value in point.items() if key != "seconds"} for point in found]
 
     assert [point["answers"] for point in points("parts", "15,30")] == [0, 15, 30]
-    benchmark.head_alone.cache_clear()  # as another process would find it
+    benchmark.features_of.cache_clear()  # as another process would find it
     with monkeypatch.context() as patch:
         patch.setattr(benchmark.Frozen, "of", lambda *_, **__: pytest.fail("the features are kept"))
         longer = points("parts", "15,30,40")
@@ -106,3 +109,21 @@ def test_a_curve_goes_on_to_larger_budgets_and_is_never_overwritten(
         points("parts", "15,30,40,50")
     assert "another process is working at it" in capsys.readouterr().out
     assert (tmp_path / "parts" / "questions-digits-chosen-which-head-error0.json").read_bytes() == before
+
+
+def test_a_head_alone_is_trained_where_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark = script("benchmarks", "label_efficiency")
+    save_model(build_model(n_clusters=10, side=8, channels=1, backbone="tiny", seed=3), tmp_path / "start")
+    asked = ["digits", "--model", str(tmp_path / "start"), "--steps", "0", "--ways", "chosen-which", "--errors", "0"]
+    place = ["--budgets", "30", "--out", str(tmp_path), "--device", "cpu"]
+    found = {}
+    for kind, more in (("head", []), ("trained-head", ["--head-steps", "20"])):
+        monkeypatch.setattr(sys, "argv", ["label_efficiency.py", *asked, *place, *more])
+        benchmark.main()
+        found[kind] = read_json(tmp_path / f"questions-digits-chosen-which-{kind}-error0.json")
+    told, trained = found["head"], found["trained-head"]
+    assert told["options"] == {}
+    assert trained["options"]["steps"] == 20
+    assert [point["answers"] for point in trained["points"]] == [0, 30]
+    assert trained["points"][0]["acc"] == told["points"][0]["acc"]
+    assert trained["points"][1]["acc"] != told["points"][1]["acc"]

@@ -18,7 +18,7 @@ from constraintmatch.datasets import DATASETS
 from constraintmatch.errors import InputError
 from constraintmatch.paper.cells import PAPER_SETS, PUBLISHED_MEAN, Cell, grid_cells
 from constraintmatch.paper.published import METRICS, SETS, TABLE_1, TABLE_2, TABLE_3, PublishedRow, published
-from constraintmatch.paper.results import Comparison, Row, compare, find_rows, read_results
+from constraintmatch.paper.results import Comparison, Result, Row, compare, find_rows, read_results
 from constraintmatch.paper.tables import markdown, table1, table2, table3
 
 OURS, THEIRS = Cell("cifar10", "constraintmatch", 10_000), Cell("cifar10", "constrained", 10_000)
@@ -195,6 +195,17 @@ def test_folds_of_other_settings_are_not_averaged(tmp_path: Path, changes: dict[
     results = read_results(write(tmp_path, content(OURS), content(replace(OURS, fold=1), **changes)))
     with pytest.raises(InputError, match=r"fold0\.json and .*(pairs_per_step is 200|lr is 0\.01) in one"):
         find_rows(results)
+
+
+def test_an_argument_that_came_up_later_had_its_default_before(tmp_path: Path) -> None:
+    def found(value: float) -> list[Result]:
+        later = content(replace(OURS, fold=1), arguments={"pairs_per_step": 200, "error_rate": value})
+        return read_results(write(tmp_path, content(OURS), later))
+
+    (row,) = find_rows(found(0.0)).values()
+    assert len(row.results) == 2
+    with pytest.raises(InputError, match=r"error_rate is 0\.0 in one, 0\.1 in the other"):
+        find_rows(found(0.1))
 
 
 # Fold against fold

@@ -140,7 +140,7 @@ def embed(
 @guarded
 def evaluate(
     model: Model,
-    data: Annotated[str, typer.Option(metavar="DATA", help=DATA)],
+    data: Annotated[str, typer.Option("--data", metavar="DATA", help=DATA)],
     pairs: Annotated[Path | None, option("Pairs that were not trained on.")] = None,
     json: Annotated[Path | None, option("Write the numbers to this file too.")] = None,
     device: Device = None,
@@ -223,7 +223,7 @@ def sample(
 @guarded
 def check(
     pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="The pairs file.")],
-    images: Annotated[str | None, typer.Option(metavar="DATA", help=DATA)] = None,
+    images: Annotated[str | None, typer.Option("--images", metavar="DATA", help=DATA)] = None,
     columns: Columns = None,
     close: Annotated[bool, option("Count the pairs that these imply.", "--close")] = False,
     quiet: QuietFlag = False,
@@ -251,7 +251,7 @@ def check(
 @guarded
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    data: Annotated[str | None, typer.Option(metavar="DATA", help="Other images. (the run's own)")] = None,
+    data: Annotated[str | None, typer.Option("--data", metavar="DATA", help="Other images. (the run's own)")] = None,
     quiet: QuietFlag = False,
     pictures: Pictures = None,
 ) -> None:

@@ -234,7 +234,7 @@ def import_scan(
 @guarded
 def join(
     models: Annotated[list[Path], typer.Argument(metavar="MODEL", help="Two model or run folders, or more.")],
-    data: Annotated[str, typer.Option(metavar="DATA", help=DATA)],
+    data: Annotated[str, typer.Option("--data", metavar="DATA", help=DATA)],
     out: Annotated[Path, option("New model folder.")],
     half: Annotated[bool, option("Keep the weights in half precision.", "--half")] = False,
     device: Device = None,

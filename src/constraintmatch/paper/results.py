@@ -217,9 +217,18 @@ def _row(cell: Cell, results: Sequence[Result]) -> Row:
 
 def _check_alike(first: Result, second: Result, name: str) -> None:
     left, right = getattr(first, name), getattr(second, name)
+    if name == "arguments" and left.keys() != right.keys():
+        before = _defaults(first.cell.method)  # of an argument that came up later: what was done before
+        left, right = {**before, **left}, {**before, **right}
     for key in sorted((left.keys() | right.keys()) - {*FREE_SETTINGS}):
         if left.get(key) != right.get(key):
             raise InputError(
                 f"{first.path} and {second.path}: {key} is {left.get(key)!r} in one, {right.get(key)!r} in the other, "
                 "so they are not averaged; run one of them again or move it away"
             )
+
+
+def _defaults(method: str) -> dict[str, Any]:
+    from constraintmatch.running import method_arguments  # with torch: seldom needed
+
+    return {name: parameter.default for name, parameter in method_arguments(method).items()}
