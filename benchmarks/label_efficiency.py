@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from constraintmatch.answers import Answer, Question
+from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.evaluation import Predictions, predict, scores
 from constraintmatch.files import InUse, folder_lock, read_json, write_atomically, write_json
@@ -34,7 +35,7 @@ from constraintmatch.models import ClusterModel, load_model
 from constraintmatch.oracle import LabelOracle
 from constraintmatch.pretraining import round_size
 from constraintmatch.questions import implied_groups
-from constraintmatch.rounds import Asking, closure_pairs, head_belief, image_belief, informed, simulate
+from constraintmatch.rounds import Asking, anchored, closure_pairs, head_belief, image_belief, informed, simulate
 from constraintmatch.running import Around, method_settings, run_method, split_options, weights_hash
 from constraintmatch.runs import write_result
 
@@ -46,12 +47,20 @@ WAYS = {
 }
 
 
+def pairs_of(asked: argparse.Namespace, answers: Sequence[Answer], frozen: Frozen, begun: ClusterModel) -> Constraints:
+    """What a round is trained on, from the model that it begins with."""
+    pairs = closure_pairs(answers, len(frozen), seed=asked.seed)
+    return anchored(pairs, frozen.probabilities(begun), seed=asked.seed) if asked.anchors else pairs
+
+
 class HeadAlone:
     """Rounds that leave the network as it is: its head is told, and trained if asked, on features found once."""
 
-    def __init__(self, model: ClusterModel, frozen: Frozen, test: Frozen, options: dict[str, Any]) -> None:
-        self.start, self.frozen, self.test, self.options = model, frozen, test, options
-        self.seen = ImageSet.from_arrays(frozen.features)
+    def __init__(self, asked: argparse.Namespace, kept: Path, options: dict[str, Any]) -> None:
+        found = features_of(asked.model, asked.name, asked.data_dir, asked.device, kept)
+        self.asked, self.options = asked, options
+        self.start, self.frozen, self.test = found
+        self.seen = ImageSet.from_arrays(self.frozen.features)
 
     def believe(self, model: ClusterModel) -> Belief:
         return head_belief(model, self.frozen)
@@ -61,7 +70,7 @@ class HeadAlone:
         if not self.options:
             return begun
         arguments, changes = split_options("constraintmatch", self.options)
-        pairs = closure_pairs(answers, len(self.seen), seed=self.options["seed"])
+        pairs = pairs_of(self.asked, answers, self.frozen, begun)
         given = {"arguments": arguments, "settings": method_settings("constraintmatch", changes)}
         alone = run_method("constraintmatch", taken_off(begun, self.seen), self.seen, pairs, **given)
         return put_back(begun, alone.model)
@@ -89,7 +98,7 @@ class WholeNetwork:
     def train(self, answers: Sequence[Answer]) -> ClusterModel:
         asked = self.asked
         begun = load_model(asked.model) if asked.plain else informed(self.start, self.frozen, answers)
-        pairs = closure_pairs(answers, len(self.images), seed=asked.seed)
+        pairs = pairs_of(asked, answers, self.frozen, begun)
         given = {"arguments": self.arguments, "settings": self.settings, "around": self.around}
         return run_method("constraintmatch", begun, self.images, pairs, **given).model
 
@@ -122,9 +131,7 @@ def run(asked: argparse.Namespace, way: str, error: float, request: dict[str, An
     rounds: HeadAlone | WholeNetwork = (
         WholeNetwork(asked, images, test, request["options"])
         if asked.steps
-        else HeadAlone(
-            *features_of(asked.model, asked.name, asked.data_dir, asked.device, kept.parent), request["options"]
-        )
+        else HeadAlone(asked, kept.parent, request["options"])
     )
     points = points or [{"answers": 0, **rounds.score(rounds.start, test.labels)}]
     oracle = LabelOracle(images.labels, error=error, seed=asked.seed)
@@ -166,6 +173,7 @@ def request_of(asked: argparse.Namespace, way: str, error: float) -> dict[str, A
     request = {"data": asked.name, "way": way, "error": error, "steps": asked.steps, "seed": asked.seed}
     request["head"] = "the start's" if asked.plain else "told the answers"
     request |= {"start_name": asked.start} if asked.start else {}
+    request |= {"anchors": True} if asked.anchors else {}
     return {**request, "options": training_options(asked), "start": weights_hash(load_model(asked.model))}
 
 
@@ -203,6 +211,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=1000, help="of the network in a round; 0: only the head is told")
     parser.add_argument("--head-steps", type=int, default=0, help="of the head alone in a round, with --steps 0")
+    parser.add_argument("--anchors", action="store_true", help="hold a round where it began, as loop does")
     parser.add_argument("--plain", action="store_true", help="begin with the start's head as it is")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=None)

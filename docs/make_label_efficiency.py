@@ -64,7 +64,7 @@ def _start(run: dict[str, Any]) -> str:
 
 
 def _title(run: dict[str, Any]) -> str:
-    return WAYS[_way(run)][0] + STARTS[_start(run)][0]
+    return WAYS[_way(run)][0] + STARTS[_start(run)][0] + (", anchored" if run.get("anchors") else "")
 
 
 def _stem(name: str, error: float) -> str:

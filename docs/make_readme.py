@@ -111,20 +111,26 @@ def pretext_table() -> str:
     return "\n".join(lines)
 
 
+ANSWERS = {  # a curve's file, and what it is called
+    "random-pair": "random pairs, network trained",
+    "chosen-which": "chosen, network trained",
+    "chosen-which-head": "chosen, head alone",
+    "chosen-which-head-byol": "chosen, head alone, from BYOL",
+    "chosen-which-head-joined": "chosen, head alone, two networks joined",
+}
+
+
 def answers_table() -> str:
-    """Test ACC against answered questions when only the head is told, no wrong answers."""
-    found = {}
+    """Test ACC against answered questions, no wrong answers."""
+    budgets = (0, 50, 200, 500, 2_000, 10_000)
+    lines = [f"| answered questions | {' | '.join(f'{n:,}' for n in budgets)} |", "|---|" + "--:|" * len(budgets)]
     for name, title in SETS.items():
-        for start, after in (("", ""), ("-byol", ", from BYOL"), ("-joined", ", two networks joined")):
-            file = ROOT / "results" / f"questions-{name}-chosen-which-head{start}-error0.json"
+        for way, called in ANSWERS.items():
+            file = ROOT / "results" / f"questions-{name}-{way}-error0.json"
             if file.is_file():
                 points = json.loads(file.read_text(encoding="utf-8"))["points"]
-                found[f"{title}, test ACC{after}"] = {point["answers"]: 100 * point["acc"] for point in points}
-    budgets = sorted(set().union(*found.values()))
-    lines = [f"| answered questions | {' | '.join(f'{n:,}' for n in budgets)} |", "|---|" + "--:|" * len(budgets)]
-    for title, told in found.items():
-        cells = [f"{told[n]:.1f}" if n in told else "–" for n in budgets]
-        lines.append(f"| {title} | {' | '.join(cells)} |")
+                told = {point["answers"]: f"{100 * point['acc']:.1f}" for point in points}
+                lines.append(f"| {title}, {called} | {' | '.join(told.get(n, '–') for n in budgets)} |")
     return "\n".join(lines)
 
 

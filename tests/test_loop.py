@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -19,8 +20,9 @@ from constraintmatch.annotate.terminal import FINISHED, PREVIOUS, Prompt, pictur
 from constraintmatch.answers import NONE, UNSURE, Answer, Question
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.errors import InputError
-from constraintmatch.evaluation import accuracy, embed
+from constraintmatch.evaluation import accuracy, embed, predict
 from constraintmatch.images import ImageSet
+from constraintmatch.methods.heads import put_back, seen_by, taken_off
 from constraintmatch.models import ClusterModel, build_model, load_model, save_model
 from constraintmatch.oracle import LabelOracle
 from constraintmatch.planning import Train
@@ -247,6 +249,33 @@ def test_the_same_command_with_more_questions_goes_on(start: Path, tmp_path: Pat
     assert weights_hash(load_model(tmp_path / "whole" / "model")) == weights_hash(
         load_model(tmp_path / "loop" / "model")
     )
+
+
+def test_a_frozen_network_keeps_its_weights_and_its_head_learns(start: Path, tmp_path: Path) -> None:
+    told = dict(ask_labels(a_loop(start, tmp_path, frozen=True, steps=20)))
+    assert "learnt from 12 answers" in told["model"]
+    before, after = load_model(start), load_model(tmp_path / "model")
+    assert weights_hash(after) != weights_hash(before)
+    for name, value in before.backbone.state_dict().items():
+        assert torch.equal(after.backbone.state_dict()[name], value)
+    assert after.config.trained[-1]["method"] == "constraintmatch"
+    rounds = [load_model(path) for path in sorted((tmp_path / "rounds").iterdir())]
+    assert [model.config.side for model in rounds] == [1, 1]  # heads on embeddings: kilobytes
+    test = load_dataset("digits", "test")
+    alone = taken_off(before, seen_by(before, load_dataset("digits", "train")))
+    again = put_back(before, alone)
+    np.testing.assert_allclose(predict(again, test).probabilities, predict(before, test).probabilities, atol=1e-5)
+    assert f"ACC {100 * accuracy(test.labels, predict(after, test).clusters):.1f}" in told["scores"]
+
+
+def test_a_loop_may_be_frozen_later_and_thawed(start: Path, tmp_path: Path) -> None:
+    ask_labels(a_loop(start, tmp_path, frozen=True))
+    more = dict(ask_labels(a_loop(start, tmp_path, frozen=True, questions=13)))
+    assert sorted(path.name for path in (tmp_path / "rounds").iterdir()) == ["0006", "0012", "0013"]
+    assert "learnt from 13 answers" in more["model"]
+    thawed = dict(ask_labels(a_loop(start, tmp_path, questions=14)))
+    assert "learnt from 14 answers" in thawed["model"]
+    assert load_model(tmp_path / "rounds" / "0014").config.backbone == "tiny"
 
 
 def test_labels_that_err_give_other_answers(start: Path, tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from constraintmatch.answers import Answer, Question, stated_constraints
+from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import load_dataset
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import predict
 from constraintmatch.landscape import Belief
 from constraintmatch.models import build_model
 from constraintmatch.oracle import LabelOracle
-from constraintmatch.rounds import Asking, ask_until, closure_pairs, image_belief, simulate
+from constraintmatch.rounds import Asking, anchored, ask_until, closure_pairs, image_belief, simulate
 
 RNG = np.random.Generator(np.random.Philox(0))
 LABELS = RNG.integers(0, 4, 120)
@@ -140,3 +141,32 @@ def test_a_belief_of_images_has_the_models_own_features_and_probabilities() -> N
 
 def test_a_question_of_the_simulation_is_a_question_like_any_other() -> None:
     assert all(isinstance(answer.question, Question) for answer in answered(7))
+
+
+def test_anchors_are_pairs_of_sure_images_that_no_answer_is_about() -> None:
+    sure = np.array([0, 1, 2] * 30, np.int64)  # by number of the image
+    probabilities = np.full((90, 3), 0.02, np.float32)
+    probabilities[np.arange(90), sure] = 0.96
+    probabilities[80:] = 1 / 3
+    said = Constraints.from_arrays([0, 1], [3, 2], [1, 0], n_images=90, weight=[0.5, 1.0])
+    found = anchored(said, probabilities, seed=4)
+    assert len(found) == 2 + 90
+    assert (found.left[:2].tolist(), found.right[:2].tolist()) == ([0, 1], [3, 2])
+    assert found.weight.tolist() == [0.5, *[1.0] * 91]
+    left, right, link = found.left[2:], found.right[2:], found.link[2:]
+    used = np.union1d(left, right)
+    assert used.min() > 3
+    assert used.max() < 80
+    assert len(used) > 60
+    assert np.array_equal(link == 1, sure[left] == sure[right])
+    assert (left != right).all()
+    again, other = anchored(said, probabilities, seed=4), anchored(said, probabilities, seed=5)
+    assert np.array_equal(again.left, found.left)
+    assert not np.array_equal(other.left, found.left)
+
+
+def test_without_sure_images_there_are_no_anchors() -> None:
+    said = Constraints.from_arrays([0], [1], [1], n_images=3)
+    assert anchored(said, np.full((3, 2), 0.5, np.float32)) is said
+    probabilities = np.array([[1, 0], [0, 1], [1, 0]], np.float32)
+    assert anchored(said, probabilities) is said  # one image is left, and it takes two

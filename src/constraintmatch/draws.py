@@ -23,6 +23,7 @@ class Purpose(IntEnum):
     SPLIT = 4
     QUESTIONS = 5
     CLOSURE = 6
+    ANCHORS = 7
 
 
 def stream(seed: int, purpose: Purpose) -> np.random.Philox:

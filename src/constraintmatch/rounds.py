@@ -30,6 +30,7 @@ __all__ = [
     "Annotator",
     "Asking",
     "Round",
+    "anchored",
     "ask_until",
     "closure_pairs",
     "head_belief",
@@ -40,6 +41,8 @@ __all__ = [
 
 Rows = NDArray[np.int64]
 
+ANCHORS = 10_000  # pairs that hold a round where it began: as many as images, and so many at most
+SURE = 0.9  # of an image that is in one of them
 MOST_PAIRS = 1_000_000  # of the closure in one training; 1,400 images that are all settled have as many
 
 
@@ -91,6 +94,27 @@ def closure_pairs(answers: Sequence[Answer], n_images: int, *, most: int = MOST_
     left, right = np.concatenate([must[0], cannot[0]]), np.concatenate([must[1], cannot[1]])
     link = np.repeat([1.0, 0.0], [n_must, most - n_must])
     return Constraints.from_arrays(left, right, link, n_images=n_images)
+
+
+def anchored(pairs: Constraints, probabilities: NDArray[np.float32], *, seed: int = 0) -> Constraints:
+    """The pairs, and others of what the model is sure of that a round begins with (n, k): as many as images, if few.
+
+    Few pairs are soon learnt by heart. They hold nothing then, and pseudo-constraints alone merge clusters: after 50
+    answers the network ended below the start (decision 036). Images that answers are about take no part.
+    """
+    free = probabilities.max(1) >= SURE
+    free[pairs.left] = free[pairs.right] = False
+    rows = np.flatnonzero(free)
+    if len(rows) < 2:
+        return pairs
+    words, n = draws.stream(seed, Purpose.ANCHORS), min(ANCHORS, len(free))
+    one = draws.below(words, np.full(n, len(rows)))
+    left, right = rows[one], rows[draws.another(words, one, len(rows))]
+    cluster = probabilities.argmax(1)
+    columns = (pairs.left, left), (pairs.right, right), (pairs.link, cluster[left] == cluster[right])
+    together = [np.concatenate(column) for column in columns]
+    weight = np.concatenate([pairs.weight, np.ones(n, np.float32)])
+    return Constraints.from_arrays(*together, n_images=pairs.n_images, weight=weight)
 
 
 def _within(

@@ -25,7 +25,7 @@ from constraintmatch.answers import Answer
 from constraintmatch.errors import InputError
 from constraintmatch.landscape import Belief
 from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.rounds import closure_pairs, head_belief, image_belief
+from constraintmatch.rounds import anchored, closure_pairs, head_belief, image_belief
 
 if TYPE_CHECKING:
     from constraintmatch.images import ImageSet
@@ -100,9 +100,12 @@ class Learner:
         *,
         views: ViewChoice | None = None,
         held_out: ImageSet | None = None,
+        whole: Callable[[ClusterModel], ClusterModel] | None = None,
     ) -> None:
+        """`whole` makes of a model that has learnt the one that is given away, where only a part of it learns."""
         self.images, self.start_model, self.answers, self.folder = images, start, answers, folder
         self.learning, self.views, self.held_out = learning, views, held_out
+        self.whole = whole or (lambda model: model)
         self.problem: str | None = None
         self._learnt = 0  # answers that the newest model knows
         self._training: tuple[int, _Watched] | None = None  # the round under way: its answers, how far it is
@@ -129,7 +132,7 @@ class Learner:
     @property
     def newest(self) -> ClusterModel:
         """The model of the last finished round, or the start."""
-        return self._newest
+        return self.whole(self._newest)
 
     @property
     def n_learnt(self) -> int:
@@ -182,12 +185,13 @@ class Learner:
         try:
             before = self._of_newest().probabilities
             first = begun(self.start_model, self.frozen, self.images, answers, settings, before)
-            self._ahead = head_belief(first, self.frozen)  # better questions while the network is trained
+            ahead = self._ahead = head_belief(first, self.frozen)  # better questions while the network is trained
+            assert ahead.probabilities is not None
             run_method(
                 "constraintmatch",
                 first,
                 self.images,
-                pairs,
+                anchored(pairs, ahead.probabilities),
                 arguments=self.learning.arguments,
                 settings=method_settings("constraintmatch", settings),
                 around=Around(place, reporter=watched, views=self.views or ViewChoice(), held_out=self.held_out),
@@ -232,7 +236,7 @@ class Learner:
 
         belief = image_belief(model.to(self.start_model.device), self.images)
         self._newest, self._belief, self._learnt = model, belief, n_answers
-        save_model(model, self.folder / "model")
+        save_model(self.whole(model), self.folder / "model")
 
     def _of_newest(self) -> Belief:
         if self._belief is None:
@@ -245,7 +249,10 @@ class Learner:
         return self.folder / "rounds" / f"{n_answers:04d}"
 
     def _take_up(self) -> None:
-        """Go on with the newest finished round that knows no more answers than stand now; clear unfinished ones."""
+        """Go on with the newest finished round that knows no more answers than stand now; clear unfinished ones.
+
+        A round of the other way, with the network frozen or not, is passed over.
+        """
         from constraintmatch.models import load_model
         from constraintmatch.runs import is_finished
 
@@ -254,5 +261,7 @@ class Learner:
             if not is_finished(path):
                 shutil.rmtree(path, ignore_errors=True)
             elif n_answers <= len(self.answers()):
-                self._newest, self._learnt = load_model(path).to(self.start_model.device), n_answers
-                return
+                model = load_model(path)
+                if model.config.backbone == self.start_model.config.backbone:
+                    self._newest, self._learnt = model.to(self.start_model.device), n_answers
+                    return

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,7 @@ class Loop:
     images: Train = field(default_factory=Train)  # how the images are opened, and the backbone
     seed: int = 0
     device: str | None = None
+    frozen: bool = False  # whether the network stays as it is and its head alone learns
 
     def __post_init__(self) -> None:
         for name in ("questions", "every"):
@@ -161,7 +163,6 @@ def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter | None = None)
         oracle, chooser = LabelOracle(labels, error=error, seed=loop.seed), here.chooser()
         while True:
             until = min(loop.questions, here.learner.n_learnt + loop.every)
-            before = len(here.store.answers())
             while (n := len(here.store.answers())) < until:
                 chosen = chooser.next(here.learner.belief(), here.store.answers(), min(until - n, 50), ())
                 if not chosen:
@@ -169,7 +170,7 @@ def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter | None = None)
                 here.store.add_questions(chosen, model=here.learner.name())
                 for asked in here.store.claim("labels", len(chosen)):
                     here.store.answer(asked.id, oracle.answer(asked.question).choice, "labels")
-            if len(here.store.answers()) in (before, here.learner.n_learnt) or not here.learner.learn(here.reporter):
+            if not here.learner.n_left or not here.learner.learn(here.reporter):
                 break
             _say_round(here)
         return _ended(here)
@@ -244,8 +245,11 @@ def _opened(loop: Loop, reporter: Reporter | None, *, shown: bool = False) -> It
     with _store(loop, data) as store:
         if store.notice:
             reporter.say(store.notice)
-        learning = _learning(loop, data, start)
-        learner = Learner(data.images, start, store.answers, loop.out, learning, views=views, held_out=data.held_out)
+        learner = (
+            _head_learner(loop, data, start, store, reporter)
+            if loop.frozen
+            else _learner(loop, data, start, store, views)
+        )
         try:
             yield _Open(loop, data, store, learner, reporter)
         finally:
@@ -349,11 +353,27 @@ def _fitting(path: Path, loop: Loop) -> ClusterModel:
     return model
 
 
-def _learning(loop: Loop, data: Data, start: ClusterModel) -> Learning:
+def _learner(loop: Loop, data: Data, start: ClusterModel, store: Store, views: ViewChoice) -> Learner:
+    """Rounds that train the network."""
+    learning = _learning(loop, data, cpu=start.device.type == "cpu")
+    return Learner(data.images, start, store.answers, loop.out, learning, views=views, held_out=data.held_out)
+
+
+def _head_learner(loop: Loop, data: Data, start: ClusterModel, store: Store, reporter: Reporter) -> Learner:
+    """Rounds that train its head alone, on what it makes of the images: one pass over them serves all rounds."""
+    from constraintmatch.methods.heads import put_back, seen_by, taken_off
+
+    seen = seen_by(start, data.images, reporter=reporter)
+    learning = _learning(loop, replace(data, images=seen, row=None), cpu=True)  # so few numbers need no large batches
+    whole = partial(put_back, start)
+    return Learner(seen, taken_off(start, seen), store.answers, loop.out, learning, whole=whole)
+
+
+def _learning(loop: Loop, data: Data, *, cpu: bool) -> Learning:
     """A round: the paper's setting for its sets, else what fits the number of images; short in either case."""
     from constraintmatch.pretraining import MOST_LR, round_size
 
-    size = round_size(len(data.images), cpu=start.device.type == "cpu")
+    size = round_size(len(data.images), cpu=cpu)
     arguments = {key: size[key] for key in ("images_per_step", "pairs_per_step", "warm_up")}
     if data.row is not None:
         tuned = data.row.tuned["constraintmatch"]

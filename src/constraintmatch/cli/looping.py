@@ -60,6 +60,9 @@ def loop(
     ] = Choosing.recommended,
     every: Annotated[int, option("Answers between two rounds of training. (25)")] = 25,
     steps: Annotated[int | None, option("Steps of a round. (300 on a CPU, else 1,000)")] = None,
+    frozen: Annotated[
+        bool, option("Leave the network as it is; its head alone learns: seconds a round, on a CPU too.", "--frozen")
+    ] = False,
     terminal: Annotated[bool, option("Ask in the terminal, not on a page.", "--terminal")] = False,
     oracle: Annotated[str | None, option("labels: let the labels answer, for experiments.")] = None,
     error: Annotated[float, option("Share of wrong answers with --oracle. (0)")] = 0.0,
@@ -104,7 +107,9 @@ def loop(
     asked: Literal["pair", "which"] = "which" if kind is None else kind.value
     if kind is None and terminal:
         asked = "pair"  # y and n need no other keys, and two pictures fit a narrow terminal
-    request = loops.Loop(data, out, clusters, questions, model, asked, choose.value, every, steps, opened, seed, device)
+    request = loops.Loop(
+        data, out, clusters, questions, model, asked, choose.value, every, steps, opened, seed, device, frozen
+    )
     if way == "labels":
         rows = loops.ask_labels(request, error, reporter(quiet))
     elif way == "terminal":
