@@ -162,7 +162,7 @@ def training_options(asked: argparse.Namespace) -> dict[str, Any]:
             **row.tuned["constraintmatch"],
         }
     elif asked.head_steps:
-        own = {**round_size(sum(row.splits[:2]), cpu=True), "steps": asked.head_steps, "seed": asked.seed}
+        own = {**round_size(row.splits[0], cpu=True), "steps": asked.head_steps, "seed": asked.seed}
     else:
         return {}
     return {key: float(value) if isinstance(value, str) else value for key, value in {**own, **given}.items()}
@@ -222,9 +222,8 @@ def main() -> None:
         asked.device = "cuda" if torch.cuda.is_available() else "cpu"
     for error in map(float, asked.errors.split(",")):
         for way in asked.ways.split(","):
-            kind = ("" if asked.steps else "-trained-head" if asked.head_steps else "-head") + (
-                f"-{asked.start}" if asked.start else ""
-            )
+            kind = "" if asked.steps else "-trained-head" if asked.head_steps else "-head"
+            kind += (f"-{asked.start}" if asked.start else "") + ("-anchored" if asked.anchors else "")
             target = asked.out / f"questions-{asked.name}-{way}{kind}-error{error:g}.json"
             kept, request = asked.out / "answers" / target.name, request_of(asked, way, error)
             try:

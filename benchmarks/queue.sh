@@ -46,20 +46,15 @@ save_model(load_model(sys.argv[1]), sys.argv[2], half=True)' "$keep/start-$set-$
     ) 9>"$keep/start-$set-$outputs.lock"
 }
 
-trial() { # SET METHOD OPTION…: a tenth of the steps, something changed
-    part "trial-$(tr -cs 'a-z0-9.\n' - <<<"$*")" "$python" benchmarks/trial.py "$1" "$2" --steps 2000 --data-dir "$data" \
-        --starts "$keep/starts" --results "$keep/trials" --out "$keep/runs-trials" "${@:3}"
-}
-
 curves() { # SET START OPTION…: answers instead of pairs, the network trained in every round
     local set=$1 start=$2
     shift 2
     part "questions-$set-$(basename "$start")" "$python" benchmarks/label_efficiency.py "$set" --data-dir "$data" \
-        --model "$start" --out "$keep" --steps 500 --budgets 50,200,500,2000,10000 "$@"
+        --model "$start" --out "$keep" --steps 500 --budgets 50,200,500,2000,10000 --anchors "$@"
 }
 
 cp -rn "$starts/scan-cifar10" "$starts/scan-cifar100-20" "$keep/starts/"
-find results/paper -name '*.json' -exec cp -n {} "$keep/results/" \; # finished
+find results/paper -name '*.json' ! -name '*-k[0-9]*' -exec cp -n {} "$keep/results/" \; # finished; Table III apart
 cp -n docs/figures/gallery-* "$keep/figures/"
 
 if [ -z "${REST:-}" ]; then # REST=1 spares the minute that asking for them takes where results/ has them whole
@@ -68,35 +63,26 @@ if [ -z "${REST:-}" ]; then # REST=1 spares the minute that asking for them take
     cells table1 --sets cifar10,cifar100-20 --folds 0
     cells gallery --sets cifar10,cifar100-20
 
-    # Table III, from starts with five times as many outputs, if it is to be made anew (move its results away first)
+    # Table III, from new starts with five times as many outputs
     for at in cifar100-20:100 cifar10:50; do
-        set=${at%:*} outputs=${at#*:}
-        [ -f "$keep/results/$set-constraintmatch-10000-k$outputs-fold0.json" ] && continue
-        wide "$set" "$outputs"
-        cells table3 --sets "$set" --folds 0
+        wide "${at%:*}" "${at#*:}"
+        cells table3 --sets "${at%:*}" --folds 0
     done
 fi
 
-trials() { # what may explain where a table or figure is not as in the paper
-    # Does it help to let the head learn first? The network has trials without to compare with (results/experiments)
-    if [ -d "$starts/scan-cifar10-50" ]; then
-        trial cifar10 constraintmatch --clusters 50 --set head_steps=1000
-        trial cifar10 constrained --clusters 50 --set head_steps=1000
-        trial cifar10 constrained --clusters 50
-    fi
-    [ -d "$starts/scan-cifar100-20-100" ] && trial cifar100-20 constraintmatch --clusters 100 --set head_steps=1000
-    # Why 5,000 pairs gain little on CIFAR-100-20: is it the sample?
-    for fold in 1 2; do
-        for method in constraintmatch constrained; do trial cifar100-20 $method --constraints 5000 --fold $fold; done
-    done
+overclustering() { # SET OUTPUTS: Table III from the start of the eleventh session, also with the head first
+    local set=$1 outputs=$2
+    [ -d "$starts/scan-$set-$outputs" ] || return
+    cp -n "results/experiments/constraintmatch-$set-10000-k$outputs-fold0-from-wide.json" \
+        "$keep/results/$set-constraintmatch-10000-k$outputs-fold0.json"
+    cells table3 --sets "$set" --folds 0
 }
 
 runs() { # tables and figures of the paper
-    # The figures, cut, on the paper's set for all of them: three links are missing, and flips as its code has them
-    cells links flip --sets cifar100-20 --folds 0 --steps 2000
-    trials
+    overclustering cifar10 50
+    overclustering cifar100-20 100
     # Losses that expect errors, naive pseudo-labels with the mean over selected images
-    cells noise amount entropy selection --sets cifar100-20 --folds 0 --steps 2000
+    cells noise --sets cifar100-20 --folds 0 --steps 2000
     cells table2 --sets cifar100-20 --folds 0
 }
 
@@ -110,12 +96,16 @@ joined() { # SET: the start and its SimCLR side by side; a copy that finds it be
     ) 9>"$keep/joined-$1.lock"
 }
 
-answers() { # answers instead of pairs: right ones first
+answers() { # answers instead of pairs: right ones first, then what the aims are about with longer rounds
     for set in cifar100-20 cifar10; do curves $set "$starts/scan-$set" --errors 0; done
-    joined cifar100-20
-    [ -d "$keep/starts/joined-cifar100-20" ] &&
-        curves cifar100-20 "$keep/starts/joined-cifar100-20" --start joined --ways chosen-which --errors 0 --budgets 50,200,500
     curves cifar10 "$starts/byol-cifar10" --start byol --ways chosen-which --errors 0
+    joined cifar100-20
+    local both="$keep/starts/joined-cifar100-20" long="--ways chosen-which --errors 0 --budgets 50,200,500"
+    [ -d "$both" ] && curves cifar100-20 "$both" --start joined $long
+    long="$long --steps 2000 --out $keep/long"
+    curves cifar10 "$starts/byol-cifar10" --start byol $long
+    curves cifar100-20 "$starts/scan-cifar100-20" $long
+    [ -d "$both" ] && curves cifar100-20 "$both" --start joined $long
     for set in cifar100-20 cifar10; do curves $set "$starts/scan-$set"; done
 }
 
@@ -126,11 +116,6 @@ else
     runs
     answers
 fi
-
-# Longer rounds, for what the aims are about
-long="--steps 2000 --budgets 50,200,500 --ways chosen-which --errors 0 --out $keep/long"
-curves cifar100-20 "$starts/scan-cifar100-20" $long
-curves cifar10 "$starts/byol-cifar10" --start byol $long
 
 # More folds, and the other set's figures
 cells table1 --sets cifar100-20 --methods constraintmatch,constrained --constraints 5000 --folds 0-2

@@ -295,6 +295,17 @@ def test_pseudo_labelling_as_the_published_code_has_it_is_a_row_of_its_own(tmp_p
     assert "mean over the selected" not in alone
 
 
+def test_overclustering_with_the_head_first_is_a_row_and_a_comparison_of_its_own(tmp_path: Path) -> None:
+    cells = [cell for cell in grid_cells("table3", sets=["cifar10"], folds=[0, 1]) if cell.method != "scan"]
+    text = table3(find_rows(read_results(write_cells(tmp_path, cells))), ["cifar10"])
+    for method, acc in (("Constrained", "50.05 ± 0.07"), ("ConstraintMatch", "57.05 ± 0.07")):
+        assert (
+            table_cells(text, method)[2:4] == table_cells(text, f"{method}, the head first (ours)")[2:4] == ["2", acc]
+        )
+    assert "- 10,000 pairs, n = 2: ACC +7.00" in text
+    assert "- 10,000 pairs, the head first (ours), n = 2: ACC +7.00" in text
+
+
 def test_a_cut_row_is_marked_and_not_set_beside_the_papers(tmp_path: Path) -> None:
     text = table1(find_rows(read_results(write_cells(tmp_path, [replace(OURS, steps=3_000)]))), ["cifar10"])
     cells = table_cells(text, "ConstraintMatch, cut (3,000 steps)")

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from constraintmatch.datasets import DATASETS
-from constraintmatch.paper.cells import PUBLISHED_MEAN, Cell
+from constraintmatch.paper.cells import HEAD_FIRST, PUBLISHED_MEAN, Cell
 from constraintmatch.paper.published import METRICS, SETS, TABLE_1, TABLE_2, TABLE_3, PublishedRow
 from constraintmatch.paper.results import Row, Summary, check_same_start, compare
 
@@ -22,6 +22,7 @@ TITLES = {
 }
 DASH = "–"
 NOT_RUN = "not run here"
+_VARIANTS = {PUBLISHED_MEAN: ", mean over the selected", HEAD_FIRST: ", the head first (ours)"}  # by options
 _BOUNDS = ("supervised", "fully_constrained")
 
 Rows = Mapping[Cell, Row]
@@ -111,16 +112,16 @@ def _small_table(rows: Rows, printed: Sequence[PublishedRow], dataset: str, time
 
 
 def _lines(rows: Rows, dataset: str, printed: PublishedRow, n_clusters: int = 0) -> list[_Line]:
-    """The line of a printed row, one more for each cut run of the same cell, and one for a variant that was run."""
+    """The line of a printed row, one more for each cut run of the same cell, and one for each variant that was run."""
     if printed.method is None:
         return [_Line(printed.title, printed.n_constraints, None, printed)]
     title, wanted = TITLES[printed.method], Cell(dataset, printed.method, printed.n_constraints or 0, 0, n_clusters)
     cut = sorted((row for cell, row in rows.items() if _is_cut_of(cell, wanted)), key=lambda row: -row.cell.steps)
-    other = rows.get(replace(wanted, options=PUBLISHED_MEAN)) if printed.method == "pseudo_label" else None
+    others = {said: rows.get(replace(wanted, options=options)) for options, said in _VARIANTS.items()}
     return [
         _Line(title, printed.n_constraints, rows.get(wanted), printed),
         *(_Line(f"{title}, cut ({row.cell.steps:,} steps)", printed.n_constraints, row, printed) for row in cut),
-        *([_Line(f"{title}, mean over the selected", printed.n_constraints, other, printed)] if other else []),
+        *(_Line(title + said, printed.n_constraints, row, printed) for said, row in others.items() if row),
     ]
 
 
@@ -203,7 +204,8 @@ def _tested(ours: Row, theirs: Row, split: str) -> str | None:
         if n >= 5
         else f". With n = {n} the smallest p possible is {first.smallest_p:.4g}: significance at 0.05 cannot be reached"
     )
-    return f"{ours.cell.n_constraints:,} pairs{cut}, n = {n}: {', '.join(told)}{limit}"
+    variant = _VARIANTS.get(ours.cell.options, "")
+    return f"{ours.cell.n_constraints:,} pairs{variant}{cut}, n = {n}: {', '.join(told)}{limit}"
 
 
 def _printed_only(lines: Sequence[_Line], dataset: str) -> str:
