@@ -1,6 +1,7 @@
 """Questions: what answers say, what is never asked, who stands for a kind, and that choosing is worth it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -562,3 +563,30 @@ def test_sets_too_small_for_a_question_give_none(n: int) -> None:
     belief = Belief.of(np.ones((n, 3)), np.ones((n, 1)))
     assert len(next_questions(belief, [], 5)) == (1 if n == 2 else 0)
     assert certain_share(belief, []) == 0
+
+
+def test_more_groups_than_clusters_are_held_against_each_other() -> None:
+    """Two groups of one kind, never compared: the next questions find that out, and no group is forgotten."""
+    labels = np.repeat(np.arange(4), 30)
+    features = np.eye(4, 8, dtype=np.float32)[labels] + 0.1 * generator(3).standard_normal((120, 8)).astype(np.float32)
+    probabilities = np.full((120, 4), 0.01, np.float32)
+    probabilities[np.arange(120), labels] = 0.97
+    belief = Belief.of(features, probabilities)
+    typical = [30 * kind + np.argsort(-belief.centrality[labels == kind]) for kind in range(4)]
+    pairs = [(typical[kind][at], typical[kind][at + 1]) for kind, at in ((0, 0), (1, 0), (2, 0), (3, 0), (0, 2))]
+    groups = [(int(one), int(other)) for one, other in pairs]  # the first and the last are of one kind
+    answers = [Answer(Question(one, (other,)), 0) for one, other in groups]
+    for at in range(5):
+        others = [groups[b][0] for b in range(5) if labels[groups[b][0]] != labels[groups[at][0]]]
+        answers.append(Answer(Question(groups[at][0], tuple(others[:3])), NONE))
+    ask = partial(next_questions, n=4, n_images_per_question=3)  # three have been shown beside each: no warm-up is left
+    asked = ask(belief, answers)
+    assert any(labels[question.image] == labels[shown] == 0 for question in asked for shown in question.shown)
+    told = [*answers, *(LabelOracle(labels, error=0.0).answer(question) for question in asked)]
+    assert implied_groups(told, 120).max() + 1 == 4
+    again = ask(belief, told)
+    grouped = implied_groups(told, 120) >= 0
+    assert not grouped[[question.image for question in again]].any()  # nothing but new images any more
+    wider = Belief.of(features, np.pad(probabilities, ((0, 0), (0, 1))))  # five clusters: five groups are welcome
+    grouped = implied_groups(answers, 120) >= 0
+    assert not grouped[[question.image for question in ask(wider, answers)]].any()

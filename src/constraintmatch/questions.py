@@ -96,9 +96,10 @@ def next_questions(
     """At most n questions, to be asked in this order; none when nothing is left to ask.
 
     "recommended" begins with a warm-up in which the exemplars get to know each other, and returns nothing else until
-    that is asked. Then it follows up images of which "none of these" was said, and chooses images that are hard,
-    representative and diverse; when all are placed, it compares the exemplars still unsettled. Small batches (5 to 10)
-    find new kinds sooner, for each answer decides what is shown next.
+    that is asked. Then it holds groups against each other if there are more of them than clusters, follows up images of
+    which "none of these" was said, and chooses images that are hard, representative and diverse; when all are placed,
+    it compares the exemplars still unsettled. Small batches (5 to 10) find new kinds sooner, for each answer decides
+    what is shown next.
 
     `candidates` are the rows that may be asked about; exemplars come from all. `waiting` are questions handed out and
     not answered yet: they are not made again. `landscape` spares finding the density while the features stay the same.
@@ -117,8 +118,12 @@ def next_questions(
     if choose == "uncertain":
         rows = _open_rows(scene)
         return _questions(scene, rows[np.argsort(_margin(scene.fit[rows]), kind="stable")[:n]])
-    images = _introductions(scene, n, scene.width) or _questions(scene, _recommended(scene, n))
-    return images or _introductions(scene, n, len(belief))
+    warm_up = _introductions(scene, n, scene.width)
+    if warm_up:
+        return warm_up
+    doubles = _doubles(scene, -(-n // 2))
+    images = _questions(scene, _recommended(scene, n - len(doubles)))
+    return [*doubles, *images] or _introductions(scene, n, len(belief))
 
 
 def question_about(
@@ -303,13 +308,33 @@ def _compared(scene: _Scene, at: int, planned: Pairs) -> int:
     return sum(_pair(image, other) in planned or scene.known.settled(image, other) for other in others)
 
 
-def _introduction(scene: _Scene, at: int, planned: Pairs) -> Question | None:
-    """An exemplar beside the nearest others that it has not been held against."""
+def _doubles(scene: _Scene, n: int) -> list[Question]:
+    """Groups beside others that they may be one with, the smallest first, where answers have made more of them than
+    there are clusters: two of them are of one kind then, and a kind seldom asked about would go without a cluster.
+    """
+    size = scene.known.size[scene.known.component[scene.exemplars.image]]
+    groups = np.flatnonzero(size > 1)
+    if scene.belief.probabilities is None or len(groups) <= scene.belief.probabilities.shape[1]:
+        return []
+    planned = _pairs_in(scene.waiting)
+    made: list[Question] = []
+    for at in groups[np.argsort(size[groups], kind="stable")].tolist():
+        question = _introduction(scene, at, planned, groups) if len(made) < n else None
+        if question is not None:
+            made.append(question)
+            planned |= _pairs_in([question])
+    return made
+
+
+def _introduction(scene: _Scene, at: int, planned: Pairs, among: Rows | None = None) -> Question | None:
+    """An exemplar beside the nearest others (`among` some) that it has not been held against."""
     image = int(scene.exemplars.image[at])
     if not scene.askable[image]:
         return None
     near = affinity(scene.belief, scene.exemplars, np.array([image]))[0]
-    order = scene.exemplars.image[np.argsort(-near, kind="stable")].tolist()
+    if among is not None:
+        near[np.setdiff1d(np.arange(len(near)), among)] = -np.inf
+    order = scene.exemplars.image[np.argsort(-near, kind="stable")[: None if among is None else len(among)]].tolist()
     left = [other for other in order if _pair(image, other) not in planned and scene.known.may_ask(image, other)]
     return Question(image, tuple(left[: scene.width])) if left else None
 
