@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from constraintmatch.annotate.loop import Limited, Loop, ask_in_terminal, ask_la
 from constraintmatch.annotate.store import open_store
 from constraintmatch.annotate.terminal import FINISHED, PREVIOUS, Prompt, picture, read_choice, side_by_side
 from constraintmatch.answers import NONE, UNSURE, Answer, Question
+from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import accuracy, embed, predict
@@ -28,7 +30,7 @@ from constraintmatch.oracle import LabelOracle
 from constraintmatch.planning import Train
 from constraintmatch.pretraining import SHORT_STAGES
 from constraintmatch.progress import Quiet
-from constraintmatch.rounds import Asking, ask_until, image_belief
+from constraintmatch.rounds import Asking, ask_until, closure_pairs, image_belief
 from constraintmatch.running import Around, method_settings, run_method, weights_hash
 
 pytestmark = pytest.mark.usefixtures("small_batches")
@@ -506,3 +508,21 @@ def test_a_limited_chooser_counts_what_is_handed_out(images: ImageSet, start: Pa
     answers = [Answer(question, NONE) for question in first[:3]]
     assert chooser.next(belief, answers, 20, first[3:]) == []
     assert len(chooser.next(belief, answers, 20, ())) == 2
+
+
+def test_a_round_of_the_network_is_held_where_it_began_and_a_head_is_not(
+    images: ImageSet, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, model = answered(images, start, 8), load_model(start)
+    seen = seen_by(model, images)
+    trained: list[int] = []
+
+    def counted(name: str, model: ClusterModel, images: ImageSet, pairs: Constraints, **given: Any) -> object:
+        trained.append(len(pairs))
+        return run_method(name, model, images, pairs, **given)
+
+    monkeypatch.setattr("constraintmatch.running.run_method", counted)
+    assert Learner(images, model, lambda: answers, tmp_path / "network", SMALL).learn()
+    assert Learner(seen, taken_off(model, seen), lambda: answers, tmp_path / "head", SMALL).learn()
+    said = len(closure_pairs(answers, len(images)))
+    assert trained == [said + len(images), said]

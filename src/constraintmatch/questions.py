@@ -309,17 +309,20 @@ def _compared(scene: _Scene, at: int, planned: Pairs) -> int:
 
 
 def _doubles(scene: _Scene, n: int) -> list[Question]:
-    """Groups beside others that they may be one with, the smallest first, where answers have made more of them than
-    there are clusters: two of them are of one kind then, and a kind seldom asked about would go without a cluster.
+    """Groups beside others that they may be one with, the smallest first: as many as there are more than clusters.
+
+    Two of them are of one kind then, and a kind seldom asked about would go without a cluster. No more of them: a wrong
+    answer to such a question joins two kinds, one about a single image does not.
     """
+    if scene.belief.probabilities is None:
+        return []
     size = scene.known.size[scene.known.component[scene.exemplars.image]]
     groups = np.flatnonzero(size > 1)
-    if scene.belief.probabilities is None or len(groups) <= scene.belief.probabilities.shape[1]:
-        return []
+    wanted = min(n, len(groups) - scene.belief.probabilities.shape[1])
     planned = _pairs_in(scene.waiting)
     made: list[Question] = []
     for at in groups[np.argsort(size[groups], kind="stable")].tolist():
-        question = _introduction(scene, at, planned, groups) if len(made) < n else None
+        question = _introduction(scene, at, planned, groups) if len(made) < wanted else None
         if question is not None:
             made.append(question)
             planned |= _pairs_in([question])

@@ -185,13 +185,14 @@ class Learner:
         try:
             before = self._of_newest().probabilities
             first = begun(self.start_model, self.frozen, self.images, answers, settings, before)
-            ahead = self._ahead = head_belief(first, self.frozen)  # better questions while the network is trained
-            assert ahead.probabilities is not None
+            self._ahead = head_belief(first, self.frozen)  # better questions while the network is trained
+            if not self.images.embedded:  # a head alone learns few pairs by heart less easily, and would be held back
+                pairs = anchored(pairs, self.frozen.probabilities(first))
             run_method(
                 "constraintmatch",
                 first,
                 self.images,
-                anchored(pairs, ahead.probabilities),
+                pairs,
                 arguments=self.learning.arguments,
                 settings=method_settings("constraintmatch", settings),
                 around=Around(place, reporter=watched, views=self.views or ViewChoice(), held_out=self.held_out),

@@ -59,7 +59,7 @@ def loop(
         Choosing, option("How questions are chosen: recommended, uncertain, random. (recommended)")
     ] = Choosing.recommended,
     every: Annotated[int, option("Answers between two rounds of training. (25)")] = 25,
-    steps: Annotated[int | None, option("Steps of a round. (300 on a CPU, else 1,000)")] = None,
+    steps: Annotated[int | None, option("Steps of a round. (300 on a CPU or frozen, else 1,000)")] = None,
     frozen: Annotated[
         bool, option("Leave the network as it is; its head alone learns: seconds a round, on a CPU too.", "--frozen")
     ] = False,
