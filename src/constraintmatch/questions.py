@@ -121,7 +121,7 @@ def next_questions(
     warm_up = _introductions(scene, n, scene.width)
     if warm_up:
         return warm_up
-    doubles = _doubles(scene, -(-n // 2))
+    doubles = _doubles(scene, -(-n // 10))
     images = _questions(scene, _recommended(scene, n - len(doubles)))
     return [*doubles, *images] or _introductions(scene, n, len(belief))
 
@@ -309,10 +309,10 @@ def _compared(scene: _Scene, at: int, planned: Pairs) -> int:
 
 
 def _doubles(scene: _Scene, n: int) -> list[Question]:
-    """Groups beside others that they may be one with, the smallest first: as many as there are more than clusters.
+    """Groups beside others that they may be one with, the smallest first, where there are more than clusters.
 
-    Two of them are of one kind then, and a kind seldom asked about would go without a cluster. No more of them: a wrong
-    answer to such a question joins two kinds, one about a single image does not.
+    Two of them are of one kind then, and a kind seldom asked about would go without a cluster. Never more than there
+    are too many, and few at a time: a wrong answer to such a question joins two kinds.
     """
     if scene.belief.probabilities is None:
         return []
