@@ -116,7 +116,7 @@ ANSWERS = {  # a curve's file, and what it is called
     "chosen-which": "chosen, network trained",
     "chosen-which-head": "chosen, head alone",
     "chosen-which-head-byol": "chosen, head alone, from BYOL",
-    "chosen-which-head-joined": "chosen, head alone, two networks joined",
+    "chosen-which-trained-head-joined": "chosen, head alone (`--frozen`), two networks joined",
 }
 
 
