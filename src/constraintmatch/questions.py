@@ -335,10 +335,9 @@ def _introduction(scene: _Scene, at: int, planned: Pairs, among: Rows | None = N
     if not scene.askable[image]:
         return None
     near = affinity(scene.belief, scene.exemplars, np.array([image]))[0]
-    if among is not None:
-        near[np.setdiff1d(np.arange(len(near)), among)] = -np.inf
-    order = scene.exemplars.image[np.argsort(-near, kind="stable")[: None if among is None else len(among)]].tolist()
-    left = [other for other in order if _pair(image, other) not in planned and scene.known.may_ask(image, other)]
+    order = np.argsort(-near, kind="stable")
+    others = scene.exemplars.image[order if among is None else order[np.isin(order, among)]].tolist()
+    left = [other for other in others if _pair(image, other) not in planned and scene.known.may_ask(image, other)]
     return Question(image, tuple(left[: scene.width])) if left else None
 
 

@@ -99,8 +99,8 @@ def closure_pairs(answers: Sequence[Answer], n_images: int, *, most: int = MOST_
 def anchored(pairs: Constraints, probabilities: NDArray[np.float32], *, seed: int = 0) -> Constraints:
     """The pairs, and others of what the model is sure of that a round begins with (n, k): as many as images, if few.
 
-    Few pairs are soon learnt by heart. They hold nothing then, and pseudo-constraints alone merge clusters: after 50
-    answers the network ended below the start (decision 036). Images that answers are about take no part.
+    After 50 answers the network ended far below the start without them, presumably because so few pairs are soon learnt
+    by heart and hold nothing then (decision 036). Images that answers are about take no part.
     """
     free = probabilities.max(1) >= SURE
     free[pairs.left] = free[pairs.right] = False

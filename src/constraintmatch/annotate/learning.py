@@ -252,7 +252,7 @@ class Learner:
     def _take_up(self) -> None:
         """Go on with the newest finished round that knows no more answers than stand now; clear unfinished ones.
 
-        A round of the other way, with the network frozen or not, is passed over.
+        A round of another network, or of the other way, with the network frozen or not, is passed over.
         """
         from constraintmatch.models import load_model
         from constraintmatch.runs import is_finished
@@ -263,6 +263,11 @@ class Learner:
                 shutil.rmtree(path, ignore_errors=True)
             elif n_answers <= len(self.answers()):
                 model = load_model(path)
-                if model.config.backbone == self.start_model.config.backbone:
+                if _shape(model) == _shape(self.start_model):
                     self._newest, self._learnt = model.to(self.start_model.device), n_answers
                     return
+
+
+def _shape(model: ClusterModel) -> tuple[str, int, int]:
+    """What a model takes, and what it is made of."""
+    return model.config.backbone, model.config.side, model.config.channels
