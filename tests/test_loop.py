@@ -313,7 +313,7 @@ def class_folders(place: Path, n: int = 40) -> Path:
 def test_without_a_number_of_clusters_there_are_as_many_as_the_answers_show(tmp_path: Path, frozen: bool) -> None:
     folder = class_folders(tmp_path / "digits")
     save_model(build_model(n_clusters=0, side=8, channels=1, backbone="tiny"), tmp_path / "features")
-    small = {"every": 15, "steps": 2, "device": "cpu", "frozen": frozen}
+    small = {"every": 30, "steps": 2, "device": "cpu", "frozen": frozen}
     rows = dict(ask_labels(Loop(str(folder), tmp_path / "loop", None, 30, tmp_path / "features", **small)))  # type: ignore[arg-type]
     found = load_model(tmp_path / "loop" / "model").config.n_clusters
     assert rows["clusters"].endswith(f"({found} clusters)")
