@@ -5,9 +5,9 @@
 One JSON for each way of asking and error rate: random-pair, chosen-pair, chosen-which. Every round begins with the
 start, whose head is told all answers so far (`propagate`), and trains on them. `--plain` leaves the head as it was.
 `--steps 0` leaves the network as it is: the features are found once, and the head alone is told; minutes on a CPU. With
-`--head-steps` it is then trained on them for so many steps, as by `loop --frozen`. A stopped curve
-goes on after its last round, a finished one to larger budgets, while its answers lie in `answers/` beside the result;
-what the start sees lies there too, for its other curves. The same command started several times shares the curves.
+`--head-steps` it is then trained on them for so many steps, as by `loop --frozen`. A stopped curve goes on after its
+last round, a finished one to larger budgets, while its answers lie in `answers/` beside the result; what the start sees
+lies there too, for its other curves. The same command started several times shares the curves.
 """
 
 import argparse
@@ -218,6 +218,10 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="other options of the training, such as lr=0.02")
     parser.add_argument("--out", type=Path, default=Path("results"))
     asked = parser.parse_args()
+    if asked.steps and asked.head_steps:
+        parser.error("--head-steps is for a head alone: give --steps 0 too")
+    if (asked.anchors or asked.set) and not (asked.steps or asked.head_steps):
+        parser.error("--anchors and --set are for a training: give --steps or --head-steps")
     if asked.device is None:
         asked.device = "cuda" if torch.cuda.is_available() else "cpu"
     for error in map(float, asked.errors.split(",")):

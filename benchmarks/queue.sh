@@ -53,7 +53,7 @@ curves() { # SET START OPTION…: answers instead of pairs, the network trained 
         --model "$start" --out "$keep" --steps 500 --budgets 50,200,500,2000,10000 --anchors "$@"
 }
 
-cp -rn "$starts/scan-cifar10" "$starts/scan-cifar100-20" "$keep/starts/"
+cp -rn "$starts"/scan-* "$keep/starts/"
 find results/paper -name '*.json' ! -name '*-k[0-9]*' -exec cp -n {} "$keep/results/" \; # finished; Table III apart
 cp -n docs/figures/gallery-* "$keep/figures/"
 
@@ -63,17 +63,15 @@ if [ -z "${REST:-}" ]; then # REST=1 spares the minute that asking for them take
     cells table1 --sets cifar10,cifar100-20 --folds 0
     cells gallery --sets cifar10,cifar100-20
 
-    # Table III, from new starts with five times as many outputs
-    for at in cifar100-20:100 cifar10:50; do
-        wide "${at%:*}" "${at#*:}"
-        cells table3 --sets "${at%:*}" --folds 0
-    done
+    # For Table III, where none are given: starts with five times as many outputs
+    wide cifar10 50
+    wide cifar100-20 100
 fi
 
-overclustering() { # SET OUTPUTS: Table III from the start of the eleventh session, also with the head first
+overclustering() { # SET OUTPUTS: Table III, also with the head first; the start given is that of the eleventh session
     local set=$1 outputs=$2
-    [ -d "$starts/scan-$set-$outputs" ] || return
-    cp -n "results/experiments/constraintmatch-$set-10000-k$outputs-fold0-from-wide.json" \
+    [ -d "$keep/starts/scan-$set-$outputs" ] || return
+    [ -d "$starts/scan-$set-$outputs" ] && cp -n "results/experiments/constraintmatch-$set-10000-k$outputs-fold0-from-wide.json" \
         "$keep/results/$set-constraintmatch-10000-k$outputs-fold0.json"
     cells table3 --sets "$set" --folds 0
 }

@@ -527,3 +527,25 @@ def test_a_round_of_the_network_is_held_where_it_began_and_a_head_is_not(
     assert Learner(seen, taken_off(model, seen), lambda: answers, tmp_path / "head", SMALL).learn()
     said = len(closure_pairs(answers, len(images)))
     assert trained == [said + len(images), said]
+
+
+def test_a_head_of_another_network_is_passed_over(images: ImageSet, start: Path, tmp_path: Path) -> None:
+    answers, one = answered(images, start, 8), load_model(start)
+    other = build_model(n_clusters=10, side=8, channels=1, backbone="tiny", seed=9)
+
+    def learner(model: ClusterModel) -> Learner:
+        seen = seen_by(model, images)
+        return Learner(seen, taken_off(model, seen), lambda: answers, tmp_path, SMALL)
+
+    assert learner(one).learn()
+    assert learner(one).name() == "round 8"
+    assert learner(other).name() == "start"
+
+
+def test_embeddings_have_no_network_to_freeze(start: Path, tmp_path: Path) -> None:
+    digits = load_dataset("digits", "val")
+    np.savez(tmp_path / "seen.npz", images=embed(load_model(start), digits), labels=digits.labels)
+    out, small = tmp_path / "loop", {"every": 6, "steps": 2, "device": "cpu", "frozen": True}
+    ask_labels(Loop(str(tmp_path / "seen.npz"), out, 10, 6, **small))  # type: ignore[arg-type]
+    begun, learnt = (load_model(out / name).config for name in (f"start/{SHORT_STAGES[-1]}", "rounds/0006"))
+    assert (learnt.mean, learnt.std) == (begun.mean, begun.std)  # the same model goes on, not a head taken off it

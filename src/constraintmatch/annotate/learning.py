@@ -263,11 +263,12 @@ class Learner:
                 shutil.rmtree(path, ignore_errors=True)
             elif n_answers <= len(self.answers()):
                 model = load_model(path)
-                if _shape(model) == _shape(self.start_model):
+                if _kind(model) == _kind(self.start_model):
                     self._newest, self._learnt = model.to(self.start_model.device), n_answers
                     return
 
 
-def _shape(model: ClusterModel) -> tuple[str, int, int]:
-    """What a model takes, and what it is made of."""
-    return model.config.backbone, model.config.side, model.config.channels
+def _kind(model: ClusterModel) -> tuple[object, ...]:
+    """What a model is made of and what it takes; heads on what two networks see differ in mean and scale at least."""
+    config = model.config
+    return config.backbone, config.side, config.channels, tuple(config.mean), tuple(config.std)

@@ -245,10 +245,9 @@ def _opened(loop: Loop, reporter: Reporter | None, *, shown: bool = False) -> It
     with _store(loop, data) as store:
         if store.notice:
             reporter.say(store.notice)
+        frozen = loop.frozen and not data.images.embedded  # of embeddings the head is all that learns
         learner = (
-            _head_learner(loop, data, start, store, reporter)
-            if loop.frozen
-            else _learner(loop, data, start, store, views)
+            _head_learner(loop, data, start, store, reporter) if frozen else _learner(loop, data, start, store, views)
         )
         try:
             yield _Open(loop, data, store, learner, reporter)
