@@ -5,9 +5,10 @@
 One JSON for each way of asking and error rate: random-pair, chosen-pair, chosen-which. Every round begins with the
 start, whose head is told all answers so far (`propagate`), and trains on them. `--plain` leaves the head as it was.
 `--steps 0` leaves the network as it is: the features are found once, and the head alone is told; minutes on a CPU. With
-`--head-steps` it is then trained on them for so many steps, as by `loop --frozen`. A stopped curve goes on after its
-last round, a finished one to larger budgets, while its answers lie in `answers/` beside the result; what the start sees
-lies there too, for its other curves. The same command started several times shares the curves.
+`--head-steps` it is then trained on them for so many steps, as by `loop --frozen`. `--last-steps` makes the training
+after the last answer longer than those between. A stopped curve goes on after its last round, a finished one to larger
+budgets, while its answers lie in `answers/` beside the result; what the start sees lies there too, for its other
+curves. The same command started several times shares the curves.
 """
 
 import argparse
@@ -50,7 +51,9 @@ WAYS = {
 def pairs_of(asked: argparse.Namespace, answers: Sequence[Answer], frozen: Frozen, begun: ClusterModel) -> Constraints:
     """What a round is trained on, from the model that it begins with."""
     pairs = closure_pairs(answers, len(frozen), seed=asked.seed)
-    return anchored(pairs, frozen.probabilities(begun), seed=asked.seed) if asked.anchors else pairs
+    if not asked.anchors:
+        return pairs
+    return anchored(pairs, frozen.probabilities(begun), apart=asked.anchors == "apart", seed=asked.seed)
 
 
 class HeadAlone:
@@ -87,8 +90,10 @@ class WholeNetwork:
         self.start = load_model(asked.model).to(asked.device)
         self.frozen = Frozen.of(self.start, images, device=asked.device)
         self.arguments, changes = split_options("constraintmatch", options)
-        changes |= {"steps": asked.steps, "seed": asked.seed, "log_every": asked.steps}
-        self.settings = method_settings("constraintmatch", changes)
+        last = asked.last_steps or asked.steps
+        changes |= {"seed": asked.seed, "log_every": last}
+        self.settings = method_settings("constraintmatch", {**changes, "steps": asked.steps})
+        self.last_settings = method_settings("constraintmatch", {**changes, "steps": last})
         row = DATASETS[asked.name]
         self.around = Around(views=ViewChoice(flip=row.flip, without=tuple(sorted(row.without))))
 
@@ -99,7 +104,8 @@ class WholeNetwork:
         asked = self.asked
         begun = load_model(asked.model) if asked.plain else informed(self.start, self.frozen, answers)
         pairs = pairs_of(asked, answers, self.frozen, begun)
-        given = {"arguments": self.arguments, "settings": self.settings, "around": self.around}
+        settings = self.last_settings if len(answers) >= asked.budgets[-1] else self.settings
+        given = {"arguments": self.arguments, "settings": settings, "around": self.around}
         return run_method("constraintmatch", begun, self.images, pairs, **given).model
 
     def score(self, model: ClusterModel, labels: Any) -> dict[str, float]:
@@ -173,7 +179,8 @@ def request_of(asked: argparse.Namespace, way: str, error: float) -> dict[str, A
     request = {"data": asked.name, "way": way, "error": error, "steps": asked.steps, "seed": asked.seed}
     request["head"] = "the start's" if asked.plain else "told the answers"
     request |= {"start_name": asked.start} if asked.start else {}
-    request |= {"anchors": True} if asked.anchors else {}
+    request |= {"anchors": asked.anchors} if asked.anchors else {}
+    request |= {"last_steps": asked.last_steps, "budgets": asked.budgets} if asked.last_steps else {}
     return {**request, "options": training_options(asked), "start": weights_hash(load_model(asked.model))}
 
 
@@ -210,8 +217,13 @@ def main() -> None:
         default=[50, 100, 200, 500, 1000, 2000, 5000, 10000],
     )
     parser.add_argument("--steps", type=int, default=1000, help="of the network in a round; 0: only the head is told")
+    parser.add_argument("--last-steps", type=int, default=0, help="of the network after the last answer; as --steps")
     parser.add_argument("--head-steps", type=int, default=0, help="of the head alone in a round, with --steps 0")
-    parser.add_argument("--anchors", action="store_true", help="hold a round where it began, as loop does")
+    parser.add_argument(
+        "--anchors",
+        choices=("both", "apart"),
+        help="hold a round where it began: with pairs of both links, or only apart",
+    )
     parser.add_argument("--plain", action="store_true", help="begin with the start's head as it is")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=None)
@@ -222,12 +234,15 @@ def main() -> None:
         parser.error("--head-steps is for a head alone: give --steps 0 too")
     if (asked.anchors or asked.set) and not (asked.steps or asked.head_steps):
         parser.error("--anchors and --set are for a training: give --steps or --head-steps")
+    if asked.last_steps and not asked.steps:
+        parser.error("--last-steps is for a network: give --steps too")
     if asked.device is None:
         asked.device = "cuda" if torch.cuda.is_available() else "cpu"
     for error in map(float, asked.errors.split(",")):
         for way in asked.ways.split(","):
             kind = "" if asked.steps else "-trained-head" if asked.head_steps else "-head"
-            kind += (f"-{asked.start}" if asked.start else "") + ("-anchored" if asked.anchors else "")
+            kind += (f"-{asked.start}" if asked.start else "") + (f"-anchored-{asked.anchors}" if asked.anchors else "")
+            kind += f"-last{asked.last_steps}" if asked.last_steps else ""
             target = asked.out / f"questions-{asked.name}-{way}{kind}-error{error:g}.json"
             kept, request = asked.out / "answers" / target.name, request_of(asked, way, error)
             try:

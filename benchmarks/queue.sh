@@ -50,7 +50,7 @@ curves() { # SET START OPTION…: answers instead of pairs, the network trained 
     local set=$1 start=$2
     shift 2
     part "questions-$set-$(basename "$start")" "$python" benchmarks/label_efficiency.py "$set" --data-dir "$data" \
-        --model "$start" --out "$keep" --steps 500 --budgets 50,200,500,2000,10000 --anchors "$@"
+        --model "$start" --out "$keep" --steps 500 --budgets 50,200,500,2000,10000 "$@"
 }
 
 cp -rn "$starts"/scan-* "$keep/starts/"
@@ -68,17 +68,39 @@ if [ -z "${REST:-}" ]; then # REST=1 spares the minute that asking for them take
     wide cifar100-20 100
 fi
 
-overclustering() { # SET OUTPUTS: Table III, also with the head first; the start given is that of the eleventh session
+overclustering() { # SET OUTPUTS METHODS: Table III, also with the head first; the start given is that of the eleventh session
     local set=$1 outputs=$2
     [ -d "$keep/starts/scan-$set-$outputs" ] || return
     [ -d "$starts/scan-$set-$outputs" ] && cp -n "results/experiments/constraintmatch-$set-10000-k$outputs-fold0-from-wide.json" \
         "$keep/results/$set-constraintmatch-10000-k$outputs-fold0.json"
-    cells table3 --sets "$set" --folds 0
+    cells table3 --sets "$set" --methods "$3" --folds 0
+}
+
+knowing() { # Is it the start that 100 outputs want? One whose network was self-labelled with 20: it knows how many there are
+    local start=$keep/knowing/scan-cifar100-20-100
+    (
+        flock 9
+        [ -d "$start" ] && exit 0
+        mkdir -p "$keep/knowing"
+        part start-knowing "$python" benchmarks/pretrain.py cifar100-20 --data-dir "$data" --out "$keep/start-knowing" \
+            --results-name start-knowing --model "$starts/scan-cifar100-20" --stages linear_scan --clusters 100
+        cp -r "$keep/start-knowing/linear_scan" "$start.part" && mv "$start.part" "$start"
+    ) 9>"$keep/knowing.lock"
+    for method in constraintmatch constrained; do
+        part "knowing-$method" "$python" benchmarks/trial.py cifar100-20 $method --clusters 100 --steps 2000 --data-dir "$data" \
+            --starts "$keep/knowing" --results "$keep/trials" --out "$keep/runs-trials"
+    done
 }
 
 runs() { # tables and figures of the paper
-    overclustering cifar10 50
-    overclustering cifar100-20 100
+    overclustering cifar10 50 constraintmatch
+    overclustering cifar10 50 scan,constrained
+    overclustering cifar100-20 100 scan,constrained
+    knowing
+}
+
+rest() {
+    overclustering cifar100-20 100 constraintmatch
     # Losses that expect errors, naive pseudo-labels with the mean over selected images
     cells noise --sets cifar100-20 --folds 0 --steps 2000
     cells table2 --sets cifar100-20 --folds 0
@@ -94,17 +116,22 @@ joined() { # SET: the start and its SimCLR side by side; a copy that finds it be
     ) 9>"$keep/joined-$1.lock"
 }
 
-answers() { # answers instead of pairs: right ones first, then what the aims are about with longer rounds
-    for set in cifar100-20 cifar10; do curves $set "$starts/scan-$set" --errors 0; done
-    curves cifar10 "$starts/byol-cifar10" --start byol --ways chosen-which --errors 0
+answers() { # answers instead of pairs: which anchors, what longer rounds are worth, then all curves
+    local which="--ways chosen-which --errors 0" short="--budgets 50,200,500" anchors
+    for anchors in both apart; do
+        curves cifar10 "$starts/byol-cifar10" --start byol $which $short --anchors $anchors
+        curves cifar100-20 "$starts/scan-cifar100-20" $which $short --anchors $anchors
+    done
+    curves cifar10 "$starts/byol-cifar10" --start byol $which $short --anchors apart --last-steps 10000
+    curves cifar10 "$starts/byol-cifar10" --start byol $which $short --anchors both --last-steps 10000
     joined cifar100-20
-    local both="$keep/starts/joined-cifar100-20" long="--ways chosen-which --errors 0 --budgets 50,200,500"
-    [ -d "$both" ] && curves cifar100-20 "$both" --start joined $long
-    long="$long --steps 2000 --out $keep/long"
-    curves cifar10 "$starts/byol-cifar10" --start byol $long
-    curves cifar100-20 "$starts/scan-cifar100-20" $long
-    [ -d "$both" ] && curves cifar100-20 "$both" --start joined $long
-    for set in cifar100-20 cifar10; do curves $set "$starts/scan-$set"; done
+    local both="$keep/starts/joined-cifar100-20"
+    [ -d "$both" ] && curves cifar100-20 "$both" --start joined $which $short --anchors apart --last-steps 2000
+    curves cifar100-20 "$starts/scan-cifar100-20" $which $short --anchors apart --last-steps 5000
+    for set in cifar10 cifar100-20; do
+        for anchors in apart both; do curves $set "$starts/scan-$set" $which --anchors $anchors; done
+    done
+    for set in cifar100-20 cifar10; do curves $set "$starts/scan-$set" --anchors apart; done
 }
 
 if [ "${FIRST:-}" = answers ]; then # some copies choose questions, on the CPU, while others train
@@ -114,6 +141,7 @@ else
     runs
     answers
 fi
+rest
 
 # More folds, and the other set's figures
 cells table1 --sets cifar100-20 --methods constraintmatch,constrained --constraints 5000 --folds 0-2

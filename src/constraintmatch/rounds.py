@@ -96,11 +96,14 @@ def closure_pairs(answers: Sequence[Answer], n_images: int, *, most: int = MOST_
     return Constraints.from_arrays(left, right, link, n_images=n_images)
 
 
-def anchored(pairs: Constraints, probabilities: NDArray[np.float32], *, seed: int = 0) -> Constraints:
+def anchored(
+    pairs: Constraints, probabilities: NDArray[np.float32], *, apart: bool = False, seed: int = 0
+) -> Constraints:
     """The pairs, and others of what the model is sure of that a round begins with (n, k): as many as images, if few.
 
     After 50 answers the network ended far below the start without them, presumably because so few pairs are soon learnt
-    by heart and hold nothing then (decision 036). Images that answers are about take no part.
+    by heart and hold nothing then (decision 036). Images that answers are about take no part. `apart`: only those of
+    different clusters, which hold clusters apart and are nearly all right where the model is not.
     """
     free = probabilities.max(1) >= SURE
     free[pairs.left] = free[pairs.right] = False
@@ -111,9 +114,12 @@ def anchored(pairs: Constraints, probabilities: NDArray[np.float32], *, seed: in
     one = draws.below(words, np.full(n, len(rows)))
     left, right = rows[one], rows[draws.another(words, one, len(rows))]
     cluster = probabilities.argmax(1)
+    if apart:
+        different = cluster[left] != cluster[right]
+        left, right = left[different], right[different]
     columns = (pairs.left, left), (pairs.right, right), (pairs.link, cluster[left] == cluster[right])
     together = [np.concatenate(column) for column in columns]
-    weight = np.concatenate([pairs.weight, np.ones(n, np.float32)])
+    weight = np.concatenate([pairs.weight, np.ones(len(left), np.float32)])
     return Constraints.from_arrays(*together, n_images=pairs.n_images, weight=weight)
 
 
