@@ -5,12 +5,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from constraintmatch.datasets import DATASETS
 from constraintmatch.images import ImageSet
 
-torch.set_num_threads(1)
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("numprocesses", None):  # the process that only hands out tests needs no torch
+        import torch
+
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +28,18 @@ def small_batches() -> Iterator[None]:
     """Digits in batches a fifth of their size, for tests of what is around a training and not of what it learns."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(DATASETS, "digits", replace(DATASETS["digits"], pairs_per_step=10, images_per_step=30))
+        yield
+
+
+@pytest.fixture(scope="module")
+def quick_heads() -> Iterator[None]:
+    """Starts that try 4 linear heads for 60 steps, not 40 for 300, for tests of what is around a start."""
+    from constraintmatch.methods import METHODS
+    from constraintmatch.methods.linear_heads import best_linear_head
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(METHODS["linear_scan"].__kwdefaults__, "n_tries", 4)
+        patch.setitem(best_linear_head.__kwdefaults__, "steps", 60)
         yield
 
 

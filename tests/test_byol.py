@@ -67,12 +67,18 @@ def spread(model: ClusterModel, images: ImageSet) -> float:
     return float(np.sqrt(unit.var(axis=0).sum()))
 
 
+@pytest.fixture(scope="module")
+def few(stripes: ImageSet) -> ImageSet:
+    """Images for tests of the steps, not of what they lead to."""
+    return stripes.take(np.arange(20))
+
+
 # What it learns
 
 
 @pytest.fixture(scope="module")
 def trained(stripes: ImageSet) -> Trained:
-    return run(stripes, epochs=30)
+    return run(stripes, epochs=15, settings=replace(QUICK, log_every=1))
 
 
 def test_the_loss_falls_and_the_features_do_not_collapse(stripes: ImageSet, trained: Trained) -> None:
@@ -93,7 +99,7 @@ def test_k_means_after_it_finds_the_stripes(stripes: ImageSet, trained: Trained)
 def test_features_forget_what_the_views_change() -> None:
     """Where two views differ in brightness alone, training makes the features of dark and bright images alike."""
     rng = np.random.default_rng(0)
-    images = ImageSet.from_arrays(rng.integers(40, 120, (60, 8, 8), dtype=np.uint8))
+    images = ImageSet.from_arrays(rng.integers(40, 120, (30, 8, 8), dtype=np.uint8))
     brighter = ImageSet.from_arrays(np.minimum(images.images[..., 0].astype(int) * 2, 255).astype(np.uint8))
 
     def scaled(pixels: Tensor, uniforms: Tensor) -> Tensor:
@@ -105,9 +111,9 @@ def test_features_forget_what_the_views_change() -> None:
         dark, bright = (embed(model, of) for of in (images, brighter))
         dark, bright = (x - x.mean(0) for x in (dark, bright))
         nearest = (dark @ bright.T / np.linalg.norm(bright, axis=1)).argmax(1)
-        return float((nearest == np.arange(60)).mean())
+        return float((nearest == np.arange(30)).mean())
 
-    before, after = fresh(), byol(fresh(), images, **SMALL, epochs=25, settings=QUICK, views=views).model
+    before, after = fresh(), byol(fresh(), images, **SMALL, epochs=20, settings=QUICK, views=views).model
     assert alike(after) > alike(before) + 0.1
 
 
@@ -136,13 +142,13 @@ def test_it_is_a_stage_of_pretraining(stripes: ImageSet, tmp_path: Path) -> None
     assert model.config.n_clusters == 3
 
 
-def test_the_same_seed_gives_the_same_weights(stripes: ImageSet) -> None:
+def test_the_same_seed_gives_the_same_weights(few: ImageSet) -> None:
     torch.manual_seed(5)
-    first, expected = run(stripes, epochs=2).model, torch.rand(3)
+    first, expected = run(few, epochs=2).model, torch.rand(3)
     torch.manual_seed(5)
     assert torch.equal(torch.rand(3), expected)  # nobody else's draws are changed
-    assert_equal(weights(first), weights(run(stripes, epochs=2).model))
-    other = run(stripes, epochs=2, settings=replace(QUICK, seed=1)).model
+    assert_equal(weights(first), weights(run(few, epochs=2).model))
+    other = run(few, epochs=2, settings=replace(QUICK, seed=1)).model
     assert not torch.equal(first.backbone[0].weight, other.backbone[0].weight)
 
 
@@ -195,9 +201,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return found
 
 
-def test_the_target_is_the_moving_average_of_the_online_weights(stripes: ImageSet, recorder: Recorder) -> None:
+def test_the_target_is_the_moving_average_of_the_online_weights(few: ImageSet, recorder: Recorder) -> None:
     """ξ ← τ ξ + (1 − τ) θ, written out in float64 over the online weights of each step."""
-    run(stripes, epochs=9, images_per_step=30)
+    run(few, epochs=9, images_per_step=10)
     steps = len(recorder.before)
     assert steps == 18
     average = {name: value.double() for name, value in recorder.start.items()}
@@ -211,8 +217,8 @@ def test_the_target_is_the_moving_average_of_the_online_weights(stripes: ImageSe
     assert (recorder.before[-1][name] - recorder.after[-1][name]).abs().max() > 1e-3  # it lags behind
 
 
-def test_a_momentum_of_one_keeps_the_first_target_and_of_zero_copies(stripes: ImageSet, recorder: Recorder) -> None:
-    run(stripes, epochs=3, target_momentum=1.0)
+def test_a_momentum_of_one_keeps_the_first_target_and_of_zero_copies(few: ImageSet, recorder: Recorder) -> None:
+    run(few, epochs=3, target_momentum=1.0)
     assert_equal(recorder.after[-1], recorder.start)
     both = pair()
     with torch.no_grad():
@@ -223,8 +229,8 @@ def test_a_momentum_of_one_keeps_the_first_target_and_of_zero_copies(stripes: Im
         torch.testing.assert_close(value, parameters(both.online)[name])
 
 
-def test_no_gradient_reaches_the_target(stripes: ImageSet, recorder: Recorder) -> None:
-    run(stripes, epochs=1)
+def test_no_gradient_reaches_the_target(few: ImageSet, recorder: Recorder) -> None:
+    run(few, epochs=1)
     assert all(value.grad is None and not value.requires_grad for value in recorder.module.target.parameters())
     both = pair().train()
     both.target.requires_grad_(True)  # even then
@@ -269,7 +275,7 @@ def test_a_hurried_predictor_has_a_higher_learning_rate_for_sgd(
     for optimizer in (one, two):
         for group, own in zip(optimizer.param_groups, (rate, times * rate), strict=False):
             group |= {"lr": own, "momentum": 0.9, "weight_decay": decay}
-    images = some_images(seed=seed)
+    images = some_images(6, seed=seed)
     for both, optimizer in ((hurried, one), (grouped, two)):
         for _ in range(3):
             optimizer.zero_grad()
@@ -286,11 +292,11 @@ def distance(both: OnlineAndTarget, images: Tensor) -> Tensor:
     return cosine_loss(prediction, target.roll(len(images) // 2, 0))
 
 
-def test_the_predictor_learns_at_its_own_rate_in_the_method(stripes: ImageSet, recorder: Recorder) -> None:
+def test_the_predictor_learns_at_its_own_rate_in_the_method(few: ImageSet, recorder: Recorder) -> None:
     """After the first step the predictor has moved ten times as far, the online network as far as without."""
     moved = []
     for times in (1.0, 10.0):
-        run(stripes, epochs=1, predictor_rate=times, settings=replace(QUICK, lr=1e-3))
+        run(few, epochs=1, predictor_rate=times, settings=replace(QUICK, lr=1e-3))
         now = parameters(recorder.module)
         moved.append({name: now[name] - recorder.first[name] for name in now})
     slow, fast = moved
@@ -299,9 +305,9 @@ def test_the_predictor_learns_at_its_own_rate_in_the_method(stripes: ImageSet, r
         torch.testing.assert_close(10 * slow[name], fast[name], rtol=1e-3, atol=1e-7)
 
 
-def test_batches_are_pure_functions_of_the_step_and_carry_the_momentum(stripes: ImageSet, recorder: Recorder) -> None:
+def test_batches_are_pure_functions_of_the_step_and_carry_the_momentum(few: ImageSet, recorder: Recorder) -> None:
     for _ in range(2):
-        run(stripes, epochs=4)
+        run(few, epochs=4)
     first, second = recorder.batches[:4], recorder.batches[4:]
     for left, right in zip(first, second, strict=True):
         for name in ("first", "second", "share"):
@@ -314,7 +320,7 @@ def test_batches_are_pure_functions_of_the_step_and_carry_the_momentum(stripes: 
 # The machine around it
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(stripes: ImageSet, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(few: ImageSet, tmp_path: Path) -> None:
     settings = replace(QUICK, checkpoint_every=5, log_every=4)
     calls = {"left": 10**9}
 
@@ -328,7 +334,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(stripes: ImageSet, tmp_path: 
 
     def go(name: str, *, resume: bool = False) -> ClusterModel:
         with open_run(tmp_path / name, {}, resume=resume) as folder:
-            return run(stripes, settings=settings, views=views, job=Job(run=folder)).model
+            return run(few, settings=settings, views=views, job=Job(run=folder)).model
 
     whole = go("whole")
     calls["left"] = 2 * 8

@@ -30,6 +30,8 @@ COMMANDS = list(get_command(cli.app).commands)  # type: ignore[attr-defined]
 DOCS = Path(__file__).parent.parent / "docs"
 SUFFIXES = ("png", "jpg", "webp", "bmp", "gif", "tiff")
 
+pytestmark = pytest.mark.usefixtures("quick_heads")
+
 
 def run(*words: object, code: int = 0) -> Any:
     """The result of a command that ends with this exit code, and never with a traceback."""
@@ -83,13 +85,14 @@ def quick() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def trained(quick_heads: None, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:  # noqa: ARG001
     """A run folder from `train`, made with its own start, and what the command printed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         out = folder / "run"
         data = ("train", folder / "in", "--pairs", folder / "pairs.csv", "--clusters", 3, "--out", out)
-        return out, run(*data, "--side", 8, "--steps", 12, "--holdout-pairs", 0.2, "--device", "cpu")
+        size = ("--side", 8, "--steps", 12, "--pairs-per-step", 10, "--images-per-step", 20)
+        return out, run(*data, *size, "--holdout-pairs", 0.2, "--device", "cpu")
 
 
 # The main way

@@ -260,6 +260,7 @@ def test_a_scale_of_their_own_does_not_matter(digits: ImageSet) -> None:
 # Files and commands
 
 
+@pytest.mark.usefixtures("quick_heads")
 def test_the_commands_go_from_embeddings_to_a_report_with_pictures(npz: Path, photos: Path, tmp_path: Path) -> None:
     pairs, out = tmp_path / "pairs.csv", tmp_path / "run"
     run("sample", npz, "--n", 120, "--out", pairs)
@@ -284,6 +285,7 @@ def test_the_commands_go_from_embeddings_to_a_report_with_pictures(npz: Path, ph
     assert json.loads((again / "run.json").read_text())["request"]["data"]["pictures"] == str(photos)
 
 
+@pytest.mark.usefixtures("quick_heads")
 def test_without_pictures_a_report_has_names_and_nothing_can_be_sorted(npz: Path, tmp_path: Path) -> None:
     pairs, out = tmp_path / "pairs.csv", tmp_path / "run"
     run("sample", npz, "--n", 120, "--out", pairs)
@@ -312,6 +314,7 @@ def test_a_model_and_what_it_does_not_take(npz: Path, photos: Path, tmp_path: Pa
     assert "goes with embeddings" in run("predict", tmp_path / "pixels", "digits", "--pictures", photos, code=2)
 
 
+@pytest.mark.usefixtures("quick_heads")
 def test_a_start_of_embeddings_is_linear_heads(npz: Path, tmp_path: Path) -> None:
     run("pretrain", npz, "--clusters", 3, "--out", tmp_path / "start")
     assert sorted(path.name for path in (tmp_path / "start").iterdir() if path.is_dir()) == ["linear_scan", "model"]
@@ -356,6 +359,7 @@ def test_embed_takes_a_network_of_timm_at_its_own_size(
 # Questions
 
 
+@pytest.mark.usefixtures("quick_heads")
 def test_labels_answer_questions_about_embeddings(npz: Path, tmp_path: Path) -> None:
     words = ("loop", npz, "--oracle", "labels", "--questions", 12, "--every", 12, "--steps", 30)
     assert "ACC 100.0" in run(*words, "--clusters", 3, "--out", tmp_path / "known")

@@ -20,7 +20,9 @@ from constraintmatch.models import build_model, save_model
 from constraintmatch.pretraining import short_start, training_size
 from constraintmatch.views import from_function
 
+SMALL = {"pairs_per_step": 10, "images_per_step": 20}
 QUICK: dict[str, Any] = {"n_clusters": 3, "start": None, "steps": 3, "device": "cpu", "random_state": 0, "flip": False}
+QUICK |= {"options": SMALL}
 
 # after three steps a model may still put everything into one cluster: that is what the warning is for
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
@@ -95,9 +97,14 @@ def test_score_takes_labels_as_numbers_words_or_from_the_set(good: ConstraintMat
 
 
 def test_every_method_for_clusters_can_be_named(stripes: ImageSet, pairs: Constraints) -> None:
-    for method in ("constrained", "pseudo_label", "supervised", "fully_constrained"):
-        given = None if method in ("supervised", "fully_constrained") else pairs
-        made = ConstraintMatch(**QUICK | {"method": method}).fit(stripes, given)
+    by_pairs, by_images = ({name: SMALL[name]} for name in SMALL)
+    for method, given, options in (
+        ("constrained", pairs, by_pairs),
+        ("pseudo_label", pairs, SMALL),
+        ("supervised", None, by_images),
+        ("fully_constrained", None, by_images),
+    ):
+        made = ConstraintMatch(**QUICK | {"method": method, "options": options}).fit(stripes, given)
         assert made.labels_.shape == (60,)
         assert made.model_.config.trained[-1]["method"] == method
 
@@ -172,7 +179,7 @@ def test_equal_seeds_give_equal_models(fitted: ConstraintMatch, stripes: ImageSe
 def test_the_whole_start_depends_on_the_seed_alone(stripes: ImageSet, pairs: Constraints) -> None:
     heads = {"linear_scan": {"n_tries": 2}}
     stages = {"simclr": {"epochs": 1}, **heads, "scan": {"epochs": 1}, "self_label": {"epochs": 1}}
-    changes = {"start": "self-supervised", "options": stages, "steps": 1}
+    changes = {"start": "self-supervised", "options": {**stages, **SMALL}, "steps": 1}
     first, second = (ConstraintMatch(**QUICK | changes).fit(stripes, pairs).transform(stripes) for _ in range(2))
     np.testing.assert_array_equal(first, second)
 
@@ -208,7 +215,7 @@ def test_a_start_without_clusters_takes_the_place_of_simclr(
     stripes: ImageSet, pairs: Constraints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_model(build_model(n_clusters=0, side=8, channels=1, seed=4), tmp_path / "backbone")
-    stages = {"scan": {"epochs": 1}, "self_label": {"epochs": 1}}
+    stages = {"scan": {"epochs": 1, "n_tries": 2}, "self_label": {"epochs": 1}, **SMALL}
     changes = {"start": tmp_path / "backbone", "options": stages, "verbose": True}
     made = ConstraintMatch(**QUICK | changes).fit(stripes, pairs)
     assert made.predict_proba(stripes).shape == (60, 3)

@@ -23,6 +23,7 @@ from constraintmatch.objectives import all_pairs_loss, informative, pair_loss, s
 from constraintmatch.training import TrainSettings
 
 QUICK = TrainSettings(steps=6, device="cpu", log_every=2, lr=0.05)
+SHORT = replace(QUICK, steps=3, log_every=1)
 PAIR_METHODS = ("constrained", "pseudo_label", "constraintmatch")
 EXPECTING: tuple[dict[str, float], ...] = ({}, {"pseudo_error_rate": 0.2}, {"pseudo_error_rate": 0.0})
 UNWEIGHTED = Constraints.from_arrays([0, 1], [2, 3], [1, 0], n_images=60, weight=[0, 0])
@@ -96,7 +97,7 @@ def test_a_joint_pass_trains_as_separate_ones_do(stripes: ImageSet, name: str, m
 
     monkeypatch.setattr(torch, "compile", watched)
     separate, together = (
-        run(name, stripes, settings=replace(QUICK, log_every=1, compile=joint), **arguments) for joint in (False, True)
+        run(name, stripes, settings=replace(SHORT, compile=joint), **arguments) for joint in (False, True)
     )
     assert max(sizes) == 40
     losses = [[entry["loss"] for entry in one.log if entry["kind"] == "training"] for one in (separate, together)]
@@ -134,6 +135,14 @@ def test_the_first_step_is_the_papers_equation(stripes: ImageSet) -> None:
     assert log[0]["loss_pseudo"] == pytest.approx(pseudo.item(), rel=1e-4)
 
 
+LOOSE: dict[str, object] = {"images_per_step": 20, "max_entropy": 0.999, "settings": SHORT}
+
+
+@pytest.fixture(scope="module")
+def plain(stripes: ImageSet) -> Trained:
+    return run("constraintmatch", stripes, **LOOSE)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -148,17 +157,17 @@ def test_the_first_step_is_the_papers_equation(stripes: ImageSet) -> None:
         {"warm_up": 0.5},
     ],
 )
-def test_each_argument_of_constraintmatch_changes_the_training(stripes: ImageSet, change: dict[str, object]) -> None:
-    plain = {"images_per_step": 20, "max_entropy": 0.999}
-    base = run("constraintmatch", stripes, **plain)
-    other = run("constraintmatch", stripes, **{**plain, **change})
-    assert not torch.equal(base.model.head.weight, other.model.head.weight)
+def test_each_argument_of_constraintmatch_changes_the_training(
+    stripes: ImageSet, plain: Trained, change: dict[str, object]
+) -> None:
+    other = run("constraintmatch", stripes, **{**LOOSE, **change})
+    assert not torch.equal(plain.model.head.weight, other.model.head.weight)
     assert all(np.isfinite(entry["loss"]) for entry in other.log if entry["kind"] == "training")
 
 
 def test_pseudo_constraints_expect_as_many_errors_as_the_pairs_unless_told(stripes: ImageSet) -> None:
-    plain = {"images_per_step": 20, "max_entropy": 0.999, "error_rate": 0.2}
-    both, same, other = (run("constraintmatch", stripes, **plain, **more).model.head.weight for more in EXPECTING)
+    noisy = {**LOOSE, "error_rate": 0.2}
+    both, same, other = (run("constraintmatch", stripes, **noisy, **more).model.head.weight for more in EXPECTING)
     assert torch.equal(both, same)
     assert not torch.equal(both, other)
 
@@ -183,7 +192,7 @@ def test_any_two_clusters_are_different_ones_and_all_of_them_come_up() -> None:
 def test_a_warm_up_brings_the_pseudo_loss_in_slowly(stripes: ImageSet) -> None:
     every = replace(QUICK, log_every=1, steps=4, lr=1e-9)
     plain, rising = (
-        run("constraintmatch", stripes, images_per_step=60, max_entropy=0.999, warm_up=share, settings=every).log
+        run("constraintmatch", stripes, images_per_step=20, max_entropy=0.999, warm_up=share, settings=every).log
         for share in (0.0, 0.75)
     )
     shares = [new["loss_pseudo"] / old["loss_pseudo"] for old, new in zip(plain[:-1], rising[:-1], strict=True)]
@@ -198,16 +207,14 @@ def test_without_selected_images_constraintmatch_trains_on_pairs_alone(stripes: 
     assert log[-2]["selected"] == 0
 
 
-def test_pairs_teach_the_classes(stripes: ImageSet) -> None:
-    settings = replace(QUICK, steps=40, lr=0.1, log_every=40)
-    fitted = run("constrained", stripes, settings=settings, pairs_per_step=20, constraints=pairs(stripes, 60)).model
-    assert scores(stripes.labels, predict(fitted, stripes))["acc"] > 0.9
-
-
 @pytest.fixture(scope="module")
 def taught(stripes: ImageSet) -> ClusterModel:
-    settings = replace(QUICK, steps=25, lr=0.1, log_every=25)
+    settings = replace(QUICK, steps=30, lr=0.1, log_every=30)
     return run("constrained", stripes, settings=settings, pairs_per_step=15, constraints=pairs(stripes, 60)).model
+
+
+def test_pairs_teach_the_classes(stripes: ImageSet, taught: ClusterModel) -> None:
+    assert scores(stripes.labels, predict(taught, stripes))["acc"] > 0.9
 
 
 @pytest.mark.parametrize("name", ["constrained", "constraintmatch"])
@@ -229,8 +236,8 @@ def test_told_error_rates_keep_what_wrong_pairs_would_spoil(stripes: ImageSet, t
 
 @pytest.mark.parametrize("name", ["supervised", "fully_constrained"])
 def test_the_bounds_learn_the_labels(stripes: ImageSet, name: str) -> None:
-    settings = replace(QUICK, steps=40, lr=0.1, log_every=40)
-    fitted = run(name, stripes, settings=settings, images_per_step=30).model
+    settings = replace(QUICK, steps=20, lr=0.1, log_every=20)
+    fitted = run(name, stripes, settings=settings, images_per_step=20).model
     assert scores(stripes.labels, predict(fitted, stripes))["acc"] > 0.95
 
 
@@ -238,12 +245,12 @@ def test_the_start_finds_the_stripes_without_labels(stripes: ImageSet) -> None:
     quiet = replace(QUICK, optimizer="adam", lr=3e-3, schedule="constant")
     choice = ViewChoice(flip=True, own_strong=view_functions.weak())
     features = METHODS["simclr"](
-        model(), stripes, epochs=10, projection=16, settings=replace(QUICK, lr=0.2), views=choice
+        model(), stripes, epochs=6, projection=16, settings=replace(QUICK, lr=0.2), views=choice
     ).model
     assert features.config.projection == 16
     assert features.config.n_clusters == 0
     clustered = METHODS["scan"](
-        features, stripes, n_clusters=3, epochs=20, n_neighbours=5, n_heads=2, settings=quiet, views=choice
+        features, stripes, n_clusters=3, epochs=10, n_neighbours=5, n_heads=2, settings=quiet, views=choice
     ).model
     assert clustered.config.n_heads == 1
     before = scores(stripes.labels, predict(clustered, stripes))["acc"]
@@ -263,10 +270,10 @@ def test_a_falling_quality_keeps_earlier_weights_unless_it_is_tolerated(
     module = importlib.import_module(f"constraintmatch.methods.{name}")
     monkeypatch.setattr(module, "quality_judge", worse_and_worse)
     asked = {"scan": {"n_clusters": 3, "n_tries": 0}, "self_label": {"min_confidence": 0.1}}[name]
-    settings = replace(QUICK, evaluate_every=1)
+    settings, few = replace(QUICK, evaluate_every=1), stripes.take(np.arange(15))
     kept = []
     for tolerance in ({}, {"tolerance": 0.5}, {"tolerance": 1.0}):
-        done = METHODS[name](model(), stripes, epochs=4, images_per_step=60, settings=settings, **asked, **tolerance)
+        done = METHODS[name](model(), few, epochs=4, images_per_step=15, settings=settings, **asked, **tolerance)
         kept.append(next((entry["kept_step"] for entry in done.log if entry["kind"] == "kept"), 4))
     assert kept == [0, 2, 4]
     with pytest.raises(InputError, match=r"tolerance is 1.5; it must lie in \[0, 1\]"):
@@ -298,11 +305,11 @@ def test_selection_is_by_entropy_or_confidence() -> None:
         Selection("margin")
 
 
-def test_the_same_seed_gives_the_same_weights(stripes: ImageSet) -> None:
-    first, second = (run("constraintmatch", stripes, images_per_step=20).model for _ in range(2))
-    assert torch.equal(first.head.weight, second.head.weight)
-    other = run("constraintmatch", stripes, images_per_step=20, settings=replace(QUICK, seed=1)).model
-    assert not torch.equal(first.head.weight, other.head.weight)
+def test_the_same_seed_gives_the_same_weights(stripes: ImageSet, plain: Trained) -> None:
+    again = run("constraintmatch", stripes, **LOOSE)
+    assert torch.equal(plain.model.head.weight, again.model.head.weight)
+    other = run("constraintmatch", stripes, **{**LOOSE, "settings": replace(SHORT, seed=1)})
+    assert not torch.equal(plain.model.head.weight, other.model.head.weight)
 
 
 def test_views_of_ones_own_are_used(stripes: ImageSet) -> None:

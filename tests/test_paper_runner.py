@@ -1,6 +1,7 @@
 """Cells run for real, on digits from an untrained start: results, skipping, refusing, resuming, the command."""
 
 import json
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -46,9 +47,25 @@ def place(starts: Path, tmp_path: Path) -> Place:
     return Place(starts=starts, results=tmp_path / "results", runs=tmp_path / "runs", settings={"device": "cpu"})
 
 
-def test_a_result_says_what_was_trained_and_what_came_out(place: Place) -> None:
-    told = run_cell(CELL, replace(place, models=place.results.parent / "models"))
-    stored = json.loads((place.results / f"{CELL.name}.json").read_text())
+@pytest.fixture(scope="module")
+def trained(starts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder with results, runs and models of the cell, and what the training told."""
+    made = tmp_path_factory.mktemp("made")
+    place = Place(starts=starts, results=made / "results", runs=made / "runs", settings={"device": "cpu"})
+    return made, run_cell(CELL, replace(place, models=made / "models"))
+
+
+@pytest.fixture
+def finished(place: Place, trained: tuple[Path, dict[str, Any]]) -> Place:
+    """A place of the test's own where the cell is finished; its model is not kept."""
+    shutil.copytree(trained[0] / "results", place.results)
+    shutil.copytree(trained[0] / "runs", place.runs)
+    return place
+
+
+def test_a_result_says_what_was_trained_and_what_came_out(trained: tuple[Path, dict[str, Any]]) -> None:
+    made, told = trained
+    stored = json.loads((made / "results" / f"{CELL.name}.json").read_text())
     assert stored["cell"] == CELL.request()
     assert stored["cut"] is True
     assert stored["seed"] == 0
@@ -58,21 +75,20 @@ def test_a_result_says_what_was_trained_and_what_came_out(place: Place) -> None:
     assert stored["seconds"] > 0
     assert (stored["data"]["train"], stored["data"]["test"]) == DATASETS["digits"].splits[::2]
     assert len(stored["curve"]) == 4
-    model = load_model(place.results.parent / "models" / CELL.name)
+    model = load_model(made / "models" / CELL.name)
     images = load_dataset("digits", "test")
     kept = scores(images.labels, predict(model, images))
     assert told["half"]["weights"] == weights_hash(model)
     assert {key: kept[key] for key in ("acc", "nmi", "ari")} == told["half"]["scores"]["test"]
-    trained = scores(images.labels, predict(load_model(place.runs / CELL.name), images))
+    trained = scores(images.labels, predict(load_model(made / "runs" / CELL.name), images))
     assert {key: trained[key] for key in ("acc", "nmi", "ari")} == told["scores"]["test"]
 
 
-def test_finished_cells_are_not_run_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_cells([CELL], place)
-    before = (place.results / f"{CELL.name}.json").read_bytes()
+def test_finished_cells_are_not_run_again(finished: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (finished.results / f"{CELL.name}.json").read_bytes()
     monkeypatch.setattr(runner, "run_cell", lambda *_: pytest.fail("ran again"))
-    run_cells([CELL], place)
-    assert (place.results / f"{CELL.name}.json").read_bytes() == before
+    run_cells([CELL], finished)
+    assert (finished.results / f"{CELL.name}.json").read_bytes() == before
 
 
 def test_the_start_itself_is_a_cell_without_a_training(place: Place) -> None:
@@ -113,27 +129,25 @@ def test_noise_turns_round_exactly_its_share_and_the_same_pairs_stay() -> None:
     assert int((clean.link != noisy.link).sum()) == 40
 
 
-def test_a_result_of_other_settings_is_refused_by_name(place: Place) -> None:
-    path = place.results / f"{CELL.name}.json"
-    run_cell(CELL, place)
+def test_a_result_of_other_settings_is_refused_by_name(finished: Place) -> None:
+    path = finished.results / f"{CELL.name}.json"
     content = json.loads(path.read_text())
     content["cell"]["n_constraints"] = 299
     path.write_text(json.dumps(content))
     with pytest.raises(InputError, match=rf"{CELL.name}.json: a result of other settings \(n_constraints is 299"):
-        is_finished(CELL, place)
+        is_finished(CELL, finished)
 
 
 @pytest.mark.parametrize("part", ["arguments", "settings"])
-def test_a_result_of_a_tuning_that_is_no_longer_ours_is_refused_by_name(place: Place, part: str) -> None:
-    path, key = place.results / f"{CELL.name}.json", {"arguments": "max_entropy", "settings": "lr"}[part]
-    run_cell(CELL, place)
+def test_a_result_of_a_tuning_that_is_no_longer_ours_is_refused_by_name(finished: Place, part: str) -> None:
+    path, key = finished.results / f"{CELL.name}.json", {"arguments": "max_entropy", "settings": "lr"}[part]
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, part: {**content[part], key: 0.77}}))
     with pytest.raises(InputError, match=rf"{CELL.name}.json: a result of other settings \({key} is 0.77, asked is"):
-        is_finished(CELL, place)
+        is_finished(CELL, finished)
     without = {name: value for name, value in content[part].items() if name != key}
     path.write_text(json.dumps({**content, part: without}))
-    assert is_finished(CELL, place)  # of a version that did not know it yet
+    assert is_finished(CELL, finished)  # of a version that did not know it yet
 
 
 def test_a_result_of_another_format_is_refused_by_name(place: Place) -> None:
@@ -143,13 +157,12 @@ def test_a_result_of_another_format_is_refused_by_name(place: Place) -> None:
         is_finished(CELL, place)
 
 
-def test_a_result_from_another_start_is_refused_by_name(place: Place, tmp_path: Path) -> None:
-    run_cell(CELL, place)
+def test_a_result_from_another_start_is_refused_by_name(finished: Place, tmp_path: Path) -> None:
     row = DATASETS["digits"]
     size = {"n_clusters": 10, "side": 8, "channels": 1, "backbone": "tiny", "seed": 5}
     save_model(build_model(mean=row.mean, std=row.std, **size), tmp_path / "others" / "scan-digits")
     with pytest.raises(InputError, match="from another start"):
-        is_finished(CELL, replace(place, starts=tmp_path / "others"))
+        is_finished(CELL, replace(finished, starts=tmp_path / "others"))
 
 
 def test_a_missing_or_wrong_start_is_one_clear_line(place: Place, tmp_path: Path) -> None:
@@ -159,8 +172,9 @@ def test_a_missing_or_wrong_start_is_one_clear_line(place: Place, tmp_path: Path
         run_cell(CELL, replace(place, starts=place.starts / "wrong"))
 
 
-def test_an_interrupted_cell_goes_on_from_its_checkpoint(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run_cell(CELL, replace(place, results=place.results / "whole", runs=place.runs / "whole"))
+def test_an_interrupted_cell_goes_on_from_its_checkpoint(
+    place: Place, trained: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = Stepper.__call__
 
     def signalling(self: Stepper, batch: object, lr: float) -> None:  # type: ignore[type-arg]
@@ -173,7 +187,7 @@ def test_an_interrupted_cell_goes_on_from_its_checkpoint(place: Place, monkeypat
         with pytest.raises(Interrupted, match="stopped after step 2 of 4"):
             run_cell(CELL, place)
     assert not (place.results / f"{CELL.name}.json").exists()
-    assert run_cell(CELL, place)["scores"] == whole["scores"]
+    assert run_cell(CELL, place)["scores"] == trained[1]["scores"]
 
 
 class Listener(Quiet):
@@ -198,10 +212,10 @@ def test_what_a_later_cell_would_miss_is_found_before_the_first_training(place: 
 
 
 def test_a_training_that_diverges_does_not_stop_the_queue(place: Place) -> None:
-    wild = Cell("digits", "constrained", 300, options=(("lr", 1e30),), steps=20)
+    wild, tame = Cell("digits", "constrained", 300, options=(("lr", 1e30),), steps=20), replace(CELL, steps=1)
     with pytest.raises(InputError, match="1 of 2 cells diverged, the others are finished; digits-constrained-300-lr"):
-        run_cells([wild, CELL], place)
-    assert [state for state, _ in cell_states([wild, CELL], place)] == ["missing", "finished", "in all"]
+        run_cells([wild, tame], place)
+    assert [state for state, _ in cell_states([wild, tame], place)] == ["missing", "finished", "in all"]
 
 
 def test_cells_share_compiled_code_until_shapes_change_or_versions_run_out(
@@ -230,7 +244,7 @@ def test_two_queues_at_once_share_the_cells_and_train_each_once(place: Place, mo
         return run_cell(cell, place)
 
     monkeypatch.setattr(runner, "run_cell", noted)
-    cells = [replace(CELL, method="constrained", fold=fold) for fold in range(4)]
+    cells = [replace(CELL, method="constrained", fold=fold, steps=1) for fold in range(4)]
     with ThreadPoolExecutor() as queues:
         for queue in [queues.submit(run_cells, cells, place) for _ in range(2)]:
             queue.result()
@@ -239,12 +253,13 @@ def test_two_queues_at_once_share_the_cells_and_train_each_once(place: Place, mo
 
 
 def test_a_cell_that_another_process_works_at_is_left_to_it(place: Place) -> None:
-    listener, other = Listener(), replace(CELL, fold=1)
-    with folder_lock(place.runs / CELL.name / "cell"):
-        made = run_cells([CELL, other], replace(place, reporter=listener))
-    assert listener.said[0] == f"1 of 2: {CELL.name}: another process is working at it"
+    listener, short = Listener(), replace(CELL, steps=1)
+    other = replace(short, fold=1)
+    with folder_lock(place.runs / short.name / "cell"):
+        made = run_cells([short, other], replace(place, reporter=listener))
+    assert listener.said[0] == f"1 of 2: {short.name}: another process is working at it"
     assert made == [place.results / f"{other.name}.json"]
-    assert run_cells([CELL, other], place)[0].is_file()
+    assert run_cells([short, other], place)[0].is_file()
 
 
 def test_a_queue_that_is_stopped_says_how_to_go_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,14 +271,13 @@ def test_a_queue_that_is_stopped_says_how_to_go_on(place: Place, monkeypatch: py
         run_cells([CELL], place)
 
 
-def test_a_model_can_be_kept_later_while_its_run_is_there(place: Place, tmp_path: Path) -> None:
-    run_cells([CELL], place)
+def test_a_model_can_be_kept_later_while_its_run_is_there(finished: Place, tmp_path: Path) -> None:
     listener = Listener()
-    later = replace(place, models=tmp_path / "models", reporter=listener)
+    later = replace(finished, models=tmp_path / "models", reporter=listener)
     run_cells([CELL], replace(later, runs=tmp_path / "gone"))
     assert listener.said[-1].endswith(f"its model is not kept: there is no run in {tmp_path / 'gone' / CELL.name}")
     run_cells([CELL], later)
-    stored = json.loads((place.results / f"{CELL.name}.json").read_text())
+    stored = json.loads((finished.results / f"{CELL.name}.json").read_text())
     assert weights_hash(load_model(tmp_path / "models" / CELL.name)) == stored["half"]["weights"]
     assert (tmp_path / "models" / CELL.name / "README.md").is_file()
 

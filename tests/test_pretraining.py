@@ -1,5 +1,6 @@
 import functools
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from constraintmatch.evaluation import predict, scores
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS, Trained, ViewChoice
 from constraintmatch.methods.k_means import k_means
-from constraintmatch.models import ClusterModel, build_model, with_clusters, with_projection
+from constraintmatch.models import ClusterModel, build_model, load_model, with_clusters, with_projection
 from constraintmatch.pretraining import (
     CHAINS,
     ORDER,
@@ -38,20 +39,32 @@ FEW = {
 }
 CPU = {"device": "cpu", "seed": 3}
 
+pytestmark = pytest.mark.usefixtures("quick_heads")
+
 
 def fresh(n_clusters: int = 0) -> ClusterModel:
     return build_model(n_clusters=n_clusters, side=8, channels=1, seed=1)
 
 
-def test_the_chain_leaves_a_model_with_clusters_and_results(stripes: ImageSet, tmp_path: Path) -> None:
-    around = Around(tmp_path / "runs", held_out=stripes, data={"name": "stripes"})
-    model = pretrain(
-        fresh(), stripes, 3, recipe=FEW, settings=CPU, around=around, results=tmp_path / "results", name="x"
-    )
+def pretrained(stripes: ImageSet, place: Path, stages: tuple[str, ...] = STAGES) -> ClusterModel:
+    around = Around(place / "runs", held_out=stripes, data={"name": "stripes"})
+    options = {"recipe": FEW, "settings": CPU, "around": around, "results": place / "results", "name": "x"}
+    return pretrain(fresh(), stripes, 3, stages=stages, **options)
+
+
+@pytest.fixture(scope="module")
+def made(quick_heads: None, stripes: ImageSet, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ClusterModel]:  # noqa: ARG001
+    """A folder with the runs and the results of the whole chain, and its model."""
+    place = tmp_path_factory.mktemp("made")
+    return place, pretrained(stripes, place)
+
+
+def test_the_chain_leaves_a_model_with_clusters_and_results(made: tuple[Path, ClusterModel]) -> None:
+    place, model = made
     assert model.config.n_clusters == 3
     assert [entry["method"] for entry in model.config.trained] == list(STAGES)
     assert [entry["steps"] for entry in model.config.trained] == [2, 4, model.config.trained[-1]["steps"]]
-    results = {path.name: json.loads(path.read_text()) for path in (tmp_path / "results").iterdir()}
+    results = {path.name: json.loads(path.read_text()) for path in (place / "results").iterdir()}
     assert sorted(results) == ["x-scan.json", "x-self_label.json", "x-simclr.json"]
     assert results["x-simclr.json"]["settings"]["steps"] == 2
     assert {"knn_acc", "neighbour_acc"} <= results["x-simclr.json"]["scores"].keys()
@@ -62,24 +75,27 @@ def test_the_chain_leaves_a_model_with_clusters_and_results(stripes: ImageSet, t
 
 
 def test_finished_stages_are_loaded_and_not_trained_again(
-    stripes: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stripes: ImageSet, made: tuple[Path, ClusterModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    around = Around(tmp_path)
-    first = pretrain(fresh(), stripes, 3, recipe=FEW, settings=CPU, around=around)
+    place, first = made
     for stage in STAGES:
         monkeypatch.setitem(METHODS, stage, replace_with_failure(METHODS[stage]))
-    second = pretrain(fresh(), stripes, 3, recipe=FEW, settings=CPU, around=around)
+    second = pretrained(stripes, place)
     for name, value in first.state_dict().items():
         assert torch.equal(value, second.state_dict()[name])
 
 
-def test_results_of_finished_stages_stay_as_they_were_measured(stripes: ImageSet, tmp_path: Path) -> None:
-    around, results = Around(tmp_path / "runs", held_out=stripes), tmp_path / "results"
-    options = {"recipe": FEW, "settings": CPU, "around": around, "results": results}
-    pretrain(fresh(), stripes, 3, stages=STAGES[:2], **options)
+def test_results_of_finished_stages_stay_as_they_were_measured(
+    stripes: ImageSet, made: tuple[Path, ClusterModel], tmp_path: Path
+) -> None:
+    place, results = tmp_path / "place", tmp_path / "place" / "results"
+    shutil.copytree(made[0], place)  # as it was before the last stage
+    shutil.rmtree(place / "runs" / STAGES[2])
+    (results / "x-self_label.json").unlink()
     before = {path.name: path.read_bytes() for path in results.iterdir()}
-    pretrain(fresh(), stripes, 3, stages=STAGES, **options)
-    assert sorted(path.name for path in results.iterdir()) == sorted([*before, "start-self_label.json"])
+    assert len(before) == 2
+    pretrained(stripes, place)
+    assert sorted(path.name for path in results.iterdir()) == sorted([*before, "x-self_label.json"])
     assert all((results / name).read_bytes() == content for name, content in before.items())
 
 
@@ -126,7 +142,7 @@ def test_self_labelling_averages_its_weights_over_the_last_tenth(
 
 def test_k_means_places_what_features_tell_apart(stripes: ImageSet) -> None:
     settings = TrainSettings(device="cpu", lr=0.2)
-    features = METHODS["simclr"](fresh(), stripes, epochs=30, projection=16, settings=settings).model
+    features = METHODS["simclr"](fresh(), stripes, epochs=8, projection=16, settings=settings).model
     model, log = k_means(features, stripes, n_clusters=3, settings=TrainSettings(device="cpu"))
     assert scores(stripes.labels, predict(model, stripes))["acc"] > 0.8
     assert log[-1]["acc"] == scores(stripes.labels, predict(model, stripes))["acc"]
@@ -167,11 +183,10 @@ def test_self_labelling_with_nobody_sure_changes_nothing(stripes: ImageSet) -> N
         assert torch.equal(value, before[name])
 
 
-def test_a_resumed_chain_says_the_same(stripes: ImageSet, tmp_path: Path) -> None:
-    whole = pretrain(fresh(), stripes, 3, stages=("simclr", "scan"), recipe=FEW, settings=CPU)
-    around = Around(tmp_path)
-    pretrain(fresh(), stripes, 3, stages=("simclr",), recipe=FEW, settings=CPU, around=around)
-    parts = pretrain(fresh(), stripes, 3, stages=("simclr", "scan"), recipe=FEW, settings=CPU, around=around)
+def test_a_resumed_chain_says_the_same(stripes: ImageSet, made: tuple[Path, ClusterModel], tmp_path: Path) -> None:
+    whole = load_model(made[0] / "runs" / "scan")
+    pretrained(stripes, tmp_path, ("simclr",))
+    parts = pretrained(stripes, tmp_path, ("simclr", "scan"))
     for name, value in whole.state_dict().items():
         assert torch.equal(value, parts.state_dict()[name])
 

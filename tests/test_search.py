@@ -261,6 +261,7 @@ def test_a_study_of_another_search_is_refused_by_what_differs(tmp_path: Path) ->
 
 
 def test_a_study_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "s.db").write_bytes(empty_storage())
     with open_storage(str(tmp_path / "s.db")) as storage:
         theirs = optuna.create_study(storage=storage, study_name="s")
         theirs.add_trial(optuna.trial.create_trial(value=1.0))
@@ -448,6 +449,7 @@ def test_a_trial_that_was_broken_off_goes_on_from_its_checkpoint(
         search(request)
     resumed = search(request)
     assert len(steps) == 4 + 3  # from step 2
+    (tmp_path / "whole.db").write_bytes(empty_storage())
     whole = search(replace(request, storage=str(tmp_path / "whole.db")))
     assert resumed.tried[0].loss == whole.tried[0].loss
 
@@ -487,6 +489,7 @@ def test_another_start_is_another_search(start: Path, tmp_path: Path) -> None:
 
 def test_the_command_searches_a_persons_own_images_and_pairs(tmp_path: Path, stripes: ImageSet) -> None:
     stripes_search(stripes, tmp_path)
+    (tmp_path / "s.db").write_bytes(empty_storage())
     words = ["search", str(tmp_path / "images.npy"), "--pairs", str(tmp_path / "pairs.csv")]
     words += ["--model", str(tmp_path / "start"), "--storage", str(tmp_path / "s.db"), "--device", "cpu", "--quiet"]
     words += ["--steps", "2", "--sampler", "tpe", "--trials", "2", "--out", str(tmp_path / "best.json")]

@@ -77,6 +77,7 @@ def test_a_start_with_clusters_is_taken_as_it_is(digits: ImageSet) -> None:
     assert weights_hash(made) == weights_hash(start)
 
 
+@pytest.mark.usefixtures("quick_heads")
 def test_a_start_without_clusters_grows_with_the_answers_and_keeps_their_numbers(digits: ImageSet) -> None:
     start = featureless(digits)
     frozen = Frozen.of(start, digits)
