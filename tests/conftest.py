@@ -1,6 +1,7 @@
 """What all tests share: one torch thread per worker (two workers on two cores), and small image sets."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -31,8 +32,8 @@ def small_batches() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def quick_heads() -> Iterator[None]:
+@contextmanager
+def fewer_heads() -> Iterator[None]:
     """Starts that try 4 linear heads for 60 steps, not 40 for 300, for tests of what is around a start."""
     from constraintmatch.methods import METHODS
     from constraintmatch.methods.linear_heads import best_linear_head
@@ -40,6 +41,19 @@ def quick_heads() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(METHODS["linear_scan"].__kwdefaults__, "n_tries", 4)
         patch.setitem(best_linear_head.__kwdefaults__, "steps", 60)
+        yield
+
+
+@pytest.fixture
+def quick_heads() -> Iterator[None]:
+    with fewer_heads():
+        yield
+
+
+@pytest.fixture(scope="module")
+def quick_heads_throughout() -> Iterator[None]:
+    """The same for all tests of a module and the fixtures they share."""
+    with fewer_heads():
         yield
 
 

@@ -132,11 +132,11 @@ def test_the_model_has_the_trained_backbone_and_no_head(stripes: ImageSet) -> No
     assert np.array_equal(embed(model, stripes, projected=True), embed(model, stripes))
 
 
-def test_it_is_a_stage_of_pretraining(stripes: ImageSet, tmp_path: Path) -> None:
+def test_it_is_a_stage_of_pretraining(few: ImageSet, tmp_path: Path) -> None:
     recipe = {"byol": {**SMALL, "epochs": 2}, "scan": {"epochs": 1, "images_per_step": 30, "n_tries": 0}}
     settings = {"device": "cpu", "seed": 3}
     model = pretrain(
-        fresh(), stripes, 3, stages=("byol", "scan"), recipe=recipe, settings=settings, around=Around(tmp_path)
+        fresh(), few, 3, stages=("byol", "scan"), recipe=recipe, settings=settings, around=Around(tmp_path)
     )
     assert [entry["method"] for entry in model.config.trained] == ["byol", "scan"]
     assert model.config.n_clusters == 3

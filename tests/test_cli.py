@@ -30,7 +30,7 @@ COMMANDS = list(get_command(cli.app).commands)  # type: ignore[attr-defined]
 DOCS = Path(__file__).parent.parent / "docs"
 SUFFIXES = ("png", "jpg", "webp", "bmp", "gif", "tiff")
 
-pytestmark = pytest.mark.usefixtures("quick_heads")
+pytestmark = pytest.mark.usefixtures("quick_heads_throughout")
 
 
 def run(*words: object, code: int = 0) -> Any:
@@ -85,7 +85,7 @@ def quick() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def trained(quick_heads: None, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:  # noqa: ARG001
+def trained(quick_heads_throughout: None, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:  # noqa: ARG001
     """A run folder from `train`, made with its own start, and what the command printed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

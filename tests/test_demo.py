@@ -10,7 +10,7 @@ from constraintmatch.datasets import load_dataset
 from constraintmatch.errors import InputError
 from constraintmatch.files import read_json
 
-pytestmark = pytest.mark.usefixtures("small_batches", "quick_heads")
+pytestmark = pytest.mark.usefixtures("small_batches", "quick_heads_throughout")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -176,6 +176,7 @@ def test_equal_seeds_give_equal_models(fitted: ConstraintMatch, stripes: ImageSe
     assert not np.array_equal(other.predict_proba(stripes), fitted.predict_proba(stripes))
 
 
+@pytest.mark.usefixtures("quick_heads")
 def test_the_whole_start_depends_on_the_seed_alone(stripes: ImageSet, pairs: Constraints) -> None:
     heads = {"linear_scan": {"n_tries": 2}}
     stages = {"simclr": {"epochs": 1}, **heads, "scan": {"epochs": 1}, "self_label": {"epochs": 1}}
@@ -211,6 +212,7 @@ def test_a_model_given_as_start_is_used_and_left_as_it_was(stripes: ImageSet, pa
         torch.testing.assert_close(value, before[name])
 
 
+@pytest.mark.usefixtures("quick_heads")
 def test_a_start_without_clusters_takes_the_place_of_simclr(
     stripes: ImageSet, pairs: Constraints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

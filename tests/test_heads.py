@@ -40,7 +40,7 @@ def test_a_head_that_learns_nothing_comes_back_as_it_was(stripes: ImageSet) -> N
 def test_the_head_learns_first_and_the_backbone_waits(stripes: ImageSet, method: str) -> None:
     assert stripes.labels is not None
     pairs = Constraints.sample(stripes.labels, 200, seed=0)
-    settings = TrainSettings(steps=3, lr=1e-9, device="cpu")  # the network itself hardly moves
+    settings = TrainSettings(steps=1, lr=1e-9, device="cpu")  # the network itself hardly moves
     sizes = {"pairs_per_step": 20, **({} if method == "constrained" else {"images_per_step": 30})}
     start = build_model(n_clusters=3, side=8, channels=1, seed=2)
     weights = {name: value.clone() for name, value in start.backbone.named_parameters()}
@@ -62,7 +62,7 @@ def test_the_head_learns_first_and_the_backbone_waits(stripes: ImageSet, method:
 def test_a_resumed_run_does_not_teach_the_head_again(stripes: ImageSet, tmp_path: Path) -> None:
     assert stripes.labels is not None
     pairs = Constraints.sample(stripes.labels, 200, seed=0)
-    arguments = {"pairs_per_step": 20, "images_per_step": 30, "head_steps": 5}
+    arguments = {"pairs_per_step": 5, "images_per_step": 8, "head_steps": 5}
     settings = TrainSettings(steps=8, device="cpu", checkpoint_every=2, log_every=4)
     start = build_model(n_clusters=3, side=8, channels=1, seed=2)
 

@@ -110,6 +110,7 @@ def test_the_same_seed_finds_the_same_head_and_the_global_generator_is_left_alon
     assert not torch.equal(first.weight, best_linear_head(FEATURES, NEAR, 5, n_heads=2, steps=5, seed=2).weight)
 
 
+@pytest.mark.usefixtures("quick_heads")
 def test_scan_begins_with_the_best_head(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["constraintmatch.methods.scan"]  # the package offers the function under this name
     seen: list[torch.Tensor] = []
@@ -161,7 +162,7 @@ def test_linear_scan_gives_up_a_head_only_for_a_better_one(monkeypatch: pytest.M
     module = sys.modules["constraintmatch.methods.linear_scan"]
 
     def unlucky(*arguments: Any, **options: Any) -> LinearHead:
-        head = best_linear_head(*arguments, **options)
+        head = best_linear_head(*arguments, **options, steps=5)
         return head._replace(losses=head.losses + 5)
 
     monkeypatch.setattr(module, "best_linear_head", unlucky)

@@ -29,7 +29,7 @@ def test_the_card_of_a_shipped_model_is_current(card: Path, monkeypatch: pytest.
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(small_batches: None, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
     """A folder with results/ and models/ of one cell of digits."""
     folder, row = tmp_path_factory.mktemp("cards"), DATASETS["digits"]
     start = build_model(n_clusters=10, side=8, channels=1, backbone="tiny", mean=row.mean, std=row.std)

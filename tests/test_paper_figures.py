@@ -138,20 +138,27 @@ def figure(tmp_path_factory: pytest.TempPathFactory) -> Drawing:
     return shown(tmp_path_factory.mktemp("amount"), "amount", grid_cells("amount", sets=[SET], folds=[0, 1]))
 
 
-def test_the_same_numbers_give_the_same_bytes_whatever_the_user_has_set(figure: Drawing, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def drawn(figure: Drawing, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Its PNG and its SVG."""
+    return list(draw(figure, tmp_path_factory.mktemp("drawn")))
+
+
+def test_the_same_numbers_give_the_same_bytes_whatever_the_user_has_set(
+    figure: Drawing, drawn: list[Path], tmp_path: Path
+) -> None:
     import matplotlib
 
-    first = draw(figure, tmp_path / "first")
     with matplotlib.rc_context({"font.size": 30, "figure.facecolor": "black"}):
         second = draw(figure, tmp_path / "second")
         assert matplotlib.rcParams["font.size"] == 30
-    for one, other in zip(first, second, strict=True):
+    for one, other in zip(drawn, second, strict=True):
         assert one.read_bytes() == other.read_bytes()
         assert one.stat().st_size < 200_000
 
 
-def test_the_files_tell_which_numbers_they_show_and_no_date(figure: Drawing, tmp_path: Path) -> None:
-    png, svg = draw(figure, tmp_path)
+def test_the_files_tell_which_numbers_they_show_and_no_date(figure: Drawing, drawn: list[Path]) -> None:
+    png, svg = drawn
     assert (png.name, svg.name) == ("amount-cifar100-20.png", "amount-cifar100-20.svg")
     assert figure.digest in svg.read_text(encoding="utf-8")
     assert "<dc:date>" not in svg.read_text(encoding="utf-8")
@@ -161,8 +168,8 @@ def test_the_files_tell_which_numbers_they_show_and_no_date(figure: Drawing, tmp
     assert replace(figure, steps=3_000).digest != figure.digest
 
 
-def test_a_picture_is_opaque_so_that_a_dark_page_does_not_swallow_it(figure: Drawing, tmp_path: Path) -> None:
-    png, _ = draw(figure, tmp_path)
+def test_a_picture_is_opaque_so_that_a_dark_page_does_not_swallow_it(drawn: list[Path]) -> None:
+    png, _ = drawn
     with Image.open(png) as picture:
         assert picture.getpixel((0, 0)) == (255, 255, 255, 255)
         assert picture.convert("RGBA").getextrema()[3] == (255, 255)

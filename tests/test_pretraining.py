@@ -39,7 +39,7 @@ FEW = {
 }
 CPU = {"device": "cpu", "seed": 3}
 
-pytestmark = pytest.mark.usefixtures("quick_heads")
+pytestmark = pytest.mark.usefixtures("quick_heads_throughout")
 
 
 def fresh(n_clusters: int = 0) -> ClusterModel:
@@ -53,7 +53,11 @@ def pretrained(stripes: ImageSet, place: Path, stages: tuple[str, ...] = STAGES)
 
 
 @pytest.fixture(scope="module")
-def made(quick_heads: None, stripes: ImageSet, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ClusterModel]:  # noqa: ARG001
+def made(
+    quick_heads_throughout: None,  # noqa: ARG001
+    stripes: ImageSet,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, ClusterModel]:
     """A folder with the runs and the results of the whole chain, and its model."""
     place = tmp_path_factory.mktemp("made")
     return place, pretrained(stripes, place)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,12 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cells = grid_cells("table1", sets=["cifar10"], folds=[0, 1]) + grid_cells("table2", sets=["cifar100-20"], folds=[0])
     cells += grid_cells("noise", sets=["cifar100-20"], folds=[0], steps=3_000)
     return write_cells(tmp_path_factory.mktemp("some"), cells)
+
+
+@pytest.fixture(scope="module")
+def page(some: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Their page, with its figures beside it."""
+    return write_reproduction(some, tmp_path_factory.mktemp("docs") / "made")
 
 
 # The committed page
@@ -68,11 +75,10 @@ def test_without_results_the_page_has_the_papers_values_and_says_so(tmp_path: Pa
     assert not (tmp_path / "docs" / "figures").exists()
 
 
-def test_the_page_shows_what_ran_where_and_what_is_cut(some: Path, tmp_path: Path) -> None:
-    page = write_reproduction(some, tmp_path)
+def test_the_page_shows_what_ran_where_and_what_is_cut(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for path in re.findall(r"\((figures/[^)]+)\)", text):
-        assert (tmp_path / path).is_file()
+        assert (page.parent / path).is_file()
     assert "![Wrong annotations of constraints, cut (3,000 steps); CIFAR-100-20 test, 10,000 pairs, 1 fold]" in text
     assert "42 cells (24 of them cut)" in text
     assert re.search(r"\| NVIDIA H200 +\| 2\.11\.0 +\| 0123456789ab +\| +42 \|", text)
@@ -88,13 +94,13 @@ def test_every_result_is_listed_on_the_page(some: Path) -> None:
     assert set(listed) - names == set(GRIDS)
 
 
-def test_the_page_is_written_again_to_the_same_bytes(some: Path, tmp_path: Path) -> None:
-    first = write_reproduction(some, tmp_path / "a").read_bytes()
-    assert write_reproduction(some, tmp_path / "b").read_bytes() == first
+def test_the_page_is_written_again_to_the_same_bytes(some: Path, page: Path, tmp_path: Path) -> None:
+    assert write_reproduction(some, tmp_path).read_bytes() == page.read_bytes()
 
 
-def test_a_figure_whose_results_are_gone_is_removed_and_nothing_else(some: Path, tmp_path: Path) -> None:
-    write_reproduction(some, tmp_path)
+def test_a_figure_whose_results_are_gone_is_removed_and_nothing_else(page: Path, tmp_path: Path) -> None:
+    shutil.copytree(page.parent, tmp_path, dirs_exist_ok=True)
+    assert list((tmp_path / "figures").iterdir())
     (tmp_path / "figures" / "gallery-cifar10.png").touch()
     write_reproduction(tmp_path / "none", tmp_path)
     assert [path.name for path in (tmp_path / "figures").iterdir()] == ["gallery-cifar10.png"]

@@ -35,6 +35,12 @@ def run(images: ImageSet, out: Path | None = None, *, resume: bool = False) -> T
     )
 
 
+@pytest.fixture(scope="module")
+def whole(stripes: ImageSet) -> Trained:
+    """The same training without a break and without a folder."""
+    return run(stripes)
+
+
 def assert_same(left: Trained, right: Trained) -> None:
     for name, value in left.model.state_dict().items():
         assert torch.equal(value, right.model.state_dict()[name]), name
@@ -43,7 +49,7 @@ def assert_same(left: Trained, right: Trained) -> None:
 
 
 def test_a_broken_off_run_of_a_method_goes_on_bit_for_bit(
-    stripes: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stripes: ImageSet, whole: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Stepper.__call__
 
@@ -56,11 +62,11 @@ def test_a_broken_off_run_of_a_method_goes_on_bit_for_bit(
         patch.setattr(Stepper, "__call__", failing)
         with pytest.raises(OSError, match="went away"):
             run(stripes, tmp_path)
-    assert_same(run(stripes, tmp_path, resume=True), run(stripes))
+    assert_same(run(stripes, tmp_path, resume=True), whole)
 
 
 def test_a_run_that_ends_before_it_is_noted_as_finished_is_not_trained_again(
-    stripes: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stripes: ImageSet, whole: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     note = RunFolder.note
 
@@ -76,11 +82,12 @@ def test_a_run_that_ends_before_it_is_noted_as_finished_is_not_trained_again(
     with monkeypatch.context() as patch:
         patch.setattr(Stepper, "__call__", lambda *_: pytest.fail("a step was done again"))
         again = run(stripes, tmp_path, resume=True)
-    assert_same(again, run(stripes))
+    assert_same(again, whole)
     assert not (tmp_path / "checkpoint.safetensors").exists()
 
 
-def test_streamed_images_train_the_same_model(stripes: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    resident = run(stripes)
+def test_streamed_images_train_the_same_model(
+    stripes: ImageSet, whole: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(batches, "_fits", lambda *_: False)
-    assert_same(run(stripes), resident)
+    assert_same(run(stripes), whole)

@@ -1,5 +1,6 @@
 """Checkpoints in SCAN's layout: made by a network of the test's own, imported, and compared with it bit for bit."""
 
+import copy
 import csv
 import json
 import os
@@ -119,7 +120,8 @@ def place(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path)
 
 
-def pixels(side: int = 32, n: int = 3) -> Tensor:
+def pixels(side: int = 16, n: int = 3) -> Tensor:
+    """Images smaller than those of the data sets: the networks take any side and pool what is left."""
     return torch.randint(0, 256, (n, 3, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
@@ -134,7 +136,7 @@ def normalised(model: ClusterModel, images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def same_logits(model: ClusterModel, network: nn.Module, side: int = 32, **options: int) -> bool:
+def same_logits(model: ClusterModel, network: nn.Module, side: int = 16, **options: int) -> bool:
     images = pixels(side)
     expected = network(normalised(model, images), **options)
     assert expected.std(0).mean() > 0.1, "all images look alike to the reference"
@@ -180,7 +182,8 @@ def test_the_imported_model_gives_the_same_logits(
 def test_half_precision_in_the_file_is_kept_exactly(scan: Clusterer, state: State, place: Path) -> None:
     # everything made half, the counts of batches too, as a careless script does it
     model = import_scan(saved({k: v.half() for k, v in state.items()}, place), "cifar10", place / "model")
-    rounded = made(Clusterer)
+    rounded = copy.deepcopy(scan)
+    rounded.cluster_head = rounded.cluster_head[:1]
     rounded.load_state_dict({name: value.half().float() for name, value in state.items()})
     assert same_logits(model, rounded)
     with torch.no_grad():
@@ -273,7 +276,7 @@ def test_each_data_set_has_its_network_its_clusters_and_scans_normalisation(
 ) -> None:
     reference = made(network)
     model = import_scan(saved(renamed(reference.state_dict()), place), data, place / "model")
-    assert same_logits(model, reference, side=min(side, 96))
+    assert same_logits(model, reference, side=side // 3)
     config = json.loads((place / "model" / "config.json").read_text())
     assert (config["mean"], config["std"]) == normalisation
     assert (config["side"], config["n_clusters"]) == (side, reference.cluster_head[0].out_features)
@@ -415,7 +418,7 @@ def test_what_lies_in_the_way_is_not_overwritten(state: State, place: Path) -> N
 
 
 def test_the_command_leaves_a_model_that_predict_takes(scan: Clusterer, place: Path) -> None:
-    images = pixels(n=12)
+    images = pixels(32, n=12)
     np.save(place / "images.npy", images.permute(0, 2, 3, 1).numpy())
     state, out, clusters = scan.state_dict(), place / "model", place / "clusters.csv"
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in CIFAR)
