@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,20 @@ def small_batches() -> Iterator[None]:
     """Digits in batches a fifth of their size, for tests of what is around a training and not of what it learns."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(DATASETS, "digits", replace(DATASETS["digits"], pairs_per_step=10, images_per_step=30))
+        yield
+
+
+@pytest.fixture(scope="module")
+def few_digits() -> Iterator[None]:
+    """Every third digit, with as many validation images as ever, for tests that go through all images often."""
+    row = DATASETS["digits"]
+
+    def load(*given: Any) -> ImageSet:
+        whole = row.load(*given)
+        return whole.take(np.arange(0, len(whole), 3))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DATASETS, "digits", replace(row, load=load, splits=(333, 100, 167)))
         yield
 
 

@@ -2,24 +2,21 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from constraintmatch import demo
-from constraintmatch.datasets import load_dataset
 from constraintmatch.errors import InputError
 from constraintmatch.files import read_json
 
-pytestmark = pytest.mark.usefixtures("small_batches", "quick_heads_throughout")
+pytestmark = pytest.mark.usefixtures("small_batches", "few_digits", "quick_heads_throughout")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def short() -> Iterator[None]:
-    """A demo of seconds: 300 digits, two samples, a few small steps."""
+    """A demo of seconds: two samples, a few small steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "N_SAMPLES", 2)
         patch.setattr(demo, "STEPS", 4)
-        patch.setattr(demo, "load_dataset", lambda *given: load_dataset(*given).take(np.arange(300)))
         recipe = {"simclr": {"epochs": 1}, "linear_scan": {"n_tries": 1, "most_images": 100}}
         patch.setattr(demo, "short_start", lambda *_, **__: recipe)
         yield

@@ -33,7 +33,7 @@ from constraintmatch.progress import Quiet
 from constraintmatch.rounds import Asking, ask_until, closure_pairs, image_belief
 from constraintmatch.running import Around, method_settings, run_method, weights_hash
 
-pytestmark = pytest.mark.usefixtures("small_batches", "quick_heads_throughout")
+pytestmark = pytest.mark.usefixtures("small_batches", "few_digits", "quick_heads_throughout")
 
 SMALL = Learning({"pairs_per_step": 10, "images_per_step": 20}, {"steps": 2, "device": "cpu"}, every=5)
 
