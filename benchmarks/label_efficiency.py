@@ -51,9 +51,7 @@ WAYS = {
 def pairs_of(asked: argparse.Namespace, answers: Sequence[Answer], frozen: Frozen, begun: ClusterModel) -> Constraints:
     """What a round is trained on, from the model that it begins with."""
     pairs = closure_pairs(answers, len(frozen), seed=asked.seed)
-    if not asked.anchors:
-        return pairs
-    return anchored(pairs, frozen.probabilities(begun), apart=asked.anchors == "apart", seed=asked.seed)
+    return anchored(pairs, frozen.probabilities(begun), seed=asked.seed) if asked.anchors else pairs
 
 
 class HeadAlone:
@@ -179,7 +177,7 @@ def request_of(asked: argparse.Namespace, way: str, error: float) -> dict[str, A
     request = {"data": asked.name, "way": way, "error": error, "steps": asked.steps, "seed": asked.seed}
     request["head"] = "the start's" if asked.plain else "told the answers"
     request |= {"start_name": asked.start} if asked.start else {}
-    request |= {"anchors": asked.anchors} if asked.anchors else {}
+    request |= {"anchors": "apart"} if asked.anchors else {}
     request |= {"last_steps": asked.last_steps, "budgets": asked.budgets} if asked.last_steps else {}
     return {**request, "options": training_options(asked), "start": weights_hash(load_model(asked.model))}
 
@@ -219,11 +217,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="of the network in a round; 0: only the head is told")
     parser.add_argument("--last-steps", type=int, default=0, help="of the network after the last answer; as --steps")
     parser.add_argument("--head-steps", type=int, default=0, help="of the head alone in a round, with --steps 0")
-    parser.add_argument(
-        "--anchors",
-        choices=("both", "apart"),
-        help="hold a round where it began: with pairs of both links, or only apart",
-    )
+    parser.add_argument("--anchors", action="store_true", help="hold clusters apart in a round, as loop does")
     parser.add_argument("--plain", action="store_true", help="begin with the start's head as it is")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=None)
@@ -241,7 +235,7 @@ def main() -> None:
     for error in map(float, asked.errors.split(",")):
         for way in asked.ways.split(","):
             kind = "" if asked.steps else "-trained-head" if asked.head_steps else "-head"
-            kind += (f"-{asked.start}" if asked.start else "") + (f"-anchored-{asked.anchors}" if asked.anchors else "")
+            kind += (f"-{asked.start}" if asked.start else "") + ("-anchored" if asked.anchors else "")
             kind += f"-last{asked.last_steps}" if asked.last_steps else ""
             target = asked.out / f"questions-{asked.name}-{way}{kind}-error{error:g}.json"
             kept, request = asked.out / "answers" / target.name, request_of(asked, way, error)

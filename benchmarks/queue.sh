@@ -119,8 +119,8 @@ joined() { # SET: the start and its SimCLR side by side; a copy that finds it be
 answers() { # answers instead of pairs: which anchors, what longer rounds are worth, then all curves
     local which="--ways chosen-which --errors 0" short="--budgets 50,200,500" anchors
     for anchors in both apart; do
-        curves cifar10 "$starts/byol-cifar10" --start byol $which $short --anchors $anchors
-        curves cifar100-20 "$starts/scan-cifar100-20" $which $short --anchors $anchors
+        curves cifar10 "$starts/byol-cifar10" --start byol $which $short --anchors
+        curves cifar100-20 "$starts/scan-cifar100-20" $which $short --anchors
     done
     curves cifar10 "$starts/byol-cifar10" --start byol $which $short --anchors apart --last-steps 10000
     curves cifar10 "$starts/byol-cifar10" --start byol $which $short --anchors both --last-steps 10000
@@ -129,7 +129,7 @@ answers() { # answers instead of pairs: which anchors, what longer rounds are wo
     [ -d "$both" ] && curves cifar100-20 "$both" --start joined $which $short --anchors apart --last-steps 2000
     curves cifar100-20 "$starts/scan-cifar100-20" $which $short --anchors apart --last-steps 5000
     for set in cifar10 cifar100-20; do
-        for anchors in apart both; do curves $set "$starts/scan-$set" $which --anchors $anchors; done
+        for anchors in apart both; do curves $set "$starts/scan-$set" $which --anchors; done
     done
     for set in cifar100-20 cifar10; do curves $set "$starts/scan-$set" --anchors apart; done
 }

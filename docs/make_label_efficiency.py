@@ -11,6 +11,7 @@ WAYS = {
     "random-pair": ("random pairs", "#D55E00", "o"),
     "chosen-pair": ("chosen pairs", "#0072B2", "s"),
     "chosen-which": ("chosen “which of these?”", "#009E73", "^"),
+    "chosen-which-anchored": ("chosen “which of these?”, anchored", "#332288", "X"),
     "chosen-which-head": ("chosen “which of these?”, head alone", "#E69F00", "D"),
     "chosen-which-trained-head": ("chosen “which of these?”, head alone, trained", "#56B4E9", "P"),
     "random-which": ("random “which of these?”", "#CC79A7", "v"),
@@ -27,11 +28,12 @@ simulated annotator answers from the labels of the training images, some answers
 one round from the same start on all answers so far, scored on the test images; one seed. A round first carries the
 answers along neighbours in the start's features and fits the cluster head to that (`propagate`), then trains the
 network by ConstraintMatch. *Head alone* leaves the network as it is: minutes on a CPU for the whole curve; where it
-says *trained*, the head learns by ConstraintMatch too, as by `loop --frozen`. *Anchored*: trained also on pairs of what
-the head was sure of at the round's beginning, as `loop` does (decision 036). The dotted line is the paper's
-ConstraintMatch with 10,000 random pairs, from the authors' start; the start of CIFAR is `weights/scan-*`, and
-`weights/byol-*` where it says *from BYOL*. *Two networks joined* are that start and the network of its first stage,
-SimCLR, side by side (`constraintmatch join`). Commits are in the results: later ones may choose questions otherwise."""
+says *trained*, the head learns by ConstraintMatch too, as by `loop --frozen`. *Anchored*: what the head was sure of at
+the round's beginning is held apart, as `loop` does (decision 036). *Long end*: after the last answer so many steps, as
+by `loop --last-steps`. The dotted line is the paper's ConstraintMatch with 10,000 random pairs, from the authors' start;
+the start of CIFAR is `weights/scan-*`, and `weights/byol-*` where it says *from BYOL*. *Two networks joined* are that
+start and the network of its first stage, SimCLR, side by side (`constraintmatch join`). Commits are in the results:
+later ones may choose questions otherwise."""
 
 
 def runs() -> list[dict[str, Any]]:
@@ -57,8 +59,9 @@ def _groups(found: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
 
 
 def _way(run: dict[str, Any]) -> str:
-    """The way of asking, and whether the head alone was told, or trained too."""
-    return str(run["way"]) + ("" if run["steps"] else "-trained-head" if run.get("options") else "-head")
+    """The way of asking, whether the head alone was told, or trained too, and whether rounds were anchored."""
+    alone = "" if run["steps"] else "-trained-head" if run.get("options") else "-head"
+    return str(run["way"]) + alone + ("-anchored" if run.get("anchors") else "")
 
 
 def _start(run: dict[str, Any]) -> str:
@@ -66,7 +69,8 @@ def _start(run: dict[str, Any]) -> str:
 
 
 def _title(run: dict[str, Any]) -> str:
-    return WAYS[_way(run)][0] + STARTS[_start(run)][0] + (", anchored" if run.get("anchors") else "")
+    end = f", long end ({run['last_steps']:,} steps)" if run.get("last_steps") else ""
+    return WAYS[_way(run)][0] + end + STARTS[_start(run)][0]
 
 
 def _stem(name: str, error: float) -> str:
@@ -92,7 +96,7 @@ def draw(found: Sequence[dict[str, Any]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     matplotlib.rcParams["svg.hashsalt"] = "constraintmatch"
     for name, error in _groups(found):
-        figure, axes = plt.subplots(figsize=(8.4, 4.8), layout="constrained")
+        figure, axes = plt.subplots(figsize=(10.4, 5.6), layout="constrained")
         chosen = [run for run in found if (run["data"], run["error"]) == (name, error)]
         low = min(100 * run["points"][0]["acc"] for run in chosen) - BELOW
         for run in chosen:
@@ -104,6 +108,7 @@ def draw(found: Sequence[dict[str, Any]], folder: Path) -> None:
                 color=colour,
                 marker=marker,
                 linestyle=STARTS[_start(run)][1],
+                fillstyle="none" if run.get("last_steps") else "full",
                 label=_title(run),
             )
             for p in points:
@@ -129,7 +134,7 @@ def draw(found: Sequence[dict[str, Any]], folder: Path) -> None:
         axes.set_xticks([], minor=True)
         axes.set_title(f"{TITLES[name]}, {100 * error:g} % wrong answers", loc="left", fontsize=11, weight="bold")
         axes.grid(alpha=0.3)
-        figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)  # beside the curves, not on them
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)  # beside the curves, not on them
         for suffix, about in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
             figure.savefig(folder / f"{_stem(name, error)}.{suffix}", dpi=120, metadata=about)
         plt.close(figure)

@@ -143,23 +143,23 @@ def test_a_question_of_the_simulation_is_a_question_like_any_other() -> None:
     assert all(isinstance(answer.question, Question) for answer in answered(7))
 
 
-def test_anchors_are_pairs_of_sure_images_that_no_answer_is_about() -> None:
+def test_anchors_hold_apart_sure_images_that_no_answer_is_about() -> None:
     sure = np.array([0, 1, 2] * 30, np.int64)  # by number of the image
     probabilities = np.full((90, 3), 0.02, np.float32)
     probabilities[np.arange(90), sure] = 0.96
     probabilities[80:] = 1 / 3
     said = Constraints.from_arrays([0, 1], [3, 2], [1, 0], n_images=90, weight=[0.5, 1.0])
     found = anchored(said, probabilities, seed=4)
-    assert len(found) == 2 + 90
+    assert 2 + 45 < len(found) <= 2 + 75  # of 90 pairs two thirds are of different clusters
     assert (found.left[:2].tolist(), found.right[:2].tolist()) == ([0, 1], [3, 2])
-    assert found.weight.tolist() == [0.5, *[1.0] * 91]
+    assert found.weight.tolist() == [0.5, *[1.0] * (len(found) - 1)]
     left, right, link = found.left[2:], found.right[2:], found.link[2:]
     used = np.union1d(left, right)
     assert used.min() > 3
     assert used.max() < 80
-    assert len(used) > 60
-    assert np.array_equal(link == 1, sure[left] == sure[right])
-    assert (left != right).all()
+    assert len(used) > 45
+    assert (sure[left] != sure[right]).all()
+    assert not link.any()
     again, other = anchored(said, probabilities, seed=4), anchored(said, probabilities, seed=5)
     assert np.array_equal(again.left, found.left)
     assert not np.array_equal(other.left, found.left)

@@ -96,28 +96,23 @@ def closure_pairs(answers: Sequence[Answer], n_images: int, *, most: int = MOST_
     return Constraints.from_arrays(left, right, link, n_images=n_images)
 
 
-def anchored(
-    pairs: Constraints, probabilities: NDArray[np.float32], *, apart: bool = False, seed: int = 0
-) -> Constraints:
-    """The pairs, and others of what the model is sure of that a round begins with (n, k): as many as images, if few.
+def anchored(pairs: Constraints, probabilities: NDArray[np.float32], *, seed: int = 0) -> Constraints:
+    """The pairs, and cannot-links between what the model is sure of that a round begins with (n, k).
 
-    After 50 answers the network ended far below the start without them, presumably because so few pairs are soon learnt
-    by heart and hold nothing then (decision 036). Images that answers are about take no part. `apart`: only those of
-    different clusters, which hold clusters apart and are nearly all right where the model is not.
+    After 50 answers the network ended far below the start without them: so few pairs are soon learnt by heart, and
+    pseudo-constraints alone merge clusters (decision 036). As many are drawn as there are images, if those are few;
+    images that answers are about take no part. Must-links are left out: too many of them are wrong.
     """
     free = probabilities.max(1) >= SURE
     free[pairs.left] = free[pairs.right] = False
-    rows = np.flatnonzero(free)
+    rows, cluster = np.flatnonzero(free), probabilities.argmax(1)
     if len(rows) < 2:
         return pairs
     words, n = draws.stream(seed, Purpose.ANCHORS), min(ANCHORS, len(free))
     one = draws.below(words, np.full(n, len(rows)))
-    left, right = rows[one], rows[draws.another(words, one, len(rows))]
-    cluster = probabilities.argmax(1)
-    if apart:
-        different = cluster[left] != cluster[right]
-        left, right = left[different], right[different]
-    columns = (pairs.left, left), (pairs.right, right), (pairs.link, cluster[left] == cluster[right])
+    drawn = np.stack([rows[one], rows[draws.another(words, one, len(rows))]])
+    left, right = drawn[:, cluster[drawn[0]] != cluster[drawn[1]]]
+    columns = (pairs.left, left), (pairs.right, right), (pairs.link, np.zeros(len(left)))
     together = [np.concatenate(column) for column in columns]
     weight = np.concatenate([pairs.weight, np.ones(len(left), np.float32)])
     return Constraints.from_arrays(*together, n_images=pairs.n_images, weight=weight)
