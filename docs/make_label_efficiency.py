@@ -30,10 +30,10 @@ answers along neighbours in the start's features and fits the cluster head to th
 network by ConstraintMatch. *Head alone* leaves the network as it is: minutes on a CPU for the whole curve; where it
 says *trained*, the head learns by ConstraintMatch too, as by `loop --frozen`. *Anchored*: what the head was sure of at
 the round's beginning is held apart, as `loop` does (decision 036). *Long end*: after the last answer so many steps, as
-by `loop --last-steps`. The dotted line is the paper's ConstraintMatch with 10,000 random pairs, from the authors' start;
-the start of CIFAR is `weights/scan-*`, and `weights/byol-*` where it says *from BYOL*. *Two networks joined* are that
-start and the network of its first stage, SimCLR, side by side (`constraintmatch join`). Commits are in the results:
-later ones may choose questions otherwise."""
+by `loop --last-steps`. The dotted line is the paper's ConstraintMatch with 10,000 random pairs, from the authors'
+start; the start of CIFAR is `weights/scan-*`, and `weights/byol-*` where it says *from BYOL*. *Two networks joined* are
+that start and the network of its first stage, SimCLR, side by side (`constraintmatch join`). Commits are in the
+results: later ones may choose questions otherwise."""
 
 
 def runs() -> list[dict[str, Any]]:
@@ -134,7 +134,9 @@ def draw(found: Sequence[dict[str, Any]], folder: Path) -> None:
         axes.set_xticks([], minor=True)
         axes.set_title(f"{TITLES[name]}, {100 * error:g} % wrong answers", loc="left", fontsize=11, weight="bold")
         axes.grid(alpha=0.3)
-        figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)  # beside the curves, not on them
+        figure.legend(
+            loc="outside lower center", ncols=2, fontsize=8.5, frameon=False
+        )  # beside the curves, not on them
         for suffix, about in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
             figure.savefig(folder / f"{_stem(name, error)}.{suffix}", dpi=120, metadata=about)
         plt.close(figure)

@@ -24,10 +24,23 @@ from typing import Any
 from constraintmatch.errors import InputError
 from constraintmatch.files import folder_lock, read_json, write_atomically, write_json
 
-__all__ = ["RunFolder", "environment", "flat_items", "is_finished", "open_run", "read_log", "write_result"]
+__all__ = [
+    "OtherRequest",
+    "RunFolder",
+    "environment",
+    "flat_items",
+    "is_finished",
+    "open_run",
+    "read_log",
+    "write_result",
+]
 
 FORMAT = 1
 _OWN_BYTES = 2 << 30  # of GPU memory that a process holds beside its tensors, generously
+
+
+class OtherRequest(InputError):
+    """A run folder that holds something else than what is asked for."""
 
 
 @dataclass
@@ -173,7 +186,7 @@ def _stored(path: Path) -> dict[str, Any] | None:
         return None
     record = read_json(path / "run.json")
     if not isinstance(record, dict) or record.get("format") != FORMAT or "request" not in record:
-        raise InputError(f"{path / 'run.json'}: not a run of format {FORMAT}; choose another --out")
+        raise OtherRequest(f"{path / 'run.json'}: not a run of format {FORMAT}; choose another --out")
     return record
 
 
@@ -182,7 +195,7 @@ def _same_request(stored: Mapping[str, Any], asked: Mapping[str, Any], path: Pat
     differing = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
     if odd := sorted(differing - _places(before, now)):
         said = "; ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in odd[:4])
-        raise InputError(f"{path}: cannot resume with another request ({said}); choose another --out")
+        raise OtherRequest(f"{path}: cannot resume with another request ({said}); choose another --out")
 
 
 def _places(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:

@@ -2,7 +2,7 @@
 
 folder/
   start/         the self-supervised start, where none was given
-  rounds/0120/   the run folder of the round with 120 answers
+  rounds/0120/   the run folder of the round with 120 answers; 0200-last/ of the longer training after all 200
   model/         the newest model
 
 A thread is enough: torch lets go of the interpreter while it computes, and an answer is taken in under 0.1 s meanwhile.
@@ -14,7 +14,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,8 +26,10 @@ from constraintmatch.errors import InputError
 from constraintmatch.landscape import Belief
 from constraintmatch.progress import Quiet, Reporter
 from constraintmatch.rounds import anchored, closure_pairs, head_belief, image_belief
+from constraintmatch.runs import OtherRequest
 
 if TYPE_CHECKING:
+    from constraintmatch.constraints import Constraints
     from constraintmatch.images import ImageSet
     from constraintmatch.methods import ViewChoice
     from constraintmatch.methods.propagate import Frozen
@@ -39,6 +41,7 @@ PATIENCE = 20.0  # seconds without a new answer after which fewer answers than m
 LONGEST_STEPS = (
     10.0  # seconds that a stop waits for the steps under way; then the thread is left to end with the program
 )
+LAST = "-last"  # ends the name of a round that is trained longer
 log = logging.getLogger(__name__)
 
 
@@ -46,13 +49,15 @@ log = logging.getLogger(__name__)
 class Learning:
     """How a round is trained: the method's arguments and training settings, and after how many new answers.
 
-    `total` is how many answers there will be at most: the last of them are learnt at once, however few.
+    `total` is how many answers there will be at most: the last of them are learnt at once, however few, and for
+    `last_steps` if that is given.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     every: int = 25
     total: int | None = None
+    last_steps: int | None = None
 
 
 class _Stopped(Exception):
@@ -144,6 +149,11 @@ class Learner:
         """How many answers it was not trained on."""
         return max(0, len(self.answers()) - self._learnt)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is something to train if no more is answered: on some answers, or longer at the end."""
+        return self.n_left > 0 or (self._is_last(self._learnt) and self._steps_of_newest() < self._last_steps)
+
     def name(self) -> str:
         """The newest model, as the store notes it beside the questions it asked."""
         return f"round {self._learnt}" if self._learnt else "start"
@@ -163,44 +173,52 @@ class Learner:
         n_answers, now = len(self.answers()), time.monotonic()
         if n_answers != self._seen:
             self._seen, self._seen_at = n_answers, now
-        if n_answers <= self._learnt:
+        if not self.is_behind:
             return False
         last = self.learning.total is not None and n_answers >= self.learning.total
         return last or n_answers - self._learnt >= self.learning.every or now - self._seen_at > PATIENCE
 
     def learn(self, reporter: Reporter | None = None) -> bool:
         """Train one round on all answers so far; False where they say nothing that could be trained on."""
-        from constraintmatch.methods import ViewChoice
-        from constraintmatch.models import load_model
-        from constraintmatch.running import Around, method_settings, run_method
-
-        answers, settings = list(self.answers()), self.learning.settings
+        answers, settings = list(self.answers()), dict(self.learning.settings)
         pairs = closure_pairs(answers, len(self.images))
         if not len(pairs):
             return False
         watched = _Watched(reporter or Quiet(), lambda: self._stop and threading.current_thread() is self._thread)
         self._training = len(answers), watched
-        place = self._round(len(answers))
-        shutil.rmtree(place, ignore_errors=True)  # of a round that was stopped, with other answers perhaps
+        if self._is_last(len(answers)):
+            settings["steps"] = self._last_steps
         try:
             before = self._of_newest().probabilities
             first = begun(self.start_model, self.frozen, self.images, answers, settings, before)
             self._ahead = head_belief(first, self.frozen)  # better questions while the network is trained
             if not self.images.embedded:  # a head alone learns few pairs by heart less easily, and would be held back
                 pairs = anchored(pairs, self.frozen.probabilities(first))
-            run_method(
-                "constraintmatch",
-                first,
-                self.images,
-                pairs,
-                arguments=self.learning.arguments,
-                settings=method_settings("constraintmatch", settings),
-                around=Around(place, reporter=watched, views=self.views or ViewChoice(), held_out=self.held_out),
-            )
-            self._believe(load_model(place), len(answers))
+            self._believe(self._trained(first, pairs, settings, len(answers), watched), len(answers))
         finally:
             self._training, self._ahead = None, None
         return True
+
+    def _trained(
+        self, first: ClusterModel, pairs: Constraints, settings: Mapping[str, Any], n_answers: int, reporter: Reporter
+    ) -> ClusterModel:
+        """One round; a stopped one goes on from its checkpoint, unless something else was answered meanwhile."""
+        from constraintmatch.methods import ViewChoice
+        from constraintmatch.models import load_model
+        from constraintmatch.running import Around, method_settings, run_method
+
+        place, views = self._round(n_answers), self.views or ViewChoice()
+        given: dict[str, Any] = {
+            "arguments": self.learning.arguments,
+            "settings": method_settings("constraintmatch", settings),
+            "around": Around(place, reporter=reporter, views=views, held_out=self.held_out, resume=True),
+        }
+        try:
+            run_method("constraintmatch", first, self.images, pairs, **given)
+        except OtherRequest:
+            shutil.rmtree(place)
+            run_method("constraintmatch", first, self.images, pairs, **given)
+        return load_model(place)
 
     def start(self) -> None:
         """Begin to learn in the background whenever a round is due."""
@@ -246,26 +264,45 @@ class Learner:
             self._belief = head_belief(start, self.frozen) if begins else image_belief(self._newest, self.images)
         return self._belief
 
+    @property
+    def _last_steps(self) -> int:
+        return self.learning.last_steps or 0
+
+    def _is_last(self, n_answers: int) -> bool:
+        """Whether a round with so many answers is the longer one at the end."""
+        total = self.learning.total
+        return self._last_steps > 0 and total is not None and n_answers >= total
+
+    def _steps_of_newest(self) -> int:
+        return int(self._newest.config.trained[-1]["steps"]) if self._learnt else 0
+
     def _round(self, n_answers: int) -> Path:
-        return self.folder / "rounds" / f"{n_answers:04d}"
+        return self.folder / "rounds" / (f"{n_answers:04d}" + (LAST if self._is_last(n_answers) else ""))
 
     def _take_up(self) -> None:
-        """Go on with the newest finished round that knows no more answers than stand now; clear unfinished ones.
+        """Go on with the newest finished round that knows no more answers than stand now; clear what cannot go on.
 
         A round of another network, or of the other way, with the network frozen or not, is passed over.
         """
         from constraintmatch.models import load_model
         from constraintmatch.runs import is_finished
 
-        rounds = {int(path.name): path for path in (self.folder / "rounds").glob("*") if path.name.isdecimal()}
-        for n_answers, path in sorted(rounds.items(), reverse=True):
+        for n_answers, path in sorted(_rounds(self.folder / "rounds"), reverse=True):
             if not is_finished(path):
-                shutil.rmtree(path, ignore_errors=True)
+                if path != self._round(len(self.answers())):
+                    shutil.rmtree(path, ignore_errors=True)
             elif n_answers <= len(self.answers()):
                 model = load_model(path)
                 if _kind(model) == _kind(self.start_model):
                     self._newest, self._learnt = model.to(self.start_model.device), n_answers
                     return
+
+
+def _rounds(folder: Path) -> Iterator[tuple[int, Path]]:
+    """The rounds that lie there, by their answers; the longer one of the end comes after the other with as many."""
+    for path in folder.glob("*"):
+        if path.name.removesuffix(LAST).isdecimal():
+            yield int(path.name.removesuffix(LAST)), path
 
 
 def _kind(model: ClusterModel) -> tuple[object, ...]:

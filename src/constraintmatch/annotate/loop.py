@@ -57,13 +57,15 @@ class Loop:
     seed: int = 0
     device: str | None = None
     frozen: bool = False  # whether the network stays as it is and its head alone learns
+    last_steps: int | None = None  # of the training after the last answer
 
     def __post_init__(self) -> None:
         for name in ("questions", "every"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name} is {getattr(self, name)}; it must be 1 or more")
-        if self.steps is not None and self.steps < 1:
-            raise InputError(f"--steps is {self.steps}; it must be 1 or more")
+        for name, value in (("--steps", self.steps), ("--last-steps", self.last_steps)):
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}; it must be 1 or more")
 
 
 class Limited(Chooser):
@@ -170,7 +172,7 @@ def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter | None = None)
                 here.store.add_questions(chosen, model=here.learner.name())
                 for asked in here.store.claim("labels", len(chosen)):
                     here.store.answer(asked.id, oracle.answer(asked.question).choice, "labels")
-            if not here.learner.n_left or not here.learner.learn(here.reporter):
+            if not here.learner.is_behind or not here.learner.learn(here.reporter):
                 break
             _say_round(here)
         return _ended(here)
@@ -189,7 +191,7 @@ def _claim(refill: Refill, who: str) -> Asked | None:
 
 
 def _learn_the_rest(here: _Open) -> None:
-    if here.learner.n_left:
+    if here.learner.is_behind:
         here.reporter.say(f"learning from the last answers, {here.learner.n_left:,} (Ctrl-C leaves that for next time)")
         here.learner.learn(here.reporter)
 
@@ -225,6 +227,8 @@ def _ended(here: _Open) -> list[tuple[str, str]]:
     save_model(learner.newest, out / "model")
     write_clusters(out / "clusters.csv", here.data.images.names, Predictions(probabilities))
     left = f"; {learner.n_left:,} more wait: the same command learns them" if learner.n_left else ""
+    if learner.is_behind and not left:
+        left = "; the last training waits: the same command goes on with it"
     rows += [
         ("model", f"{out / 'model'} (has learnt from {learner.n_learnt:,} answers{left})"),
         ("clusters", f"{out / 'clusters.csv'} ({learner.newest.config.n_clusters:,} clusters)"),
@@ -381,4 +385,5 @@ def _learning(loop: Loop, data: Data, *, cpu: bool) -> Learning:
         arguments |= {key: tuned[key] for key in ("pseudo_weight", "max_entropy")}
     rate = size["lr"] if data.row is None else min(data.row.tuned["constraintmatch"]["lr"], MOST_LR)
     settings = {"steps": loop.steps or size["steps"], "lr": rate}
-    return Learning(arguments, {**settings, "seed": loop.seed, "device": loop.device}, loop.every, loop.questions)
+    settings |= {"seed": loop.seed, "device": loop.device}
+    return Learning(arguments, settings, loop.every, loop.questions, loop.last_steps)

@@ -60,6 +60,7 @@ def loop(
     ] = Choosing.recommended,
     every: Annotated[int, option("Answers between two rounds of training. (25)")] = 25,
     steps: Annotated[int | None, option("Steps of a round. (300 on a CPU or frozen, else 1,000)")] = None,
+    last_steps: Annotated[int | None, option("Steps of the training after the last answer. (as --steps)")] = None,
     frozen: Annotated[
         bool, option("Leave the network as it is; its head alone learns: seconds a round, on a CPU too.", "--frozen")
     ] = False,
@@ -108,7 +109,20 @@ def loop(
     if kind is None and terminal:
         asked = "pair"  # y and n need no other keys, and two pictures fit a narrow terminal
     request = loops.Loop(
-        data, out, clusters, questions, model, asked, choose.value, every, steps, opened, seed, device, frozen
+        data,
+        out,
+        clusters,
+        questions,
+        model,
+        asked,
+        choose.value,
+        every,
+        steps,
+        opened,
+        seed,
+        device,
+        frozen,
+        last_steps,
     )
     if way == "labels":
         rows = loops.ask_labels(request, error, reporter(quiet))
