@@ -33,9 +33,9 @@ _CLAIMS = {  # what the paper's text says of its figures, whose points it does n
 }
 _REMARKS = {  # what has to be known beside them
     "table3": "The code that its authors published names starts with 50 and 100 outputs and does not say where they "
-    "are to be had. Ours are weaker (SCAN's rows), so the gain over the start counts. A longer start was tried and "
-    "changed little. In short trials on CIFAR-10 it was the head that was missing (decision 034); what else was tried "
-    "is in docs/lab-notes.md (ninth, eleventh and twelfth session).",
+    "are to be had. Ours are weaker (SCAN's rows), so the gain over the start counts. The head first (decision 034) is "
+    "not the paper's. Cells from earlier, shorter starts are in results/experiments; what else was tried is in "
+    "docs/lab-notes.md (ninth, eleventh, twelfth and thirteenth session).",
     "flip": "The code that its authors published (their commit 47b2d73) swaps the two largest probabilities for naive "
     "pseudo-labelling only. For ConstraintMatch it swaps two clusters drawn at random: of 20, a sure guess keeps its "
     "largest nine times in ten. If its figure was made with that, its two curves are not under the same noise. “Any "
