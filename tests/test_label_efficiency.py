@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -127,3 +128,26 @@ def test_a_head_alone_is_trained_where_it_is_asked(tmp_path: Path, monkeypatch: 
     assert [point["answers"] for point in trained["points"]] == [0, 30]
     assert trained["points"][0]["acc"] == told["points"][0]["acc"]
     assert trained["points"][1]["acc"] != told["points"][1]["acc"]
+
+
+def test_the_last_training_of_a_curve_may_be_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark = script("benchmarks", "label_efficiency")
+    save_model(build_model(n_clusters=10, side=8, channels=1, backbone="tiny", seed=3), tmp_path / "start")
+    steps: list[int] = []
+    run_method = benchmark.run_method
+
+    def watched(*given: Any, **named: Any) -> Any:
+        steps.append(named["settings"].steps)
+        return run_method(*given, **named)
+
+    monkeypatch.setattr(benchmark, "run_method", watched)
+    asked = ["digits", "--model", str(tmp_path / "start"), "--ways", "chosen-which", "--errors", "0", "--anchors"]
+    place = ["--steps", "1", "--last-steps", "2", "--budgets", "8,16", "--out", str(tmp_path), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["label_efficiency.py", *asked, *place])
+    benchmark.main()
+    assert steps == [1, 2]
+    found = read_json(tmp_path / "questions-digits-chosen-which-anchored-last2-error0.json")
+    assert (found["anchors"], found["last_steps"], found["budgets"]) == ("apart", 2, [8, 16])
+    monkeypatch.setattr(sys, "argv", ["label_efficiency.py", *asked, *place, "--steps", "0"])
+    with pytest.raises(SystemExit):
+        benchmark.main()

@@ -149,7 +149,7 @@ def test_the_same_numbers_give_the_same_bytes_whatever_the_user_has_set(
 ) -> None:
     import matplotlib
 
-    with matplotlib.rc_context({"font.size": 30, "figure.facecolor": "black"}):
+    with matplotlib.rc_context({"font.size": 30, "lines.linewidth": 9, "axes.labelcolor": "red"}):
         second = draw(figure, tmp_path / "second")
         assert matplotlib.rcParams["font.size"] == 30
     for one, other in zip(drawn, second, strict=True):
