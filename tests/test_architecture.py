@@ -74,6 +74,7 @@ INSIDE = {
         "linear_heads",
         "preparation",
         "heads",
+        "merging",
         "labels",
         "pairs",
         "simclr",

@@ -57,6 +57,7 @@ _MEANINGS = {
     "images_per_step": "Images in a step.",
     "least_share": "Share of each cluster's images that take part in any case.",
     "links": "Pseudo-constraints: soft or hard.",
+    "merge": "First merge clusters that the pairs say are one: for --clusters that are too many.",
     "log_every": "Steps between lines of log.jsonl.",
     "lr": "Learning rate.",
     "max_entropy": "τ: images with a normalized entropy under it take part.",

@@ -362,6 +362,7 @@ def _rehearse(plan: Plan) -> None:
     )
     around = Around(views=plan.views)
     arguments = dict(plan.arguments)
+    arguments.pop("merge", None)  # a few images say nothing of clusters
     if arguments.get("head_steps", 0) > 1:
         arguments["head_steps"] = 1
     run_method(plan.method, model, few, pairs, arguments=arguments, settings=settings, around=around)

@@ -17,6 +17,7 @@ def constrained(
     *,
     objective: str = "mcl",
     error_rate: float = 0.0,
+    merge: bool = False,
     head_steps: int = 0,
     pairs_per_step: int = 200,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
@@ -26,7 +27,8 @@ def constrained(
     """The model trained with L^cons alone; `objective` is mcl (the paper's) or kcl.
 
     `error_rate` is the share of the constraints thought to be wrong: the loss then expects them (decision 032).
-    With `head_steps` the head alone learns first (decision 034).
+    With `merge` clusters that the pairs join are merged first (decision 038), with `head_steps` the head alone learns
+    first (decision 034).
     """
     return train_on_pairs(
         model,
@@ -37,6 +39,7 @@ def constrained(
         objective=objective,
         error_rate=error_rate,
         pairs_per_step=pairs_per_step,
+        merge=merge,
         head_steps=head_steps,
         settings=settings,
         views=views,

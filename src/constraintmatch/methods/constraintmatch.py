@@ -32,6 +32,7 @@ def constraintmatch(
     objective: str = "mcl",
     error_rate: float = 0.0,
     pseudo_error_rate: float | None = None,
+    merge: bool = False,
     head_steps: int = 0,
     pairs_per_step: int = 200,
     images_per_step: int = 600,
@@ -47,7 +48,7 @@ def constraintmatch(
     (the paper has none): pairs first, where the start is weak. ρ = `flip_fraction` of the guesses have two clusters
     swapped: `flip_between` the two largest, as the paper says, or any two, as its published code does.
     `error_rate` is the share of the constraints thought to be wrong, `pseudo_error_rate` that of the pseudo-constraints
-    (None: the same): the losses then expect them (decision 032). In the first `head_steps` the head learns alone (034).
+    (None: the same): the losses then expect them (decision 032). `merge` and `head_steps`: see `constrained`.
     """
     if pseudo_error_rate is not None:
         check_error_rate("pseudo_error_rate", pseudo_error_rate)
@@ -84,6 +85,7 @@ def constraintmatch(
         objective=objective,
         error_rate=error_rate,
         pairs_per_step=pairs_per_step,
+        merge=merge,
         head_steps=head_steps,
         settings=settings,
         views=views,

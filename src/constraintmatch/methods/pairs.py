@@ -16,10 +16,12 @@ from constraintmatch.batches import PairBatch, PairSource, Shuffled, Views, deri
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import pseudo_quality
+from constraintmatch.files import read_json, write_json
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.heads import teach_head
+from constraintmatch.methods.merging import merge_clusters
 from constraintmatch.methods.preparation import Bench, Job, Trained, ViewChoice, check_share, evaluate_now, prepare
-from constraintmatch.models import ClusterModel
+from constraintmatch.models import ClusterModel, with_clusters
 from constraintmatch.norms import passes
 from constraintmatch.objectives import confident, flip_modes, informative, kcl, pair_loss, swap_clusters
 from constraintmatch.training import TrainSettings, fit, frozen_statistics
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 Network = Callable[..., Tensor]
+MERGED = "merged.json"  # in a run folder: how many clusters there are after a merge
 HEAD_RATE = 0.03  # the learning rate of a head alone, on features of one scale
 PAIR_OBJECTIVES: dict[str, Callable[..., Tensor]] = {"mcl": pair_loss, "kcl": kcl}
 
@@ -109,6 +112,7 @@ def train_on_pairs(
     objective: str,
     error_rate: float,
     pairs_per_step: int,
+    merge: bool,
     head_steps: int,
     settings: TrainSettings,
     views: ViewChoice,
@@ -116,14 +120,19 @@ def train_on_pairs(
 ) -> Trained:
     """The model trained on the pairs, and on the unconstrained images where there is a term for them.
 
-    With `head_steps` the head alone learns first, for so many steps, from the features as they are (decision 034).
+    With `merge` clusters that the pairs join are merged first (decision 038); with `head_steps` the head alone learns
+    then, for so many steps, from the features as they are (decision 034).
     """
     _check(constraints, images, unconstrained, title)
     _check_objective(objective, error_rate)
     if head_steps < 0:
         raise InputError(f"head_steps is {head_steps}; it must be 0 or more")
     task = _Task(title, constraints, unconstrained, objective, error_rate, pairs_per_step)
-    if head_steps and not (job.run and job.run.checkpoint.exists()):
+    resumes = job.run is not None and job.run.checkpoint.exists()
+    if merge:
+        device = prepare(model, images, settings).device
+        model = _merged_before(model, job) if resumes else _merged(model, images, constraints, job, device)
+    if head_steps and not resumes:
         alone, own = replace(task, title=f"{title}, head alone"), _of_head(settings, head_steps)
         around = Job(reporter=job.reporter)
         device = prepare(model, images, settings).device
@@ -174,6 +183,22 @@ def _train(
         prefetch=bench.prefetch,
         reporter=job.reporter,
     )
+
+
+def _merged(
+    model: ClusterModel, images: ImageSet, constraints: Constraints, job: Job, device: torch.device
+) -> ClusterModel:
+    """The model with fewer clusters, whose number is noted in the run folder."""
+    merged = merge_clusters(model, images, constraints, device=device, reporter=job.reporter)
+    if job.run is not None:
+        write_json(job.run.path / MERGED, {"clusters": merged.config.n_clusters, "before": model.config.n_clusters})
+    return merged
+
+
+def _merged_before(model: ClusterModel, job: Job) -> ClusterModel:
+    """The model with as many clusters as it had when the run was stopped; the checkpoint has their weights."""
+    assert job.run is not None
+    return with_clusters(model, int(read_json(job.run.path / MERGED)["clusters"]))
 
 
 def _of_head(settings: TrainSettings, steps: int) -> TrainSettings:

@@ -25,6 +25,7 @@ def pseudo_label(
     over_selected: bool = False,
     objective: str = "mcl",
     error_rate: float = 0.0,
+    merge: bool = False,
     head_steps: int = 0,
     pairs_per_step: int = 200,
     images_per_step: int = 600,
@@ -36,7 +37,7 @@ def pseudo_label(
 
     λ rises from zero over the share `warm_up` of the steps (the paper has none). L^CE is the mean over all images of a
     step, as FixMatch has it, or `over_selected` ones, as the published code. `flip_between` and
-    `error_rate`, `head_steps`: see `constraintmatch`.
+    `error_rate`, `merge`, `head_steps`: see `constraintmatch`.
     """
     term = Unconstrained(
         "pseudo-labels",
@@ -59,6 +60,7 @@ def pseudo_label(
         objective=objective,
         error_rate=error_rate,
         pairs_per_step=pairs_per_step,
+        merge=merge,
         head_steps=head_steps,
         settings=settings,
         views=views,

@@ -1,0 +1,76 @@
+"""Too many clusters, and pairs that say which are one: a head alone, with clusters merged first and without, on a CPU.
+
+    constraintmatch embed starts/scan-cifar10-50 cifar10 --data-dir data --out train.npz
+    constraintmatch embed starts/scan-cifar10-50 cifar10 --split test --data-dir data --out test.npz
+    python benchmarks/merging.py train.npz test.npz --model starts/scan-cifar10-50 --name cifar10-50 --out results
+
+The model whose embeddings these are gives its head, with more clusters than there are kinds. Scores are on the images
+of the second file, for several samples of pairs.
+"""
+
+import argparse
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+from constraintmatch.constraints import Constraints
+from constraintmatch.evaluation import predict, scores
+from constraintmatch.images import ImageSet, load_images
+from constraintmatch.methods.heads import taken_off
+from constraintmatch.methods.merging import merge_clusters
+from constraintmatch.models import ClusterModel, load_model
+from constraintmatch.pretraining import training_size
+from constraintmatch.running import method_settings, run_method, split_options
+from constraintmatch.runs import write_result
+
+WAYS = ("merged", "constrained", "constraintmatch", "merged, constrained", "merged, constraintmatch")
+
+
+def learnt(way: str, start: ClusterModel, train: ImageSet, pairs: Constraints) -> ClusterModel:
+    """The head after the pairs: merged, trained, or both."""
+    if way == "merged":
+        return merge_clusters(start, train, pairs)
+    method = way.removeprefix("merged, ")
+    size = {**training_size(len(train), cpu=True), "merge": method != way}
+    if method == "constrained":
+        size = {key: value for key, value in size.items() if key not in ("images_per_step", "warm_up")}
+    arguments, changes = split_options(method, size)
+    settings = method_settings(method, {**changes, "device": "cpu"})
+    return run_method(method, copy.deepcopy(start), train, pairs, arguments=arguments, settings=settings).model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("train", type=Path)
+    parser.add_argument("test", type=Path)
+    parser.add_argument("--model", type=Path, required=True, help="whose embeddings these are")
+    parser.add_argument("--name", required=True, help="of the data and the number of clusters, for the result")
+    parser.add_argument("--pairs", type=lambda text: [int(n) for n in text.split(",")], default=[1000, 5000, 10000])
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    train, test = load_images(asked.train), load_images(asked.test)
+    assert train.labels is not None
+    assert test.labels is not None
+    start = taken_off(load_model(asked.model), train)
+    first = {**scores(test.labels, predict(start, test)), "clusters": start.config.n_clusters}
+    print("start", first, flush=True)
+    rows: list[dict[str, Any]] = []
+    for n in asked.pairs:
+        for way in WAYS:
+            found, began = [], time.monotonic()
+            for sample in range(asked.samples):
+                model = learnt(way, start, train, Constraints.sample(train.labels, n, seed=sample))
+                told = scores(test.labels, predict(model, test))
+                found.append({key: round(told[key], 4) for key in ("acc", "nmi", "ari")})
+                found[-1]["clusters"] = model.config.n_clusters
+            seconds = round((time.monotonic() - began) / asked.samples, 1)
+            rows.append({"pairs": n, "way": way, "scores": found, "seconds": seconds})
+            print(rows[-1], flush=True)
+    if asked.out:
+        write_result(asked.out / f"merging-{asked.name}.json", {"data": asked.name, "start": first, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
