@@ -89,6 +89,7 @@ calm() { # Are the first steps too large for starts whose heads have large weigh
 
 runs() { # tables and figures of the paper
     overclustering cifar100-20 100
+    overclustering cifar10 50
     calm
     # Losses that expect errors, naive pseudo-labels with the mean over selected images
     cells noise --sets cifar100-20 --folds 0 --steps 2000

@@ -158,6 +158,36 @@ def embeddings_table() -> str:
     return "\n".join([*lines, "", note])
 
 
+MERGING = {  # the ways of benchmarks/merging.py
+    "constrained": "constrained",
+    "constraintmatch": "ConstraintMatch",
+    "merged": "merged, not trained",
+    "merged, constrained": "merged, constrained",
+    "merged, constraintmatch": "merged, **ConstraintMatch**",
+}
+
+
+def merging_table() -> str:
+    """Test ACC of a head with too many clusters, with and without a merge first, and how many clusters are left."""
+    names = {"cifar10-50": "CIFAR-10, 50 clusters", "cifar100-20-100": "CIFAR-100-20, 100 clusters"}
+    found = {name: json.loads((ROOT / "results" / f"merging-{name}.json").read_text("utf-8")) for name in names}
+    sizes = sorted({row["pairs"] for row in found["cifar10-50"]["rows"]})
+    columns = [f"{title}, {n:,} pairs | left" for title in names.values() for n in sizes]
+    lines = [f"| | {' | '.join(columns)} |", "|---|" + "--:|" * 2 * len(columns)]
+    starts = [f"{100 * found[name]['start']['acc']:.1f} | {found[name]['start']['clusters']}" for name in names]
+    lines.append(f"| the start | {' | '.join(start for start in starts for _ in sizes)} |")
+    for way, title in MERGING.items():
+        cells = []
+        for name in names:
+            rows = {row["pairs"]: row["scores"] for row in found[name]["rows"] if row["way"] == way}
+            for n in sizes:
+                left = sorted({one["clusters"] for one in rows[n]})
+                told = f"{left[0]}" if len(left) == 1 else f"{left[0]}–{left[-1]}"
+                cells.append(f"{_mean([100 * one['acc'] for one in rows[n]])} | {told}")
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def wrong_table() -> str:
     """Test ACC on the digits with some pairs wrong, the loss told of it or not."""
     found = json.loads((ROOT / "results" / "wrong-pairs-digits.json").read_text(encoding="utf-8"))
@@ -250,6 +280,7 @@ def filled(text: str) -> str:
         "demo table": demo_table,
         "answers table": answers_table,
         "wrong table": wrong_table,
+        "merging table": merging_table,
         "embeddings table": embeddings_table,
         "start table": start_table,
         "stage table": stage_table,

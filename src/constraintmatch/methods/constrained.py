@@ -2,7 +2,7 @@
 
 from constraintmatch.constraints import Constraints
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.pairs import train_on_pairs
+from constraintmatch.methods.pairs import Before, train_on_pairs
 from constraintmatch.methods.preparation import Job, Trained, ViewChoice
 from constraintmatch.models import ClusterModel
 from constraintmatch.training import TrainSettings
@@ -39,8 +39,7 @@ def constrained(
         objective=objective,
         error_rate=error_rate,
         pairs_per_step=pairs_per_step,
-        merge=merge,
-        head_steps=head_steps,
+        before=Before(merge, head_steps),
         settings=settings,
         views=views,
         job=job,

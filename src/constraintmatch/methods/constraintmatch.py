@@ -5,7 +5,7 @@ from torch import Tensor
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.pairs import Selection, Unconstrained, check_error_rate, train_on_pairs
+from constraintmatch.methods.pairs import Before, Selection, Unconstrained, check_error_rate, train_on_pairs
 from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_share
 from constraintmatch.models import ClusterModel
 from constraintmatch.objectives import all_pairs_loss, hard_links, soft_links
@@ -85,8 +85,7 @@ def constraintmatch(
         objective=objective,
         error_rate=error_rate,
         pairs_per_step=pairs_per_step,
-        merge=merge,
-        head_steps=head_steps,
+        before=Before(merge, head_steps),
         settings=settings,
         views=views,
         job=job,

@@ -28,6 +28,7 @@ from constraintmatch.training import TrainSettings, fit, frozen_statistics
 
 __all__ = [
     "PAIR_OBJECTIVES",
+    "Before",
     "Selection",
     "SemiBatch",
     "Unconstrained",
@@ -91,6 +92,19 @@ class Unconstrained:
 
 
 @dataclass(frozen=True)
+class Before:
+    """What comes before the network is trained: clusters that the pairs join are merged (decision 038), then the head
+    learns alone for so many steps, from the features as they are (decision 034)."""
+
+    merge: bool = False
+    head_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.head_steps < 0:
+            raise InputError(f"head_steps is {self.head_steps}; it must be 0 or more")
+
+
+@dataclass(frozen=True)
 class _Task:
     """What is learnt from: the pairs, and how; the term of the unconstrained images, where there is one."""
 
@@ -112,28 +126,21 @@ def train_on_pairs(
     objective: str,
     error_rate: float,
     pairs_per_step: int,
-    merge: bool,
-    head_steps: int,
+    before: Before,
     settings: TrainSettings,
     views: ViewChoice,
     job: Job,
 ) -> Trained:
-    """The model trained on the pairs, and on the unconstrained images where there is a term for them.
-
-    With `merge` clusters that the pairs join are merged first (decision 038); with `head_steps` the head alone learns
-    then, for so many steps, from the features as they are (decision 034).
-    """
+    """The model trained on the pairs, and on the unconstrained images where there is a term for them."""
     _check(constraints, images, unconstrained, title)
     _check_objective(objective, error_rate)
-    if head_steps < 0:
-        raise InputError(f"head_steps is {head_steps}; it must be 0 or more")
     task = _Task(title, constraints, unconstrained, objective, error_rate, pairs_per_step)
     resumes = job.run is not None and job.run.checkpoint.exists()
-    if merge:
+    if before.merge:
         device = prepare(model, images, settings).device
         model = _merged_before(model, job) if resumes else _merged(model, images, constraints, job, device)
-    if head_steps and not resumes:
-        alone, own = replace(task, title=f"{title}, head alone"), _of_head(settings, head_steps)
+    if before.head_steps and not resumes:
+        alone, own = replace(task, title=f"{title}, head alone"), _of_head(settings, before.head_steps)
         around = Job(reporter=job.reporter)
         device = prepare(model, images, settings).device
         teach_head(
