@@ -54,7 +54,7 @@ curves() { # SET START OPTION…: answers instead of pairs, the network trained 
 }
 
 cp -rn "$starts"/scan-* "$keep/starts/"
-find results/paper -name '*.json' -exec cp -n {} "$keep/results/" \; # finished
+find results/paper -name '*.json' ! -name '*-k[0-9]*' -exec cp -n {} "$keep/results/" \; # finished; Table III apart
 cp -n docs/figures/gallery-* "$keep/figures/"
 
 if [ -z "${REST:-}" ]; then # REST=1 spares the minute that asking for them takes where results/ has them whole
@@ -68,8 +68,10 @@ if [ -z "${REST:-}" ]; then # REST=1 spares the minute that asking for them take
     wide cifar100-20 100
 fi
 
-overclustering() { # SET OUTPUTS: Table III, from the starts of the eleventh session
-    [ -d "$keep/starts/scan-$1-$2" ] && cells table3 --sets "$1" --folds 0
+overclustering() { # SET OUTPUTS: Table III; its finished cells are from the starts of the eleventh session, which are given then
+    [ -d "$keep/starts/scan-$1-$2" ] || return
+    [ -d "$starts/scan-$1-$2" ] && cp -n "results/paper/$1"-*-k"$2"* "$keep/results/"
+    cells table3 --sets "$1" --folds 0
 }
 
 trial() { # SET METHOD OPTION…: a tenth of the steps, something changed

@@ -174,7 +174,8 @@ def merging_table() -> str:
     sizes = sorted({row["pairs"] for row in found["cifar10-50"]["rows"]})
     columns = [f"{title}, {n:,} pairs | left" for title in names.values() for n in sizes]
     lines = [f"| | {' | '.join(columns)} |", "|---|" + "--:|" * 2 * len(columns)]
-    starts = [f"{100 * found[name]['start']['acc']:.1f} | {found[name]['start']['clusters']}" for name in names]
+    first = [found[name]["start"] for name in names]
+    starts = [f"{100 * one['acc']:.1f} ({100 * one['nmi']:.1f}) | {one['clusters']}" for one in first]
     lines.append(f"| the start | {' | '.join(start for start in starts for _ in sizes)} |")
     for way, title in MERGING.items():
         cells = []
@@ -183,7 +184,8 @@ def merging_table() -> str:
             for n in sizes:
                 left = sorted({one["clusters"] for one in rows[n]})
                 told = f"{left[0]}" if len(left) == 1 else f"{left[0]}–{left[-1]}"
-                cells.append(f"{_mean([100 * one['acc'] for one in rows[n]])} | {told}")
+                nmi = sum(one["nmi"] for one in rows[n]) / len(rows[n])
+                cells.append(f"{_mean([100 * one['acc'] for one in rows[n]])} ({100 * nmi:.1f}) | {told}")
         lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -171,17 +171,68 @@ def test_the_training_after_the_last_answer_may_be_longer(images: ImageSet, star
         assert weights_hash(again.newest) == weights_hash(later.newest)
 
 
+class Stopping(Quiet):
+    """Presses Ctrl-C after four steps."""
+
+    def update(self, done: int, *_: object) -> None:
+        if done > 4:
+            raise KeyboardInterrupt
+
+
+def test_a_finished_training_is_kept_until_the_one_in_its_place_is_there(
+    images: ImageSet, start: Path, tmp_path: Path
+) -> None:
+    answers = answered(images, start, 8)
+
+    def learner(last_steps: int | None) -> Learner:
+        settings = {**SMALL.settings, "checkpoint_every": 2, "log_every": 1}
+        learning = replace(SMALL, settings=settings, total=8, last_steps=last_steps)
+        return Learner(images, load_model(start), lambda: answers, tmp_path, learning)
+
+    first = learner(6)
+    assert first.learn()
+    with pytest.raises(KeyboardInterrupt):
+        learner(12).learn(Stopping())
+    names = ["0008-last", "0008-last-old"]
+    assert sorted(path.name for path in (tmp_path / "rounds").iterdir()) == names
+    for last_steps in (None, 12):  # without the option nothing is lost either
+        again = learner(last_steps)
+        assert again.n_learnt == 8
+        assert weights_hash(again.newest) == weights_hash(first.newest)
+        assert sorted(path.name for path in (tmp_path / "rounds").iterdir()) == names
+    begun = list[int]()
+
+    class Watching(Quiet):
+        def start(self, _title: str, _total: int, done: int = 0) -> None:
+            begun.append(done)
+
+    assert again.is_behind
+    assert again.learn(Watching())
+    assert begun == [4]
+    assert again.newest.config.trained[-1]["steps"] == 12
+    assert [path.name for path in (tmp_path / "rounds").iterdir()] == ["0008-last"]
+
+
+def test_a_round_waits_for_the_thread_that_was_told_to_stop(
+    images: ImageSet, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("constraintmatch.annotate.learning.LONGEST_STEPS", 0.0)
+    answers = answered(images, start, 8)
+    learning = replace(SMALL, settings={**SMALL.settings, "steps": 60}, total=8)
+    learner = Learner(images, load_model(start), lambda: answers, tmp_path, learning)
+    learner.start()
+    wait_until(lambda: learner.activity() is not None)
+    learner.stop()  # does not wait: the round under way still holds its folder
+    assert learner.learn()
+    assert learner.n_learnt == 8
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_a_stopped_round_goes_on_unless_something_else_was_answered(
     images: ImageSet, start: Path, tmp_path: Path, same: bool
 ) -> None:
     learning = replace(SMALL, settings={**SMALL.settings, "steps": 6, "checkpoint_every": 2, "log_every": 1})
     answers, begun = answered(images, start, 8), list[int]()
-
-    class Stopping(Quiet):
-        def update(self, done: int, *_: object) -> None:
-            if done > 4:
-                raise KeyboardInterrupt
 
     class Watching(Quiet):
         def start(self, _title: str, _total: int, done: int = 0) -> None:
@@ -333,7 +384,7 @@ def test_a_frozen_network_keeps_its_weights_and_its_head_learns(start: Path, tmp
 def test_a_loop_may_be_frozen_later_and_thawed(start: Path, tmp_path: Path) -> None:
     ask_labels(a_loop(start, tmp_path, frozen=True, questions=6))
     more = dict(ask_labels(a_loop(start, tmp_path, frozen=True, questions=7)))
-    assert sorted(path.name for path in (tmp_path / "rounds").iterdir()) == ["0006", "0007"]  # it went on
+    assert sorted(path.name for path in (tmp_path / "rounds").iterdir()) == ["0006-head", "0007-head"]  # it went on
     assert "learnt from 7 answers" in more["model"]
     thawed = dict(ask_labels(a_loop(start, tmp_path, questions=8, every=8)))
     assert "learnt from 8 answers" in thawed["model"]
@@ -431,7 +482,8 @@ class Person:
 def test_a_person_answers_takes_back_and_finishes_in_the_terminal(start: Path, tmp_path: Path) -> None:
     images, person = load_dataset("digits", "train"), Person(["y", "what?", "n", "p", "u", "f"])
     prompt = Prompt(images, write=person.shown.append, read=person.read, width=60)
-    rows = dict(ask_in_terminal(a_loop(start, tmp_path / "loop", kind="pair"), prompt))
+    rows = dict(ask_in_terminal(a_loop(start, tmp_path / "loop", kind="pair", last_steps=5), prompt))
+    assert rows["last training"] == "not yet; --questions 2 takes these answers for all"
     with open_store(tmp_path / "loop" / "answers.db", images, read_only=True) as store:
         assert [answer.choice for answer in store.answers()] == [0, UNSURE]
         assert store.counts().withdrawn == 1
@@ -608,5 +660,5 @@ def test_embeddings_have_no_network_to_freeze(start: Path, tmp_path: Path) -> No
     np.savez(tmp_path / "seen.npz", images=embed(load_model(start), digits), labels=digits.labels)
     out, small = tmp_path / "loop", {"every": 6, "steps": 2, "device": "cpu", "frozen": True}
     ask_labels(Loop(str(tmp_path / "seen.npz"), out, 10, 6, **small))  # type: ignore[arg-type]
-    begun, learnt = (load_model(out / name).config for name in (f"start/{SHORT_STAGES[-1]}", "rounds/0006"))
+    begun, learnt = (load_model(out / name).config for name in (f"start/{SHORT_STAGES[-1]}", "rounds/0006-head"))
     assert (learnt.mean, learnt.std) == (begun.mean, begun.std)  # the same model goes on, not a head taken off it

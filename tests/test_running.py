@@ -8,11 +8,12 @@ import torch
 
 from constraintmatch import batches
 from constraintmatch.constraints import Constraints
+from constraintmatch.files import read_json, write_json
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import Trained
-from constraintmatch.models import build_model
-from constraintmatch.running import Around, run_method
-from constraintmatch.runs import RunFolder
+from constraintmatch.models import ClusterModel, build_model
+from constraintmatch.running import Around, run_method, weights_hash
+from constraintmatch.runs import OtherRequest, RunFolder
 from constraintmatch.stepping import Stepper
 from constraintmatch.training import TrainSettings
 
@@ -91,3 +92,22 @@ def test_streamed_images_train_the_same_model(
 ) -> None:
     monkeypatch.setattr(batches, "_fits", lambda *_: False)
     assert_same(run(stripes), whole)
+
+
+def test_a_run_of_before_an_argument_came_up_is_the_same_run(stripes: ImageSet, tmp_path: Path) -> None:
+    assert stripes.labels is not None
+    pairs = Constraints.sample(stripes.labels, 50, seed=0)
+    settings = TrainSettings(steps=1, device="cpu")
+
+    def again(**arguments: object) -> ClusterModel:
+        start = build_model(n_clusters=3, side=8, channels=1, seed=2)
+        given = {"arguments": {"pairs_per_step": 5, **arguments}, "settings": settings}
+        return run_method("constrained", start, stripes, pairs, around=Around(tmp_path, resume=True), **given).model
+
+    first = again()
+    record = read_json(tmp_path / "run.json")
+    del record["request"]["arguments"]["merge"]
+    write_json(tmp_path / "run.json", record)
+    assert weights_hash(again()) == weights_hash(first)
+    with pytest.raises(OtherRequest, match=r"arguments\.merge was False, is True"):
+        again(merge=True)

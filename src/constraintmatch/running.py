@@ -91,7 +91,7 @@ def run_method(
     if around.out is None:
         return METHODS[name](model, images, **given, **chosen, settings=settings, views=around.views, job=job)
     request = _request(name, model, images, constraints if given else None, chosen, settings, around)
-    with open_run(around.out, request, resume=around.resume) as run:
+    with open_run(around.out, request, resume=around.resume, since=_defaults(name)) as run:
         if run.finished:
             return Trained(load_model(run.model), read_log(run.path))
         if constraints is not None and given:
@@ -126,6 +126,13 @@ def _resolved(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     if missing := [key for key, value in chosen.items() if value is inspect.Parameter.empty]:
         raise InputError(f"{name} needs the argument {missing[0]!r}")
     return chosen
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    """What a request of before an argument came up meant by leaving it out, by the entry's name."""
+    known = method_arguments(name).items()
+    empty = inspect.Parameter.empty
+    return {f"arguments.{key}": parameter.default for key, parameter in known if parameter.default is not empty}
 
 
 def _request(

@@ -82,12 +82,14 @@ class RunFolder:
 
 
 @contextmanager
-def open_run(path: Path | str, record: Mapping[str, Any], *, resume: bool = False) -> Iterator[RunFolder]:
+def open_run(
+    path: Path | str, record: Mapping[str, Any], *, resume: bool = False, since: Mapping[str, Any] | None = None
+) -> Iterator[RunFolder]:
     """The run folder, locked for this process; `run.json` says how the block ended.
 
     Without `resume` a folder that holds a run is refused, so nothing is overwritten. With it the stored request must
     equal the new one, except for where the images or the first model lie: moved, they are still the same, and their
-    new place is noted.
+    new place is noted. `since` has the values that a request meant without saying so before there was such an entry.
     """
     path = Path(path)
     with folder_lock(path):
@@ -96,7 +98,7 @@ def open_run(path: Path | str, record: Mapping[str, Any], *, resume: bool = Fals
             raise InputError(f"{path}: holds a run already; continue it with --resume or choose another --out")
         run = RunFolder(path, _fresh(record))
         if stored is not None:
-            _same_request(stored["request"], run.record["request"], path)
+            _same_request(stored["request"], run.record["request"], path, since or {})
             run = RunFolder(path, {**stored, "request": run.record["request"]}, resumed=True)
         if run.finished:
             if run.record != stored:
@@ -190,8 +192,8 @@ def _stored(path: Path) -> dict[str, Any] | None:
     return record
 
 
-def _same_request(stored: Mapping[str, Any], asked: Mapping[str, Any], path: Path) -> None:
-    before, now = dict(flat_items(stored)), dict(flat_items(asked))
+def _same_request(stored: Mapping[str, Any], asked: Mapping[str, Any], path: Path, since: Mapping[str, Any]) -> None:
+    before, now = {**since, **dict(flat_items(stored))}, dict(flat_items(asked))
     differing = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
     if odd := sorted(differing - _places(before, now)):
         said = "; ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in odd[:4])

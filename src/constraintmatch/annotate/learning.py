@@ -2,7 +2,8 @@
 
 folder/
   start/         the self-supervised start, where none was given
-  rounds/0120/   the run folder of the round with 120 answers; 0200-last/ of the longer training after all 200
+  rounds/0120/   the run folder of the round with 120 answers; 0200-last/ of the longer training after all 200,
+                 0120-head/ where a head learns alone, …-old/ until the one that takes its place is there
   model/         the newest model
 
 A thread is enough: torch lets go of the interpreter while it computes, and an answer is taken in under 0.1 s meanwhile.
@@ -11,10 +12,11 @@ A thread is enough: torch lets go of the interpreter while it computes, and an a
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +43,8 @@ PATIENCE = 20.0  # seconds without a new answer after which fewer answers than m
 LONGEST_STEPS = (
     10.0  # seconds that a stop waits for the steps under way; then the thread is left to end with the program
 )
-LAST = "-last"  # ends the name of a round that is trained longer
+# A round's folder: answers, a head alone, the longer training at the end, waiting for the one that takes its place
+ROUND = re.compile(r"(\d+)(-head)?(-last)?(-old)?")
 log = logging.getLogger(__name__)
 
 
@@ -152,7 +155,8 @@ class Learner:
     @property
     def is_behind(self) -> bool:
         """Whether there is something to train if no more is answered: on some answers, or longer at the end."""
-        return self.n_left > 0 or (self._is_last(self._learnt) and self._steps_of_newest() < self._last_steps)
+        last = self._is_last(len(self.answers()))
+        return self.n_left > 0 or (last and self._steps_of_newest() < self._last_steps)
 
     def name(self) -> str:
         """The newest model, as the store notes it beside the questions it asked."""
@@ -180,6 +184,8 @@ class Learner:
 
     def learn(self, reporter: Reporter | None = None) -> bool:
         """Train one round on all answers so far; False where they say nothing that could be trained on."""
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()  # after a stop: it ends with the steps under way
         answers, settings = list(self.answers()), dict(self.learning.settings)
         pairs = closure_pairs(answers, len(self.images))
         if not len(pairs):
@@ -216,8 +222,9 @@ class Learner:
         try:
             run_method("constraintmatch", first, self.images, pairs, **given)
         except OtherRequest:
-            shutil.rmtree(place)
+            _set_aside(place)
             run_method("constraintmatch", first, self.images, pairs, **given)
+        shutil.rmtree(_aside(place), ignore_errors=True)
         return load_model(place)
 
     def start(self) -> None:
@@ -277,7 +284,8 @@ class Learner:
         return int(self._newest.config.trained[-1]["steps"]) if self._learnt else 0
 
     def _round(self, n_answers: int) -> Path:
-        return self.folder / "rounds" / (f"{n_answers:04d}" + (LAST if self._is_last(n_answers) else ""))
+        alone, last = "-head" if self.images.embedded else "", "-last" if self._is_last(n_answers) else ""
+        return self.folder / "rounds" / f"{n_answers:04d}{alone}{last}"
 
     def _take_up(self) -> None:
         """Go on with the newest finished round that knows no more answers than stand now; clear what cannot go on.
@@ -287,9 +295,9 @@ class Learner:
         from constraintmatch.models import load_model
         from constraintmatch.runs import is_finished
 
-        for n_answers, path in sorted(_rounds(self.folder / "rounds"), reverse=True):
+        for n_answers, path in _rounds(self.folder / "rounds"):
             if not is_finished(path):
-                if path != self._round(len(self.answers())):
+                if n_answers != len(self.answers()):
                     shutil.rmtree(path, ignore_errors=True)
             elif n_answers <= len(self.answers()):
                 model = load_model(path)
@@ -298,11 +306,26 @@ class Learner:
                     return
 
 
-def _rounds(folder: Path) -> Iterator[tuple[int, Path]]:
-    """The rounds that lie there, by their answers; the longer one of the end comes after the other with as many."""
-    for path in folder.glob("*"):
-        if path.name.removesuffix(LAST).isdecimal():
-            yield int(path.name.removesuffix(LAST)), path
+def _rounds(folder: Path) -> list[tuple[int, Path]]:
+    """The rounds that lie there with their answers, the newest first; of as many answers the longer training."""
+    found = [(match, path) for path in folder.glob("*") if (match := ROUND.fullmatch(path.name))]
+    ordered = sorted(found, key=lambda one: (int(one[0][1]), one[0][3] or "", not one[0][4], one[1]), reverse=True)
+    return [(int(match[1]), path) for match, path in ordered]
+
+
+def _aside(place: Path) -> Path:
+    return place.with_name(f"{place.name}-old")
+
+
+def _set_aside(place: Path) -> None:
+    """Make room for another round of that name; a finished one is kept until the new one is there."""
+    from constraintmatch.runs import is_finished
+
+    if is_finished(place):
+        shutil.rmtree(_aside(place), ignore_errors=True)
+        place.rename(_aside(place))
+    else:
+        shutil.rmtree(place)
 
 
 def _kind(model: ClusterModel) -> tuple[object, ...]:

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 __all__ = ["Limited", "Loop", "ask_in_terminal", "ask_labels", "ask_on_page"]
 
 
+CHECKPOINT_EVERY = 200  # steps of a round that a stop loses at most
+
+
 @dataclass(frozen=True)
 class Loop:
     """What is asked about, how many questions, and how a round is trained."""
@@ -192,7 +195,9 @@ def _claim(refill: Refill, who: str) -> Asked | None:
 
 def _learn_the_rest(here: _Open) -> None:
     if here.learner.is_behind:
-        here.reporter.say(f"learning from the last answers, {here.learner.n_left:,} (Ctrl-C leaves that for next time)")
+        n_left = here.learner.n_left
+        said = f"learning from the last answers, {n_left:,}" if n_left else "training longer on all answers"
+        here.reporter.say(f"{said} (Ctrl-C leaves that for next time)")
         here.learner.learn(here.reporter)
 
 
@@ -233,6 +238,8 @@ def _ended(here: _Open) -> list[tuple[str, str]]:
         ("model", f"{out / 'model'} (has learnt from {learner.n_learnt:,} answers{left})"),
         ("clusters", f"{out / 'clusters.csv'} ({learner.newest.config.n_clusters:,} clusters)"),
     ]
+    if here.loop.last_steps and counts.answered < here.loop.questions:
+        rows.append(("last training", f"not yet; --questions {counts.answered} takes these answers for all"))
     if clashes := here.store.n_clashes():
         rows.append(("contradictions", f"{clashes:,}; what contradicts more or heavier answers was left out"))
     if told := _scores(here):
@@ -385,5 +392,5 @@ def _learning(loop: Loop, data: Data, *, cpu: bool) -> Learning:
         arguments |= {key: tuned[key] for key in ("pseudo_weight", "max_entropy")}
     rate = size["lr"] if data.row is None else min(data.row.tuned["constraintmatch"]["lr"], MOST_LR)
     settings = {"steps": loop.steps or size["steps"], "lr": rate}
-    settings |= {"seed": loop.seed, "device": loop.device}
+    settings |= {"seed": loop.seed, "device": loop.device, "checkpoint_every": CHECKPOINT_EVERY}
     return Learning(arguments, settings, loop.every, loop.questions, loop.last_steps)

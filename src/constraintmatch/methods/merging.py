@@ -36,11 +36,9 @@ def merge_clusters(
         features = embed(model, images, device=device, progress=progress)
     clusters = _clusters(model, features)
     groups = merged_groups(clusters, constraints, model.config.n_clusters)
-    n_groups = int(groups.max()) + 1
-    reporter.say(
-        f"{model.config.n_clusters:,} clusters; {n_groups:,} of them when those are merged that the pairs join"
-    )
-    if n_groups == model.config.n_clusters or n_groups < 2:
+    n_groups, n_used = int(groups.max()) + 1, int((groups != EMPTY).sum())
+    reporter.say(f"{n_used:,} clusters have images; merged where the pairs join them: {n_groups:,}")
+    if n_groups == n_used:
         return model
     found = groups[clusters]
     spread = np.linspace(0, len(found) - 1, min(REPEATED, len(found))).astype(np.int64)

@@ -134,6 +134,8 @@ def train_on_pairs(
     """The model trained on the pairs, and on the unconstrained images where there is a term for them."""
     _check(constraints, images, unconstrained, title)
     _check_objective(objective, error_rate)
+    if model.config.n_heads > 1:
+        raise InputError(f"{title} needs a model with one head, not {model.config.n_heads}; let scan choose one first")
     task = _Task(title, constraints, unconstrained, objective, error_rate, pairs_per_step)
     resumes = job.run is not None and job.run.checkpoint.exists()
     if before.merge:
