@@ -8,11 +8,11 @@ The model whose embeddings these are gives its head, with more clusters than the
 of the second file, for several samples of pairs.
 """
 
-import argparse
-import copy
 import time
 from pathlib import Path
 from typing import Any
+
+from embedded import parser_of, trained
 
 from constraintmatch.constraints import Constraints
 from constraintmatch.evaluation import predict, scores
@@ -20,8 +20,6 @@ from constraintmatch.images import ImageSet, load_images
 from constraintmatch.methods.heads import taken_off
 from constraintmatch.methods.merging import merge_clusters
 from constraintmatch.models import ClusterModel, load_model
-from constraintmatch.pretraining import training_size
-from constraintmatch.running import method_settings, run_method, split_options
 from constraintmatch.runs import write_result
 
 WAYS = ("merged", "constrained", "constraintmatch", "merged, constrained", "merged, constraintmatch")
@@ -32,23 +30,12 @@ def learnt(way: str, start: ClusterModel, train: ImageSet, pairs: Constraints) -
     if way == "merged":
         return merge_clusters(start, train, pairs)
     method = way.removeprefix("merged, ")
-    size = {**training_size(len(train), cpu=True), "merge": method != way}
-    if method == "constrained":
-        size = {key: value for key, value in size.items() if key not in ("images_per_step", "warm_up")}
-    arguments, changes = split_options(method, size)
-    settings = method_settings(method, {**changes, "device": "cpu"})
-    return run_method(method, copy.deepcopy(start), train, pairs, arguments=arguments, settings=settings).model
+    return trained(method, start, train, pairs, merge=method != way)[0]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("train", type=Path)
-    parser.add_argument("test", type=Path)
+    parser = parser_of(__doc__ or "")
     parser.add_argument("--model", type=Path, required=True, help="whose embeddings these are")
-    parser.add_argument("--name", required=True, help="of the data and the number of clusters, for the result")
-    parser.add_argument("--pairs", type=lambda text: [int(n) for n in text.split(",")], default=[1000, 5000, 10000])
-    parser.add_argument("--samples", type=int, default=5)
-    parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     train, test = load_images(asked.train), load_images(asked.test)
     assert train.labels is not None

@@ -109,20 +109,20 @@ def loop(
     if kind is None and terminal:
         asked = "pair"  # y and n need no other keys, and two pictures fit a narrow terminal
     request = loops.Loop(
-        data,
-        out,
-        clusters,
-        questions,
-        model,
-        asked,
-        choose.value,
-        every,
-        steps,
-        opened,
-        seed,
-        device,
-        frozen,
-        last_steps,
+        data=data,
+        out=out,
+        clusters=clusters,
+        questions=questions,
+        model=model,
+        kind=asked,
+        choose=choose.value,
+        every=every,
+        steps=steps,
+        images=opened,
+        seed=seed,
+        device=device,
+        frozen=frozen,
+        last_steps=last_steps,
     )
     if way == "labels":
         rows = loops.ask_labels(request, error, reporter(quiet))

@@ -20,11 +20,20 @@ from constraintmatch.files import read_json, write_json
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.heads import teach_head
 from constraintmatch.methods.merging import merge_clusters
-from constraintmatch.methods.preparation import Bench, Job, Trained, ViewChoice, check_share, evaluate_now, prepare
+from constraintmatch.methods.preparation import (
+    Bench,
+    Job,
+    Trained,
+    ViewChoice,
+    check_model,
+    check_share,
+    evaluate_now,
+    prepare,
+)
 from constraintmatch.models import ClusterModel, with_clusters
 from constraintmatch.norms import passes
 from constraintmatch.objectives import confident, flip_modes, informative, kcl, pair_loss, swap_clusters
-from constraintmatch.training import TrainSettings, fit, frozen_statistics
+from constraintmatch.training import TrainSettings, choose_device, fit, frozen_statistics
 
 __all__ = [
     "PAIR_OBJECTIVES",
@@ -137,18 +146,25 @@ def train_on_pairs(
     if model.config.n_heads > 1:
         raise InputError(f"{title} needs a model with one head, not {model.config.n_heads}; let scan choose one first")
     task = _Task(title, constraints, unconstrained, objective, error_rate, pairs_per_step)
-    resumes = job.run is not None and job.run.checkpoint.exists()
+    check_model(model, images)
+    model = _begun(model, images, task, before, settings, job)
+    return Trained(model, _train(model, images, task, settings, views, job))
+
+
+def _begun(
+    model: ClusterModel, images: ImageSet, task: _Task, before: Before, settings: TrainSettings, job: Job
+) -> ClusterModel:
+    """The model that the network's training begins with; a resumed one has its weights in the checkpoint."""
+    resumes, device = job.run is not None and job.run.checkpoint.exists(), choose_device(settings.device)
     if before.merge:
-        device = prepare(model, images, settings).device
-        model = _merged_before(model, job) if resumes else _merged(model, images, constraints, job, device)
+        model = _merged_before(model, job) if resumes else _merged(model, images, task.constraints, job, device)
     if before.head_steps and not resumes:
-        alone, own = replace(task, title=f"{title}, head alone"), _of_head(settings, before.head_steps)
+        alone, own = replace(task, title=f"{task.title}, head alone"), _of_head(settings, before.head_steps)
         around = Job(reporter=job.reporter)
-        device = prepare(model, images, settings).device
         teach_head(
             model, images, lambda head, seen: _train(head, seen, alone, own, ViewChoice(), around), device=device
         )
-    return Trained(model, _train(model, images, task, settings, views, job))
+    return model
 
 
 def _train(

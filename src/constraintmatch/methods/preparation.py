@@ -37,6 +37,7 @@ __all__ = [
     "by_epochs",
     "check_clusters",
     "check_images",
+    "check_model",
     "check_share",
     "evaluate_now",
     "prepare",
@@ -129,13 +130,10 @@ class Bench:
 
 def prepare(model: ClusterModel, images: ImageSet, settings: TrainSettings, *, need_clusters: bool = True) -> Bench:
     """The bench for a training; images that the model was not built for are an error."""
-    check_images(model, images)
-    if need_clusters and model.config.n_clusters == 0:
-        raise InputError(
-            "this model has no cluster head: give it one with with_clusters(model, n), or train scan first"
-        )
     if need_clusters:
-        check_clusters(model.config.n_clusters, images)
+        check_model(model, images)
+    else:
+        check_images(model, images)
     device = choose_device(settings.device)
     compiles = bool(settings.resolved(device).compile)
     maker = ViewMaker(derive_seed(settings.seed, "views"), device, compile=compiles)
@@ -146,6 +144,16 @@ def by_epochs(settings: TrainSettings, epochs: int, rows: Shuffled) -> TrainSett
     """The settings with as many steps as the epochs have, and ten evaluations where nothing else was asked."""
     steps = epochs * rows.steps_per_epoch
     return replace(settings, steps=steps, evaluate_every=settings.evaluate_every or max(1, steps // 10))
+
+
+def check_model(model: ClusterModel, images: ImageSet) -> None:
+    """Images that the model was not built for, and a model without clusters, are an InputError."""
+    check_images(model, images)
+    if model.config.n_clusters == 0:
+        raise InputError(
+            "this model has no cluster head: give it one with with_clusters(model, n), or train scan first"
+        )
+    check_clusters(model.config.n_clusters, images)
 
 
 def check_clusters(n_clusters: int, images: ImageSet) -> None:
