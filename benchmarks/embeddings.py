@@ -5,13 +5,14 @@
     python benchmarks/embeddings.py train.npz test.npz --clusters 20 --name cifar100-20 --out results
 
 What `constraintmatch train` does with a table of numbers, in seconds, for several samples of pairs; scores are on the
-images of the second file.
+images of the second file. Another start is named like `--set linear_scan.entropy_weight=1.2`.
 """
 
 import time
 from typing import Any
 
 from embedded import parser_of, trained
+from pretrain import recipe_of
 
 from constraintmatch.constraints import Constraints
 from constraintmatch.evaluation import predict, scores
@@ -24,13 +25,16 @@ from constraintmatch.runs import write_result
 def main() -> None:
     parser = parser_of(__doc__ or "")
     parser.add_argument("--clusters", type=int, required=True)
+    parser.add_argument("--set", nargs="*", default=[], help="options of the start, like linear_scan.n_tries=8")
     asked = parser.parse_args()
+    recipe = recipe_of(asked.set)
     train, test = load_images(asked.train), load_images(asked.test)
     assert train.labels is not None
     assert test.labels is not None
     labels, (mean, std), began = test.labels, train.moments(), time.monotonic()
     fresh = build_model(n_clusters=0, side=1, channels=train.channels, mean=mean, std=std)
-    start = pretrain(fresh, train, asked.clusters, stages=["linear_scan"], settings={"device": "cpu", "seed": 0})
+    given = {"stages": ["linear_scan"], "recipe": recipe, "settings": {"device": "cpu", "seed": 0}}
+    start = pretrain(fresh, train, asked.clusters, **given)
     first = {**scores(labels, predict(start, test)), "seconds": round(time.monotonic() - began, 1)}
     print("start", first, flush=True)
     rows: list[dict[str, Any]] = []
@@ -46,7 +50,8 @@ def main() -> None:
             print(rows[-1], flush=True)
     if asked.out:
         sizes = {"data": asked.name, "images": len(train), "width": train.channels, "clusters": asked.clusters}
-        write_result(asked.out / f"embeddings-{asked.name}.json", {**sizes, "start": first, "rows": rows})
+        result = {**sizes, "recipe": recipe, "start": first, "rows": rows}
+        write_result(asked.out / f"embeddings-{asked.name}.json", result)
 
 
 if __name__ == "__main__":

@@ -30,18 +30,20 @@ cells() { # NAME OPTION…: tables and figures of the paper, or parts of them
 }
 
 wide() { # SET OUTPUTS: a start with more outputs than classes; a copy that finds it begun waits
-    # Self-labelling straight from linear heads: the label-free quality falls there while the clusters get better, so the
-    # last weights are kept. Longer ones did not help the table (docs/lab-notes.md, eleventh session)
-    local set=$1 outputs=$2 name=scan-$1-$2
+    # 50: self-labelling straight from linear heads, where the label-free quality falls while the clusters get better, so the last
+    # weights are kept. 100: linear heads alone that may have large clusters (decision 039)
+    local set=$1 outputs=$2 name=scan-$1-$2 last=self_label
+    local how="--stages linear_scan,self_label --set self_label.tolerance=1"
+    [ "$outputs" = 100 ] && last=linear_scan how="--stages linear_scan --set linear_scan.entropy_weight=1.2"
     (
         flock 9
         [ -d "$keep/starts/$name" ] && exit 0
         part "start-$set-$outputs" "$python" benchmarks/pretrain.py "$set" --data-dir "$data" \
             --out "$keep/start-$set-$outputs" --results-name "start-$set-$outputs" --model "$starts/simclr-$set" \
-            --stages linear_scan,self_label --clusters "$outputs" --set self_label.tolerance=1 self_label.epochs=20
+            --clusters "$outputs" $how
         "$python" -c 'import sys
 from constraintmatch.models import load_model, save_model
-save_model(load_model(sys.argv[1]), sys.argv[2], half=True)' "$keep/start-$set-$outputs/self_label" "$keep/starts/$name.part" &&
+save_model(load_model(sys.argv[1]), sys.argv[2], half=True)' "$keep/start-$set-$outputs/$last" "$keep/starts/$name.part" &&
             mv "$keep/starts/$name.part" "$keep/starts/$name"
     ) 9>"$keep/start-$set-$outputs.lock"
 }
@@ -68,31 +70,17 @@ if [ -z "${REST:-}" ]; then # REST=1 spares the minute that asking for them take
     wide cifar100-20 100
 fi
 
-overclustering() { # SET OUTPUTS: Table III; its finished cells are from the starts of the eleventh session, which are given then
+overclustering() { # SET OUTPUTS: Table III; its finished cells are from the starts that are given then
     [ -d "$keep/starts/scan-$1-$2" ] || return
     [ -d "$starts/scan-$1-$2" ] && cp -n "results/paper/$1"-*-k"$2"* "$keep/results/"
     cells table3 --sets "$1" --folds 0
 }
 
-trial() { # SET METHOD OPTION…: a tenth of the steps, something changed
-    part "trial-$(tr -cs 'a-z0-9.\n' - <<<"$*")" "$python" benchmarks/trial.py "$1" "$2" --steps 2000 --data-dir "$data" \
-        --starts "$keep/starts" --results "$keep/trials" --out "$keep/runs-trials" "${@:3}"
-}
-
-calm() { # Are the first steps too large for starts whose heads have large weights? (docs/lab-notes.md, thirteenth session)
-    local wide="cifar100-20 constraintmatch --clusters 100"
-    trial $wide --set clip_norm=1
-    trial $wide --set clip_norm=1 head_steps=1000
-    trial cifar100-20 constraintmatch --set clip_norm=1
-    trial cifar100-20 constraintmatch --constraints 5000 --set clip_norm=1
-    trial cifar100-20 constrained --clusters 100 --set clip_norm=1
-    trial cifar100-20 constraintmatch --set lr=0.003
-}
-
 runs() { # tables and figures of the paper
-    overclustering cifar100-20 100
+    # More folds where ConstraintMatch and constrained are as good as level in one
+    cells table1 --sets cifar100-20 --methods constraintmatch,constrained --constraints 5000 --folds 0-2
     overclustering cifar10 50
-    calm
+    overclustering cifar100-20 100
     # Losses that expect errors, naive pseudo-labels with the mean over selected images
     cells noise --sets cifar100-20 --folds 0 --steps 2000
     cells table2 --sets cifar100-20 --folds 0
@@ -126,8 +114,7 @@ else
     answers
 fi
 
-# More folds, and the other set's figures
-cells table1 --sets cifar100-20 --methods constraintmatch,constrained --constraints 5000 --folds 0-2
+# The other set's figures
 cells flip noise amount entropy selection links --sets cifar10 --folds 0 --steps 2000
 
 # Embeddings on this GPU, from the images to the clusters

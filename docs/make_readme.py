@@ -6,9 +6,11 @@ python docs/make_readme.py
 import ast
 import json
 import statistics
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from constraintmatch.paper.published import TABLE_3, published
 from constraintmatch.paper.reproduction import readme_part
 from constraintmatch.pretraining import PRETEXTS
 
@@ -172,22 +174,54 @@ def merging_table() -> str:
     names = {"cifar10-50": "CIFAR-10, 50 clusters", "cifar100-20-100": "CIFAR-100-20, 100 clusters"}
     found = {name: json.loads((ROOT / "results" / f"merging-{name}.json").read_text("utf-8")) for name in names}
     sizes = sorted({row["pairs"] for row in found["cifar10-50"]["rows"]})
-    columns = [f"{title}, {n:,} pairs | left" for title in names.values() for n in sizes]
-    lines = [f"| | {' | '.join(columns)} |", "|---|" + "--:|" * 2 * len(columns)]
-    first = [found[name]["start"] for name in names]
-    starts = [f"{100 * one['acc']:.1f} ({100 * one['nmi']:.1f}) | {one['clusters']}" for one in first]
-    lines.append(f"| the start | {' | '.join(start for start in starts for _ in sizes)} |")
+    columns = [f"{title}, {n:,} pairs" for title in names.values() for n in sizes]
+    lines = [f"| | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
+    starts = [_score(found[name]["start"]) for name in names for _ in sizes]
+    lines.append(f"| the start | {' | '.join(starts)} |")
     for way, title in MERGING.items():
         cells = []
         for name in names:
             rows = {row["pairs"]: row["scores"] for row in found[name]["rows"] if row["way"] == way}
-            for n in sizes:
-                left = sorted({one["clusters"] for one in rows[n]})
-                told = f"{left[0]}" if len(left) == 1 else f"{left[0]}–{left[-1]}"
-                nmi = sum(one["nmi"] for one in rows[n]) / len(rows[n])
-                cells.append(f"{_mean([100 * one['acc'] for one in rows[n]])} ({100 * nmi:.1f}) | {told}")
+            cells += [_merged(rows[n], many=name.rsplit("-", 1)[-1]) for n in sizes]
         lines.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_networks(names, sizes)])
+
+
+def _merged(scores: list[dict[str, float]], many: str) -> str:
+    """The mean of several samples; where clusters were merged, how many are left of so many."""
+    left = sorted({int(one["clusters"]) for one in scores})
+    told = "" if left == [int(many)] else f"; {left[0]}" if len(left) == 1 else f"; {left[0]}–{left[-1]}"
+    nmi = statistics.mean(100 * one["nmi"] for one in scores)
+    return f"{_mean([100 * one['acc'] for one in scores])} ({nmi:.1f}{told})"
+
+
+def _score(told: dict[str, float]) -> str:
+    return f"{100 * told['acc']:.1f} ({100 * told['nmi']:.1f})"
+
+
+def _networks(names: Iterable[str], sizes: Sequence[int]) -> list[str]:
+    """Rows of the merging table: whole networks from the same starts, from Table III's cells, and the paper's."""
+    ways = {way: title for way, title in MERGING.items() if way != "merged"}
+    lines = []
+    for way, title in ways.items():
+        method, marks = way.removeprefix("merged, "), "-merge=1" if way.startswith("merged, ") else ""
+        cells = []
+        for dataset, outputs in (name.rsplit("-", 1) for name in names):
+            for n in sizes:
+                path = ROOT / "results" / "paper" / f"{dataset}-{method}-{n}-k{outputs}{marks}-fold0.json"
+                told = json.loads(path.read_text("utf-8"))["scores"]["test"] if path.is_file() else None
+                cells.append(_score(told) if told else "–")
+        lines.append(f"| {title}, the network | {' | '.join(cells)} |")
+    for method in ("constrained", "constraintmatch"):
+        rows = {n: published(TABLE_3, "test", method, n) for n in sizes}
+        sets = [name.rsplit("-", 1)[0] for name in names]
+        cells = [
+            f"{row.value(one, 'acc')} ({row.value(one, 'nmi')})" if (row := rows[n]) else "–"
+            for one in sets
+            for n in sizes
+        ]
+        lines.append(f"| {MERGING[method]}, the paper's network | {' | '.join(cells)} |")
+    return lines
 
 
 def wrong_table() -> str:
