@@ -33,6 +33,9 @@ def main() -> None:
     parser.add_argument("--constraints", type=int, default=10_000)
     parser.add_argument("--fold", type=int, default=0)
     parser.add_argument("--noise", type=float, default=0.0, help="share of the constraints that is wrong")
+    parser.add_argument(
+        "--noise-of", choices=("all", "alike"), default="all", help="of all, or of each kind alike many"
+    )
     parser.add_argument("--clusters", type=int, default=0, help="outputs; as many as the set has classes")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--set", nargs="*", default=[], help="options of the method or its training")
@@ -42,7 +45,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/trials"))
     asked = parser.parse_args()
     options = tuple(sorted(map(option_of, asked.set)))
-    sizes = {"n_clusters": asked.clusters, "noise": asked.noise, "steps": asked.steps}
+    sizes = {"n_clusters": asked.clusters, "noise": asked.noise, "noise_of": asked.noise_of, "steps": asked.steps}
     cell = Cell(asked.name, asked.method, asked.constraints, asked.fold, options=options, **sizes)
     reporter = Lines(Console(width=200), every=20)
     run_cells([cell], Place(asked.data_dir, asked.starts, asked.results, asked.out, reporter=reporter))

@@ -26,7 +26,8 @@ class Cell:
     """One training: a data set, a method, a fold, and what differs from the paper's setting of that set.
 
     A fold is a sample of constraints and the seed of the training. `noise` is the share of constraints with the wrong
-    annotation. `options` are arguments of the method or training settings. Other than 20,000 steps make a cell cut.
+    annotation; `noise_of` "all" of them, or of "alike" many must-links and cannot-links, so that there are as many of
+    each as before. `options` are arguments of the method or training settings. Other than 20,000 steps make a cell cut.
     """
 
     dataset: str
@@ -37,6 +38,7 @@ class Cell:
     noise: float = 0.0
     options: tuple[tuple[str, Option], ...] = ()
     steps: int = STEPS
+    noise_of: str = "all"
 
     def __post_init__(self) -> None:
         if not self.n_clusters:
@@ -52,7 +54,7 @@ class Cell:
         parts = [self.dataset, self.method]
         parts += [str(self.n_constraints)] if self.n_constraints else []
         parts += [f"k{self.n_clusters}"] if self.n_clusters != DATASETS[self.dataset].n_clusters else []
-        parts += [f"noise{self.noise:g}"] if self.noise else []
+        parts += [f"noise{self.noise:g}{'' if self.noise_of == 'all' else self.noise_of}"] if self.noise else []
         parts += [f"{key}={value if isinstance(value, str) else f'{value:g}'}" for key, value in sorted(self.options)]
         parts += [] if self.method == "scan" else [f"fold{self.fold}"]
         return "-".join([*parts, *([f"steps{self.steps}"] if self.cut else [])])
@@ -66,8 +68,9 @@ class Cell:
         return f"scan-{self.dataset}" + (f"-{self.n_clusters}" if wide else "")
 
     def request(self) -> dict[str, Any]:
-        """The cell as plain values, for its result."""
-        return {**asdict(self), "options": dict(self.options)}
+        """The cell as plain values, for its result; `noise_of`, which came later, only where it is not the first one."""
+        values = {**asdict(self), "options": dict(self.options)}
+        return values if self.noise_of != "all" else {key: values[key] for key in values if key != "noise_of"}
 
 
 @dataclass(frozen=True)

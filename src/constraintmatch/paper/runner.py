@@ -4,9 +4,11 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from constraintmatch.batches import derive_seed
 from constraintmatch.constraints import Constraints
@@ -182,7 +184,19 @@ def cell_constraints(cell: Cell, images: ImageSet) -> Constraints | None:
         return None
     assert images.labels is not None
     sample = Constraints.sample(images.labels, cell.n_constraints, seed=cell.fold)
-    return sample.flip(cell.noise, seed=derive_seed(cell.fold, "noise")) if cell.noise else sample
+    seed = derive_seed(cell.fold, "noise")
+    if not cell.noise:
+        return sample
+    return sample.flip(cell.noise, seed=seed) if cell.noise_of == "all" else _flip_alike(sample, cell.noise, seed)
+
+
+def _flip_alike(sample: Constraints, share: float, seed: int) -> Constraints:
+    """The share of the must-links turned round, and as many cannot-links, so that there are as many of each as before."""
+    apart = sample.flip(share, seed=seed, only="must-link")
+    n = np.count_nonzero(apart.link != sample.link)
+    n_cannot = np.count_nonzero(sample.link < 0.5)
+    together = sample.flip(n / n_cannot, seed=seed, only="cannot-link")
+    return replace(sample, link=np.where(apart.link != sample.link, apart.link, together.link))
 
 
 def train_cell(cell: Cell, place: Place) -> ClusterModel:
