@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from constraintmatch.paper.cells import STEPS, Cell, Option
+from constraintmatch.paper.cells import NOISE_OF, STEPS, Cell, Option
 from constraintmatch.paper.runner import Place, run_cells
 from constraintmatch.progress import Lines
 
@@ -33,9 +33,7 @@ def main() -> None:
     parser.add_argument("--constraints", type=int, default=10_000)
     parser.add_argument("--fold", type=int, default=0)
     parser.add_argument("--noise", type=float, default=0.0, help="share of the constraints that is wrong")
-    parser.add_argument(
-        "--noise-of", choices=("all", "alike"), default="all", help="of all, or of each kind alike many"
-    )
+    parser.add_argument("--noise-of", choices=NOISE_OF, default="all", help="of all, or of both kinds alike many")
     parser.add_argument("--clusters", type=int, default=0, help="outputs; as many as the set has classes")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--set", nargs="*", default=[], help="options of the method or its training")

@@ -55,9 +55,20 @@ def test_the_same_training_is_one_cell_in_every_grid_that_shows_it() -> None:
         assert plain in grid_cells(name, sets=["cifar100-20"], folds=[0])
 
 
+def test_a_kind_of_noise_is_part_of_a_cell_only_where_there_is_noise() -> None:
+    plain = Cell("cifar10", "constrained", 5_000)
+    assert Cell("cifar10", "constrained", 5_000, noise_of="alike") == plain
+    assert "noise_of" not in plain.request()  # results from before it came up are the same cells
+    assert Cell("cifar10", "constrained", 5_000, noise=0.1, noise_of="alike").request()["noise_of"] == "alike"
+    with pytest.raises(InputError, match="unknown noise_of 'some'; known are all, alike"):
+        Cell("cifar10", "constrained", 5_000, noise=0.1, noise_of="some")
+
+
 def test_names_say_what_differs_from_the_papers_setting() -> None:
     assert Cell("cifar10", "constraintmatch", 10_000, 2).name == "cifar10-constraintmatch-10000-fold2"
     assert Cell("cifar10", "constrained", 5_000, noise=0.1).name == "cifar10-constrained-5000-noise0.1-fold0"
+    alike = Cell("cifar10", "constrained", 5_000, noise=0.1, noise_of="alike")
+    assert alike.name == "cifar10-constrained-5000-noise0.1alike-fold0"
     odd = Cell("cifar10", "constraintmatch", 10_000, options=(("max_entropy", 0.1),), n_clusters=50, steps=300)
     assert odd.name == "cifar10-constraintmatch-10000-k50-max_entropy=0.1-fold0-steps300"
 

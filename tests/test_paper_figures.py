@@ -45,7 +45,7 @@ def test_the_figures_are_the_grids_that_are_no_tables() -> None:
 def test_every_cell_of_a_grid_is_in_its_figure(tmp_path: Path, name: str, dataset: str) -> None:
     cells = grid_cells(name, sets=[dataset], folds=[0])
     figure = shown(tmp_path, name, cells, dataset)
-    shared = 1 if name == "flip" else 0  # ρ = 0 is the same for any two clusters and the two largest
+    shared = {"flip": 1, "noise": 2}.get(name, 0)  # what is 0 is the same for two curves, of a method or of both
     assert sum(map(len, places(figure).values())) + len(figure.levels) - shared == len(cells)
 
 
@@ -94,6 +94,19 @@ def test_a_full_figure_is_preferred_to_a_cut_one_of_as_many_points(tmp_path: Pat
     figure = shown(tmp_path, "noise", cells)
     assert figure.steps == 20_000
     assert "cut" not in figure.heading + figure.note
+
+
+def test_noise_of_both_kinds_alike_has_curves_of_its_own(tmp_path: Path) -> None:
+    cells = grid_cells("noise", sets=[SET], folds=[0])
+    contents = [content(cell, 0.5 if cell.noise_of == "alike" else 0.3) for cell in cells]
+    figure = drawing("noise", find_rows(read_results(write(tmp_path, *contents))), SET)
+    assert figure is not None
+    for method in ("constraintmatch", "constrained"):
+        curve = next(curve for curve in figure.curves if curve.method == f"{method} alike")
+        assert [(x, round(summary.mean, 6)) for x, summary in curve.points] == [
+            (0.0, 30.0),  # the training without wrong links is of both curves
+            *((x, 50.0) for x in (0.05, 0.1, 0.2, 0.3, 0.4)),
+        ]
 
 
 def test_a_level_is_trained_as_long_as_the_curve(tmp_path: Path) -> None:

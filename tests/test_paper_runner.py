@@ -129,6 +129,19 @@ def test_noise_turns_round_exactly_its_share_and_the_same_pairs_stay() -> None:
     assert int((clean.link != noisy.link).sum()) == 40
 
 
+def test_noise_of_both_kinds_alike_leaves_their_numbers() -> None:
+    images = load_dataset("digits", "train")
+    clean = cell_constraints(Cell("digits", "constrained", 400), images)
+    noisy = cell_constraints(Cell("digits", "constrained", 400, noise=0.25, noise_of="alike"), images)
+    assert clean is not None
+    assert noisy is not None
+    assert np.array_equal(clean.left, noisy.left)
+    wrong = round(0.25 * int(clean.link.sum()))
+    assert wrong > 5
+    assert int(noisy.link[clean.link == 1].size - noisy.link[clean.link == 1].sum()) == wrong
+    assert int(noisy.link[clean.link == 0].sum()) == wrong
+
+
 def test_a_result_of_other_settings_is_refused_by_name(finished: Place) -> None:
     path = finished.results / f"{CELL.name}.json"
     content = json.loads(path.read_text())

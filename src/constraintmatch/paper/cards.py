@@ -160,7 +160,8 @@ def _training(found: Mapping[str, Any]) -> str:
         return _NO_LABELS
     said = [f"{found['data']['train']:,} training images."]
     if cell["n_constraints"]:
-        noise = f", {100 * cell['noise']:g} % of them wrong" if cell["noise"] else ""
+        whose = "the must-links and as many others" if cell.get("noise_of") == "alike" else "them"
+        noise = f", {100 * cell['noise']:g} % of {whose} wrong" if cell["noise"] else ""
         said.append(f"{cell['n_constraints']:,} pairs drawn from their labels (fold {cell['fold']}{noise}).")
     said.append(_LABELS.get(method, f"{_NO_LABELS[:-1]} and these pairs." if cell["n_constraints"] else _NO_LABELS))
     said.append(f"Start: `{found['start']['name']}`, weights `{found['start']['weights']}`.")

@@ -8,11 +8,23 @@ from typing import Any
 from constraintmatch.datasets import DATASETS
 from constraintmatch.errors import InputError
 
-__all__ = ["EXPECTED_ERRORS", "FOLDS", "GRIDS", "PAPER_SETS", "PUBLISHED_MEAN", "STEPS", "Cell", "Grid", "grid_cells"]
+__all__ = [
+    "EXPECTED_ERRORS",
+    "FOLDS",
+    "GRIDS",
+    "NOISE_OF",
+    "PAPER_SETS",
+    "PUBLISHED_MEAN",
+    "STEPS",
+    "Cell",
+    "Grid",
+    "grid_cells",
+]
 
 STEPS = 20_000
 FOLDS = 5
 PAPER_SETS = ("cifar10", "cifar100-20", "stl10", "imagenet10", "imagenet-dogs")
+NOISE_OF = ("all", "alike")  # which constraints are annotated wrongly
 PAIRED = ("constrained", "constraintmatch", "pseudo_label")  # the methods that take constraints
 Option = float | str
 EXPECTED_ERRORS = 0.1  # of ours, beside the paper's curves: a tenth of the links, however many are wrong
@@ -26,8 +38,9 @@ class Cell:
     """One training: a data set, a method, a fold, and what differs from the paper's setting of that set.
 
     A fold is a sample of constraints and the seed of the training. `noise` is the share of constraints with the wrong
-    annotation; `noise_of` "all" of them, or of "alike" many must-links and cannot-links, so that there are as many of
-    each as before. `options` are arguments of the method or training settings. Other than 20,000 steps make a cell cut.
+    annotation, among "all" of them or among must-links and "alike" many cannot-links (`noise_of`), so that there are as
+    many of each as before. `options` are arguments of the method or training settings. Other than 20,000 steps make a
+    cell cut.
     """
 
     dataset: str
@@ -41,6 +54,10 @@ class Cell:
     noise_of: str = "all"
 
     def __post_init__(self) -> None:
+        if self.noise_of not in NOISE_OF:
+            raise InputError(f"unknown noise_of {self.noise_of!r}; known are {', '.join(NOISE_OF)}")
+        if not self.noise:
+            object.__setattr__(self, "noise_of", "all")
         if not self.n_clusters:
             object.__setattr__(self, "n_clusters", DATASETS[self.dataset].n_clusters)
 
@@ -68,7 +85,7 @@ class Cell:
         return f"scan-{self.dataset}" + (f"-{self.n_clusters}" if wide else "")
 
     def request(self) -> dict[str, Any]:
-        """The cell as plain values, for its result; `noise_of`, which came later, only where it is not the first one."""
+        """The cell as plain values, for its result; `noise_of`, which came later, only where it says something."""
         values = {**asdict(self), "options": dict(self.options)}
         return values if self.noise_of != "all" else {key: values[key] for key in values if key != "noise_of"}
 
@@ -234,10 +251,11 @@ def _amount(dataset: str, fold: int) -> list[Cell]:
 
 
 def _noise(dataset: str, fold: int) -> list[Cell]:
-    """As the paper, and ours: a loss that expects a tenth of the links to be wrong, however many are."""
+    """Both readings of the paper's noise, and ours: a loss that expects a tenth of the links to be wrong."""
     rates, methods = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4), ("constraintmatch", "constrained")
     plain = [Cell(dataset, method, 10_000, fold, noise=rate) for rate in rates for method in methods]
-    return [*plain, *(replace(cell, options=(("error_rate", EXPECTED_ERRORS),)) for cell in plain)]
+    expecting = [replace(cell, options=(("error_rate", EXPECTED_ERRORS),)) for cell in plain]
+    return [*plain, *(replace(cell, noise_of="alike") for cell in plain if cell.noise), *expecting]
 
 
 _BOTH, _HARD = ("cifar10", "cifar100-20"), ("cifar100-20", "cifar10")

@@ -176,7 +176,13 @@ def _amount(cell: Cell) -> float | None:
 
 
 def _noise(cell: Cell) -> float | None:
-    return None if cell.options or cell.n_constraints != N_CONSTRAINTS else cell.noise
+    others = cell.options or cell.n_constraints != N_CONSTRAINTS or cell.noise_of != "all"
+    return None if others else cell.noise
+
+
+def _noise_alike(cell: Cell) -> float | None:
+    """Of trainings with as many wrong links of either kind; without wrong ones it is 0."""
+    return _noise(replace(cell, noise_of="all")) if cell.noise_of == "alike" or not cell.noise else None
 
 
 def _expected_noise(cell: Cell) -> float | None:
@@ -252,10 +258,17 @@ FIGURES: dict[str, Sweep] = {
     "noise": Sweep(
         "Wrong annotations of constraints",
         "share of constraints with the wrong annotation",
-        {**_BOTH, **{f"{method} expecting": f"{label}, expecting a tenth (ours)" for method, label in _BOTH.items()}},
+        {
+            **_BOTH,
+            **{f"{method} alike": f"{label}, both kinds alike" for method, label in _BOTH.items()},
+            **{f"{method} expecting": f"{label}, expecting a tenth (ours)" for method, label in _BOTH.items()},
+        },
         _noise,
         lambda dataset: [("SCAN (the start)", Cell(dataset, "scan"))],
-        variants={f"{method} expecting": (method, _expected_noise) for method in _BOTH},
+        variants={
+            **{f"{method} alike": (method, _noise_alike) for method in _BOTH},
+            **{f"{method} expecting": (method, _expected_noise) for method in _BOTH},
+        },
     ),
 }
 
@@ -294,6 +307,8 @@ _LOOKS: dict[str, tuple[str, str, Any]] = {
     "pseudo_label": ("#009E73", "^", "-."),
     "any": ("#56B4E9", "v", (0, (4, 1.5))),
     "expecting": ("#CC79A7", "D", "-"),
+    "constraintmatch alike": ("#009E73", "^", "-"),
+    "constrained alike": ("#CC79A7", "X", "--"),
     "constraintmatch expecting": ("#56B4E9", "v", "-"),
     "constrained expecting": ("#E69F00", "D", "--"),
     "scan": ("#555555", "", ":"),

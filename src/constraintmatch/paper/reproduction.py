@@ -44,10 +44,11 @@ _REMARKS = {  # what has to be known beside them
     "largest nine times in ten. If its figure was made with that, its two curves are not under the same noise. “Any "
     "two” does as that code does; the others swap the two largest, as the paper says. “Expecting a tenth”: the loss "
     "expects so many pseudo-constraints to be wrong, whatever ρ is (decision 032), which the paper has not.",
-    "noise": "The published code has no such noise; here exactly the share of the links is turned round. Of random "
-    "pairs of 20 classes one in twenty is a must-link, so with a tenth of the links wrong two of three must-links are. "
-    "“Expecting a tenth”: the loss expects so many to be wrong, however many are (decision 032), which the paper has "
-    "not.",
+    "noise": "The published code has no such noise, and the paper's text does not say of which links the share is. Of "
+    "all of them: random pairs of 20 classes have one must-link in twenty, so with a tenth of the links wrong two of "
+    "three must-links are, and there are three times as many. “Both kinds alike”: the share of the must-links is wrong "
+    "and as many cannot-links, so that there are as many of each as before (decision 040). “Expecting a tenth”: the "
+    "loss expects so many to be wrong, however many are (decision 032), which the paper has not.",
 }
 _HEAD = """\
 # The paper, reproduced

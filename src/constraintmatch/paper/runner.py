@@ -191,7 +191,7 @@ def cell_constraints(cell: Cell, images: ImageSet) -> Constraints | None:
 
 
 def _flip_alike(sample: Constraints, share: float, seed: int) -> Constraints:
-    """The share of the must-links turned round, and as many cannot-links, so that there are as many of each as before."""
+    """The share of the must-links turned round, and as many cannot-links: there are as many of each as before."""
     apart = sample.flip(share, seed=seed, only="must-link")
     n = np.count_nonzero(apart.link != sample.link)
     n_cannot = np.count_nonzero(sample.link < 0.5)
