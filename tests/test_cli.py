@@ -256,6 +256,36 @@ def test_class_folders_are_scored_by_their_names(tmp_path: Path, stripes: ImageS
     assert "scores" not in run(*words, "--out", tmp_path / "b", "--no-labels").stdout
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--n-neighbours-linear-scan", 0), "n_neighbours is 0; linear_scan needs 1 or more"),
+        (("--epochs-self-label", 0), "epochs is 0; self_label needs 1 or more"),
+        (("--tolerance-scan", 2), "tolerance is 2.0; it must lie in [0, 1]"),
+        (("--seed", 2**64), "seed 18446744073709551616 is not a whole number from 0 to 2**64 - 1"),
+    ],
+)
+def test_a_wrong_argument_of_a_late_stage_is_found_before_the_first(
+    flags: tuple[object, ...], message: str, folder: Path, tmp_path: Path
+) -> None:
+    words = ("pretrain", folder / "in", "--clusters", 3, "--out", tmp_path / "s", "--side", 8, "--device", "cpu")
+    assert message in refused(*words, *flags)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_reach_that_cannot_be_is_found_before_the_start_is_made(folder: Path, tmp_path: Path) -> None:
+    words = ("train", folder / "in", "--pairs", folder / "pairs.csv", "--clusters", 3, "--method", "propagate")
+    assert "reach is 2.0; it must lie in [0, 1)" in refused(*words, "--reach", 2, "--out", tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+def test_pairs_that_weigh_nothing_are_refused_by_the_name_of_their_file(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "light.csv").write_text("left,right,link,weight\n0,1,1,0\n1,2,0,0\n")
+    words = ("train", folder / "in", "--pairs", tmp_path / "light.csv", "--clusters", 3, "--out", tmp_path / "r")
+    assert "light.csv: every pair has the weight 0" in refused(*words)
+    assert not (tmp_path / "r").exists()
+
+
 def test_pretrain_leaves_a_model_that_train_takes(folder: Path, tmp_path: Path) -> None:
     epochs = ("--epochs-byol", 2, "--hidden-byol", 64, "--epochs-scan", 2, "--epochs-self-label", 2)
     epochs += ("--n-tries-scan", 2, "--n-tries-linear-scan", 2)

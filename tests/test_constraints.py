@@ -440,6 +440,21 @@ def test_a_conflict_is_told_in_one_sentence():
     assert twice.conflicts()[0].describe() == "image 1 and image 0 are cannot-link (row 1), but also must-link (row 0)"
 
 
+def test_a_conflict_in_a_file_names_its_lines(tmp_path):
+    path = tmp_path / "pairs.csv"
+    path.write_text("left,right,link\n\n3,3,1\n0,1,1\n1,2,1\n\n0,2,0\n0,3,0\n")
+    pairs = Constraints.read(path)
+    message = r"cannot-link \(line 7\), but must-link through .* \(lines 4, 5\)"
+    with pytest.raises(InputError, match=message):
+        pairs.resolve("error")
+    with pytest.raises(InputError, match=message):
+        pairs.take([3, 2, 1, 0]).resolve("error")
+    pairs.write(tmp_path / "pairs.parquet")
+    with pytest.raises(InputError, match=r"cannot-link \(row 3\), but must-link through .* \(rows 1, 2\)"):
+        Constraints.read(tmp_path / "pairs.parquet").resolve("error")
+    assert pairs.take([0, 1, 3]).close().places is None  # implied pairs stand in no file
+
+
 def test_a_long_chain_is_told_short():
     n = 1_000
     path = Constraints.from_lists(n_images=n, must_link=[(i, i + 1) for i in range(n - 1)], cannot_link=[(0, n - 1)])

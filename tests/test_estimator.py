@@ -266,6 +266,7 @@ def test_all_forms_of_the_same_pairs_are_the_same_constraints(stripes: ImageSet,
         wanted,
         (left, right, link),
         [np.array(left), np.array(right), np.array(link)],
+        [(0, 3, 1), (1, 4, 1), (2, 4, 0)],
         {"must_link": [(0, 3), (1, 4)], "cannot_link": [(2, 4)]},
         matrix,
         matrix.toarray(),
@@ -278,6 +279,13 @@ def test_all_forms_of_the_same_pairs_are_the_same_constraints(stripes: ImageSet,
         for name in ("left", "right", "link", "weight"):
             np.testing.assert_array_equal(getattr(made, name), getattr(wanted, name))
         assert made.n_images == 60
+
+
+def test_triples_of_any_number_are_pairs(stripes: ImageSet) -> None:
+    for triples in ([(0, 3, 1)], [[0, 3, 1], [2, 4, 0]], [(0, 3, 1)] * 4):
+        made = as_constraints(triples, stripes)
+        assert made is not None
+        assert list(zip(made.left, made.right, made.link, strict=True)) == list(map(tuple, triples))
 
 
 def test_contradictions_are_refused_unless_they_come_as_constraints(stripes: ImageSet) -> None:
@@ -293,6 +301,8 @@ def test_contradictions_are_refused_unless_they_come_as_constraints(stripes: Ima
     [
         ({"must": [(0, 1)]}, "unknown key 'must'"),
         ((0, 1), "constraints must be"),
+        ([[0, 3, 1], [1, 4, 1], [2, 4, 0]], "three columns or three triples"),
+        (((0, 3, 1), (1, 4, 1), (2, 4, 0)), "three columns or three triples"),
         (np.zeros((4, 3)), "must be square"),
         (([0], [99], [1]), "image 99 does not exist"),
         ("missing.csv", "missing.csv"),

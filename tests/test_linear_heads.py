@@ -188,7 +188,7 @@ def test_linear_scan_leaves_the_backbone_and_finds_what_the_features_tell_apart(
 def test_linear_scan_needs_a_head_and_a_neighbour(name: str, value: int) -> None:
     images = ImageSet.from_arrays(RNG.integers(0, 256, (30, 8, 8, 1), dtype=np.uint8))
     model = build_model(n_clusters=0, side=8, channels=1, backbone="tiny")
-    with pytest.raises(InputError, match="needs a head and a neighbour at least"):
+    with pytest.raises(InputError, match=f"{name} is 0; linear_scan needs 1 or more"):
         METHODS["linear_scan"](model, images, n_clusters=3, **{name: value})
 
 

@@ -351,8 +351,8 @@ def test_views_of_ones_own_are_used(stripes: ImageSet) -> None:
         ("simclr", {"temperature": 0.0}, "temperature is 0.0"),
         ("k_means", {"n_clusters": 3, "restarts": 0}, "restarts is 0"),
         ("scan", {"n_clusters": 1}, "2 or more"),
-        ("scan", {"n_clusters": 3, "n_neighbours": 0}, "not 0 and 1"),
-        ("scan", {"n_clusters": 3, "n_heads": 0}, "not 20 and 0"),
+        ("scan", {"n_clusters": 3, "n_neighbours": 0}, "n_neighbours is 0; scan needs 1"),
+        ("scan", {"n_clusters": 3, "n_heads": 0}, "n_heads is 0; scan needs 1"),
     ],
 )
 def test_bad_requests_get_one_line(stripes: ImageSet, name: str, arguments: dict[str, object], said: str) -> None:

@@ -82,6 +82,29 @@ def test_a_run_that_stops_says_why_and_the_error_goes_on(tmp_path: Path, error: 
     assert "ended" not in record
 
 
+def test_a_run_that_is_refused_before_its_first_step_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="reach is 2"):
+        leave(tmp_path / "runs" / "a", request(), InputError("reach is 2"))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "note.txt").write_text("mine")
+    with pytest.raises(InputError, match="reach is 2"):
+        leave(tmp_path / "b", request(), InputError("reach is 2"))
+    assert {path.name for path in (tmp_path / "b").glob("[!.]*")} == {"note.txt"}
+    leave(tmp_path / "b", request(arguments__max_entropy=0.1))
+
+
+def test_a_run_that_has_logged_something_stays_whatever_ends_it(tmp_path: Path) -> None:
+    def end_in_the_middle() -> None:
+        with open_run(tmp_path / "a", request()) as run:
+            run.log({"step": 1, "kind": "training"})
+            raise InputError("the disk is full")
+
+    with pytest.raises(InputError, match="the disk is full"):
+        end_in_the_middle()
+    assert recorded(tmp_path / "a")["status"] == "failed"
+
+
 def test_a_resumed_run_that_ends_well_forgets_its_error_and_adds_up_its_seconds(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no"):
         leave(tmp_path, request(), ValueError("no"))

@@ -404,6 +404,9 @@ def test_tensorboard_files_are_written_when_asked(tmp_path: Path) -> None:
         ({"momentum": 1.0}, "momentum is 1.0"),
         ({"weight_decay": -0.1}, "weight_decay is -0.1"),
         ({"evaluate_every": 0}, "evaluate_every is 0"),
+        ({"steps": 2.5}, "steps is 2.5; it must be a whole number"),
+        ({"seed": -1}, "seed -1 is not a whole number from 0"),
+        ({"seed": 2**64}, "seed 18446744073709551616 is not"),
     ],
 )
 def test_impossible_settings_are_refused(change: dict[str, object], said: str) -> None:

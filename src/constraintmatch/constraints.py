@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from constraintmatch import draws, pair_graph
 from constraintmatch.draws import Purpose
 from constraintmatch.errors import InputError
-from constraintmatch.pair_cells import MAX_IMAGES
+from constraintmatch.pair_cells import MAX_IMAGES, Places
 from constraintmatch.pairs_file import PairTable, read_pairs, write_pairs
 
 __all__ = ["Components", "Conflict", "Constraints"]
@@ -25,16 +25,15 @@ class Conflict:
     chain_rows: tuple[int, ...]
     images: tuple[int, ...]
 
-    def describe(self, names: Sequence[str] | None = None) -> str:
-        """One sentence with the pair, the way and the rows (counted from 0)."""
+    def describe(self, names: Sequence[str] | None = None, places: Places | None = None) -> str:
+        """One sentence with the pair, the way and their places in the file, else their rows (counted from 0)."""
         way = [f"image {image}" if names is None else names[image] for image in self.images]
         if len(way) > 12:
             way[6:-5] = ["…"]
-        rows = ", ".join(map(str, self.chain_rows[:12])) + (", …" if len(self.chain_rows) > 12 else "")
-        ends = f"{way[0]} and {way[-1]} are cannot-link (row {self.pair_row})"
-        if len(self.chain_rows) == 1:
-            return f"{ends}, but also must-link (row {rows})"
-        return f"{ends}, but must-link through {' – '.join(way)} (rows {rows})"
+        at = places or Places(np.arange(max(self.pair_row, *self.chain_rows) + 1))
+        ends = f"{way[0]} and {way[-1]} are cannot-link ({at.say(self.pair_row)})"
+        but = "also must-link" if len(self.chain_rows) == 1 else f"must-link through {' – '.join(way)}"
+        return f"{ends}, but {but} ({at.say(*self.chain_rows)})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +73,7 @@ class Constraints:
     annotator: tuple[str, ...] | None = None
     time: tuple[str, ...] | None = None
     ignored_self_links: int = 0  # must-links of an image with itself that were left out at the door
+    places: Places | None = None  # in the file that they were read from
 
     def __len__(self) -> int:
         return len(self.left)
@@ -220,7 +220,8 @@ class Constraints:
         for name in ("annotator", "time"):
             if (texts := getattr(self, name)) is not None:
                 columns[name] = tuple(texts[row] for row in at.tolist())
-        return replace(self, **columns, ignored_self_links=0)
+        places = None if self.places is None else self.places.take(at)
+        return replace(self, **columns, ignored_self_links=0, places=places)
 
     def split(self, n_second: int, *, seed: int) -> tuple["Constraints", "Constraints"]:
         """All but n_second pairs, and n_second pairs chosen at random; both keep the order.
@@ -384,7 +385,7 @@ class Constraints:
         for name in ("annotator", "time"):
             if (texts := getattr(self, name)) is not None:
                 columns[name] = texts + ("",) * len(more)
-        return replace(self, **columns)
+        return replace(self, **columns, places=None)
 
     def conflict_rows(self) -> NDArray[np.int64]:
         """The rows of all cannot-links whose two images are must-linked, directly or through others; in linear time."""
@@ -425,7 +426,7 @@ class Constraints:
         if on_conflict == "keep" or not len(rows := self.conflict_rows()):
             return self
         if on_conflict == "error":
-            first = self.conflicts(limit=1)[0].describe(names)
+            first = self.conflicts(limit=1)[0].describe(names, self.places)
             count = f"; {len(rows):,} contradictions in all" if len(rows) > 1 else ""
             raise InputError(f"{first}{count}; mend the pairs, or use --on-conflict drop or keep")
         return self.take(self._consistent(rows))

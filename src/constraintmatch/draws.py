@@ -5,13 +5,14 @@ counter, and what is here is integer arithmetic on its raw words.
 """
 
 from enum import IntEnum
+from numbers import Integral
 
 import numpy as np
 from numpy.typing import NDArray
 
 from constraintmatch.errors import InputError
 
-__all__ = ["Purpose", "another", "balanced_partners", "below", "permutation", "stream", "uniform"]
+__all__ = ["Purpose", "another", "balanced_partners", "below", "check_seed", "permutation", "stream", "uniform"]
 
 
 class Purpose(IntEnum):
@@ -26,10 +27,15 @@ class Purpose(IntEnum):
     ANCHORS = 7
 
 
+def check_seed(seed: int) -> None:
+    """A seed that is no whole number of 64 bits is an InputError."""
+    if not isinstance(seed, Integral) or not 0 <= seed < 2**64:
+        raise InputError(f"seed {seed} is not a whole number from 0 to 2**64 - 1")
+
+
 def stream(seed: int, purpose: Purpose) -> np.random.Philox:
     """The raw words that belong to a seed and a purpose."""
-    if not 0 <= seed < 2**64:
-        raise InputError(f"seed {seed} is not a whole number from 0 to 2**64 - 1")
+    check_seed(seed)
     return np.random.Philox(key=np.array([seed, purpose], np.uint64))
 
 

@@ -270,8 +270,9 @@ def as_images(images: Images, model: ClusterModel | None = None) -> ImageSet:
 def as_constraints(constraints: Pairs, images: ImageSet) -> Constraints | None:
     """Constraints over the images from what people have; None stays None.
 
-    Taken are `Constraints`, a pairs file, columns (left, right, link), {"must_link": [(i, j), …], "cannot_link": […]},
-    and a square matrix of 1, −1 and 0. `Constraints` are used as they are; in all others a contradiction is an error.
+    Taken are `Constraints`, a pairs file, columns (left, right, link), a list of such triples,
+    {"must_link": [(i, j), …], "cannot_link": […]}, and a square matrix of 1, −1 and 0. `Constraints` are used as they
+    are; in all others a contradiction is an error.
     """
     if constraints is None or isinstance(constraints, Constraints):
         return constraints
@@ -284,15 +285,30 @@ def as_constraints(constraints: Pairs, images: ImageSet) -> Constraints | None:
         made = Constraints.from_lists(n_images=n, **constraints)
     elif issparse(constraints) or (isinstance(constraints, np.ndarray) and constraints.ndim == 2):
         made = Constraints.from_matrix(constraints)
-    elif isinstance(constraints, list | tuple) and len(constraints) == 3:
-        left, right, link = constraints
-        made = Constraints.from_arrays(left, right, link, n_images=n)
+    elif isinstance(constraints, list | tuple) and (columns := _columns(constraints)) is not None:
+        made = Constraints.from_arrays(*columns, n_images=n)
     else:
         raise InputError(
-            "constraints must be Constraints, a pairs file, columns (left, right, link), "
+            "constraints must be Constraints, a pairs file, columns (left, right, link), a list of such triples, "
             "a dict with must_link and cannot_link, or a square matrix of 1, -1 and 0"
         )
     return made.resolve("error", names=images.names)
+
+
+def _columns(given: Sequence[Any]) -> Sequence[Any] | None:
+    """Left, right and link as columns, from columns or from triples; None: neither. Three by three may be both."""
+    triples = len(given) > 0 and all(isinstance(item, list | tuple) and len(item) == 3 for item in given)
+    if triples and len(given) == 3:
+        as_tuples = [isinstance(item, tuple) for item in given]
+        if isinstance(given, tuple) == all(as_tuples) or any(as_tuples) != all(as_tuples):
+            raise InputError(
+                "constraints: three columns or three triples (left, right, link)? give a tuple of lists for columns, "
+                "a list of tuples for triples"
+            )
+        triples = all(as_tuples)
+    if triples:
+        return list(zip(*given, strict=True))
+    return given if len(given) == 3 else None
 
 
 def _known_method(name: str) -> set[str]:

@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 
 from constraintmatch.errors import InputError
 
-__all__ = ["MAX_IMAGES", "Cells", "image_rows", "is_row_number", "looks_like_link", "read_links", "read_weights"]
+__all__ = [
+    "MAX_IMAGES",
+    "Cells",
+    "Places",
+    "image_rows",
+    "is_row_number",
+    "looks_like_link",
+    "read_links",
+    "read_weights",
+]
 
 _SPELLINGS = {"mustlink": 1.0, "ml": 1.0, "same": 1.0, "yes": 1.0, "true": 1.0}
 _SPELLINGS |= {"cannotlink": 0.0, "cl": 0.0, "different": 0.0, "no": 0.0, "false": 0.0}
@@ -36,6 +45,22 @@ class Cells:
 
     def error(self, row: int, message: str) -> InputError:
         return InputError(f"{self.path} {self.word} {self.places[row]}: {message}")
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where in its file each pair stands: `line` 2 and so on, or `row` 1 and so on of a table."""
+
+    numbers: NDArray[np.int64]
+    word: str = "row"
+
+    def take(self, rows: NDArray[np.int64]) -> "Places":
+        return Places(self.numbers[rows], self.word)
+
+    def say(self, *rows: int, most: int = 12) -> str:
+        """For example `lines 4, 5`."""
+        told = ", ".join(str(self.numbers[row]) for row in rows[:most]) + (", …" if len(rows) > most else "")
+        return f"{self.word}{'s' if len(rows) > 1 else ''} {told}"
 
 
 def image_rows(

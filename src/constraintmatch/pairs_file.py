@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 
 from constraintmatch.errors import InputError
 from constraintmatch.files import write_atomically
-from constraintmatch.pair_cells import Cells, image_rows, is_row_number, looks_like_link, read_links, read_weights
+from constraintmatch.pair_cells import (
+    Cells,
+    Places,
+    image_rows,
+    is_row_number,
+    looks_like_link,
+    read_links,
+    read_weights,
+)
 
 __all__ = ["PairTable", "names_in", "read_pairs", "write_pairs"]
 
@@ -39,6 +47,7 @@ class PairTable:
     annotator: tuple[str, ...] | None = None
     time: tuple[str, ...] | None = None
     ignored_self_links: int = 0
+    places: Places | None = None  # in the file that they were read from
 
 
 def read_pairs(
@@ -62,7 +71,8 @@ def read_pairs(
     keep = np.flatnonzero(~itself)
     annotator, time = (_taken(cells.columns.get(name), keep) for name in ("annotator", "time"))
     n_itself = len(left) - len(keep)
-    return PairTable(left[keep], right[keep], link[keep], weight[keep], n_images, annotator, time, n_itself)
+    places = Places(np.asarray(cells.places, np.int64)[keep], cells.word)
+    return PairTable(left[keep], right[keep], link[keep], weight[keep], n_images, annotator, time, n_itself, places)
 
 
 def _taken(column: list[str] | None, rows: NDArray[np.int64]) -> tuple[str, ...] | None:

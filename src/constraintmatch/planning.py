@@ -13,6 +13,7 @@ import numpy as np
 
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, DataSet
+from constraintmatch.draws import check_seed
 from constraintmatch.errors import InputError
 from constraintmatch.files import check_target, folder_lock, read_json
 from constraintmatch.images import ImageSet, kind_of
@@ -103,6 +104,7 @@ def plan_pretraining(request: Train, reporter: Reporter) -> PretrainPlan:
     data = _open_training_data(request, given, cpu, reporter)
     clusters = _clusters(request, data, given)
     seed = int(request.settings.get("seed") or 0)
+    check_seed(seed)
     model = given or _fresh_model(request, data, clusters, cpu, seed)
     return PretrainPlan(data, clusters, model, views, _stages(request, data, given), cpu)
 
@@ -303,6 +305,8 @@ def _training_pairs(request: Train, images: ImageSet, seed: int, reporter: Repor
         seed=seed,
         reporter=reporter,
     )
+    if not pairs.training.weight.any():
+        raise InputError(f"{request.pairs}: every pair has the weight 0; give some of them a weight above 0")
     aside = request.pairs.with_name("held-out-pairs.csv")
     if request.from_run is None or not aside.is_file():
         return pairs

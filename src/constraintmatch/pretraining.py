@@ -13,10 +13,10 @@ from constraintmatch.evaluation import embed, knn_accuracy, neighbour_consistenc
 from constraintmatch.files import read_json
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.neighbours import nearest_neighbours
-from constraintmatch.methods.preparation import spread
-from constraintmatch.models import ClusterModel
+from constraintmatch.methods.preparation import ViewChoice, spread
+from constraintmatch.models import ClusterModel, build_model
 from constraintmatch.progress import Reporter
-from constraintmatch.running import Around, method_settings, run_method, split_options
+from constraintmatch.running import Around, method_arguments, method_settings, run_method, split_options
 from constraintmatch.runs import is_finished, write_result
 from constraintmatch.training import choose_device
 
@@ -31,6 +31,7 @@ __all__ = [
     "Recipe",
     "chain_stages",
     "pretrain",
+    "rehearse",
     "round_size",
     "short_start",
     "stage_summary",
@@ -45,6 +46,7 @@ ORDER = (*PRETEXTS, "k_means", "linear_scan", "scan", "self_label")
 CHAINS = {"scan": STAGES, "byol": ("byol", "scan", "self_label", "linear_scan"), "short": SHORT_STAGES}
 OWN_CHAIN = "byol"  # for images that are no data set of the paper: better (decisions 023 and 028)
 MOST_LR = 0.02  # of a round; with few answers a higher rate is unstable (docs/lab-notes.md: 0.05 on digits)
+_LENGTHS = ("epochs", "n_tries", "restarts")  # arguments that say how long a stage takes
 Recipe = Mapping[str, Mapping[str, Any]]  # of each stage its arguments and training settings
 
 
@@ -133,6 +135,54 @@ def pretrain(
             request = {"stage": stage, "data": dict(around.data), "arguments": chosen, "settings": ours.request()}
             write_result(target, _stage_result(request, told, log, time.monotonic() - began))
     return model
+
+
+def rehearse(
+    model: ClusterModel,
+    images: ImageSet,
+    n_clusters: int,
+    *,
+    stages: Sequence[str],
+    recipe: Recipe,
+    settings: Mapping[str, Any],
+    views: ViewChoice,
+) -> None:
+    """Every stage on a few images of noise, so that a wrong argument of the last shows before the first is trained."""
+    noise = _noise_like(images, max(16, n_clusters))
+    small = build_model(
+        n_clusters=model.config.n_clusters,
+        side=noise.side,
+        channels=noise.channels,
+        backbone="tiny" if noise.side > 1 else None,
+    )
+    quick = {"device": "cpu", "compile": False, "cuda_graph": False, "bf16": False, "tensorboard": False}
+    short = {stage: _shortened(stage, recipe.get(stage, {})) for stage in stages}
+    pretrain(
+        small,
+        noise,
+        n_clusters,
+        stages=stages,
+        recipe=short,
+        settings={**settings, **quick},
+        around=Around(views=views),
+    )
+
+
+def _noise_like(images: ImageSet, most: int) -> ImageSet:
+    """Small images, or embeddings of the same length, that are all different: as many as there are, at most `most`."""
+    n, side, draw = min(len(images), most), min(images.side, 16), np.random.default_rng(0)
+    if images.embedded:
+        return ImageSet.from_arrays(draw.normal(size=(n, images.channels)).astype(np.float32))
+    size = (n, side, side, images.channels)
+    return ImageSet.from_arrays(draw.integers(0, 256, size, dtype=np.uint8))
+
+
+def _shortened(stage: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with as little to do as they allow: one epoch, one try; what is too little already stays so."""
+    known = method_arguments(stage)
+    asked = {key: options.get(key, known[key].default) for key in _LENGTHS if key in known}
+    least = {"least_share": options.get("least_share") or 0.5} if stage == "self_label" else {}  # else none is sure
+    return {**options, **{key: min(value, 1) for key, value in asked.items()}, **least}
 
 
 def _folder_name(stage: str, before: int) -> str:

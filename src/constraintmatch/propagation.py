@@ -15,7 +15,7 @@ from scipy.sparse.linalg import cg
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 
-__all__ = ["carried", "known_groups", "neighbour_graph", "seeds"]
+__all__ = ["carried", "check_reach", "known_groups", "neighbour_graph", "seeds"]
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -105,6 +105,12 @@ def neighbour_graph(features: Floats, near: Rows) -> sp.csr_array:
     return sp.csr_array(both.multiply(root[:, None]).multiply(root[None]))
 
 
+def check_reach(reach: float) -> None:
+    """A reach that does not lie in [0, 1) is an InputError: the shares would grow without end."""
+    if not 0 <= reach < 1:
+        raise InputError(f"reach is {reach}; it must lie in [0, 1)")
+
+
 def carried(graph: sp.csr_array, begun: Floats, *, reach: float = 0.99) -> Floats:
     """The shares (n, k) of the clusters at each image; a row stays zero where no path leads from any seed.
 
@@ -112,8 +118,7 @@ def carried(graph: sp.csr_array, begun: Floats, *, reach: float = 0.99) -> Float
     alone, so columns are brought to the same mass before the rows are made to sum to 1. That takes nothing from large
     clusters: one that lies apart has the same mass whatever its size.
     """
-    if not 0 <= reach < 1:
-        raise InputError(f"reach is {reach}; it must lie in [0, 1)")
+    check_reach(reach)
     system = sp.eye_array(graph.shape[0], dtype=np.float32, format="csr") - np.float32(reach) * graph
     found = np.stack([cg(system, column, rtol=1e-4, maxiter=500)[0] for column in begun.T], axis=1)
     found = np.maximum(found, 0)

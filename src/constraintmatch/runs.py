@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 FORMAT = 1
+_WRITTEN_FIRST = ("run.json", "pairs.csv", "merged.json")  # before the first step
 _OWN_BYTES = 2 << 30  # of GPU memory that a process holds beside its tensors, generously
 
 
@@ -90,9 +91,10 @@ def open_run(
     Without `resume` a folder that holds a run is refused, so nothing is overwritten. With it the stored request must
     equal the new one, except for where the images or the first model lie: moved, they are still the same, and their
     new place is noted. `since` has the values that a request meant without saying so before there was such an entry.
+    A fresh run that is refused before it has logged anything leaves nothing behind: mended, it may begin there.
     """
     path = Path(path)
-    with folder_lock(path):
+    with _folder_made_for(path), folder_lock(path):
         stored = _stored(path)
         if stored is not None and not resume:
             raise InputError(f"{path}: holds a run already; continue it with --resume or choose another --out")
@@ -111,10 +113,28 @@ def open_run(
             yield run
         except BaseException as error:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            _note_quietly(run, status=status, seconds=_since(run, earlier), error=str(error)[:500])
+            if type(error) is InputError and stored is None and not read_log(path) and not run.checkpoint.exists():
+                for name in _WRITTEN_FIRST:
+                    (path / name).unlink(missing_ok=True)
+            else:
+                _note_quietly(run, status=status, seconds=_since(run, earlier), error=str(error)[:500])
             raise
         run.record.pop("error", None)
         run.note(status="finished", seconds=_since(run, earlier), ended=_now())
+
+
+@contextmanager
+def _folder_made_for(path: Path) -> Iterator[None]:
+    """Folders that are made for a run in this block, and that an error leaves empty, are removed."""
+    made = [place for place in (path, *path.parents) if not place.exists()]
+    try:
+        yield
+    except BaseException:
+        if path in made and all(entry.name == ".lock" for entry in path.iterdir()):
+            (path / ".lock").unlink(missing_ok=True)
+            for place in made:
+                place.rmdir()
+        raise
 
 
 def is_finished(path: Path | str) -> bool:

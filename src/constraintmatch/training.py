@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from constraintmatch.batches import map_tensors
+from constraintmatch.draws import check_seed
 from constraintmatch.errors import InputError
 from constraintmatch.files import write_atomically
 from constraintmatch.progress import Quiet, Reporter
@@ -59,11 +61,13 @@ class TrainSettings:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "log_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-        if self.evaluate_every is not None and self.evaluate_every < 1:
-            raise InputError(f"evaluate_every is {self.evaluate_every}; it must be 1 or more")
+        check_seed(self.seed)
+        for name in ("steps", "log_every", "checkpoint_every", "evaluate_every"):
+            value = getattr(self, name)
+            if value is None and name == "evaluate_every":
+                continue
+            if not isinstance(value, Integral) or value < 1:
+                raise InputError(f"{name} is {value}; it must be a whole number, 1 or more")
         if not 0 <= self.momentum < 1:
             raise InputError(f"momentum is {self.momentum}; it must be 0 or more and under 1")
         if not 0 <= self.weight_decay < math.inf:

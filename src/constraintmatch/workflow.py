@@ -156,7 +156,7 @@ def check_pairs(
         n_images=pairs.n_images,
         n_unconstrained=pairs.n_images - seen,
         n_contradictions=len(pairs.conflict_rows()),
-        contradictions=tuple(conflict.describe(names) for conflict in pairs.conflicts(limit=10)),
+        contradictions=tuple(conflict.describe(names, pairs.places) for conflict in pairs.conflicts(limit=10)),
         closed=_closed_counts(pairs) if close else None,
     )
 
@@ -455,7 +455,7 @@ def pretrain_model(
     """
     from constraintmatch.models import save_model
     from constraintmatch.planning import plan_pretraining
-    from constraintmatch.pretraining import OWN_CHAIN, chain_stages, pretrain, with_pretext
+    from constraintmatch.pretraining import OWN_CHAIN, chain_stages, pretrain, rehearse, with_pretext
     from constraintmatch.running import Around
     from constraintmatch.training import Interrupted
 
@@ -470,16 +470,10 @@ def pretrain_model(
         chosen = plan.stages  # features are there: clusters are all that is missing
         recipe = _by_stage(chosen, arguments or {})
     around = Around(request.out, reporter=reporter, views=plan.views, held_out=data.held_out, data=data.record)
+    how: dict[str, Any] = {"stages": chosen, "recipe": recipe, "settings": request.settings}
+    rehearse(plan.model, data.images, plan.clusters, views=plan.views, **how)
     try:
-        model = pretrain(
-            plan.model,
-            data.images,
-            plan.clusters,
-            stages=chosen,
-            recipe=recipe,
-            settings=request.settings,
-            around=around,
-        )
+        model = pretrain(plan.model, data.images, plan.clusters, around=around, **how)
     except Interrupted as stop:
         raise Interrupted(f"{stop}; run the same command again to go on from there") from None
     save_model(model, request.out / "model")

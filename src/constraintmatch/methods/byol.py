@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from constraintmatch.batches import Shuffled, derive_seed
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice, prepare
+from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_least, prepare
 from constraintmatch.models import ClusterModel, with_projection
 from constraintmatch.objectives import cosine_loss
 from constraintmatch.training import TrainSettings, fit
@@ -163,15 +163,13 @@ def momentum_at(progress: float, first: float) -> float:
 def _check_arguments(n_images: int, epochs: int, images_per_step: int, hidden: int, projection: int) -> None:
     if n_images < 4:
         raise InputError(f"byol compares images with their batch and needs at least 4; there are {n_images}")
-    least = {
-        "epochs": (epochs, 1),
-        "images_per_step": (images_per_step, 4),  # BatchNorm over fewer says little
-        "hidden": (hidden, 1),
-        "projection": (projection, 2),  # one number has no direction but its sign
-    }
-    for name, (value, smallest) in least.items():
-        if value < smallest:
-            raise InputError(f"{name} is {value}; byol needs {smallest} or more")
+    check_least(
+        "byol",
+        epochs=(epochs, 1),
+        images_per_step=(images_per_step, 4),  # BatchNorm over fewer says little
+        hidden=(hidden, 1),
+        projection=(projection, 2),  # one number has no direction but its sign
+    )
 
 
 def _check_rates(target_momentum: float, predictor_rate: float, optimizer: str) -> None:

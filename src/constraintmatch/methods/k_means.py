@@ -10,7 +10,16 @@ from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.linear_heads import regression_head
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_clusters, evaluate_now, prepare, spread
+from constraintmatch.methods.preparation import (
+    Job,
+    Trained,
+    ViewChoice,
+    check_clusters,
+    check_least,
+    evaluate_now,
+    prepare,
+    spread,
+)
 from constraintmatch.models import ClusterModel, with_head
 from constraintmatch.training import TrainSettings
 
@@ -34,8 +43,7 @@ def k_means(
     head, which reads the features before them, is a logistic regression on these clusters.
     """
     check_clusters(n_clusters, images)
-    if restarts < 1:
-        raise InputError(f"restarts is {restarts}; k_means needs 1 or more")
+    check_least("k_means", restarts=(restarts, 1), most_images=(most_images, 2))
     device = prepare(model, images, settings, need_clusters=False).device
     sample = images.take(spread(len(images), most_images))
     seed = derive_seed(settings.seed, "k-means") % 2**32

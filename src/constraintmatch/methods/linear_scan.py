@@ -6,12 +6,20 @@ import torch
 from torch import Tensor
 
 from constraintmatch.batches import derive_seed
-from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.linear_heads import best_linear_head, head_losses, steady_head
 from constraintmatch.methods.neighbours import nearest_neighbours
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_clusters, evaluate_now, prepare, spread
+from constraintmatch.methods.preparation import (
+    Job,
+    Trained,
+    ViewChoice,
+    check_clusters,
+    check_least,
+    evaluate_now,
+    prepare,
+    spread,
+)
 from constraintmatch.models import ClusterModel, with_head
 from constraintmatch.training import TrainSettings
 
@@ -38,8 +46,7 @@ def linear_scan(
     quarter of what a cluster has on average.
     """
     check_clusters(n_clusters, images)
-    if n_tries < 1 or n_neighbours < 1:
-        raise InputError(f"linear_scan needs a head and a neighbour at least, not {n_tries} and {n_neighbours}")
+    check_least("linear_scan", n_tries=(n_tries, 1), n_neighbours=(n_neighbours, 1), most_images=(most_images, 2))
     device = prepare(model, images, settings, need_clusters=False).device
     sample = images.take(spread(len(images), most_images))
     few = max(1, len(sample) // (4 * n_clusters))

@@ -37,6 +37,7 @@ __all__ = [
     "by_epochs",
     "check_clusters",
     "check_images",
+    "check_least",
     "check_model",
     "check_share",
     "evaluate_now",
@@ -168,6 +169,13 @@ def check_share(name: str, value: float) -> None:
     """A share that does not lie in [0, 1] is an InputError."""
     if not 0 <= value <= 1:
         raise InputError(f"{name} is {value}; it must lie in [0, 1]")
+
+
+def check_least(title: str, **least: tuple[float, float]) -> None:
+    """An argument that is smaller than it may be is an InputError; each is given as (value, smallest)."""
+    for name, (value, smallest) in least.items():
+        if value < smallest:
+            raise InputError(f"{name} is {value}; {title} needs {smallest} or more")
 
 
 def check_images(model: ClusterModel, images: ImageSet) -> None:

@@ -14,9 +14,9 @@ from constraintmatch.evaluation import Predictions, embed
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.linear_heads import REPEATED, regression_head
 from constraintmatch.methods.neighbours import nearest_neighbours
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice, evaluate_now, prepare, spread
+from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_least, evaluate_now, prepare, spread
 from constraintmatch.models import ClusterModel, with_head
-from constraintmatch.propagation import carried, known_groups, neighbour_graph, seeds
+from constraintmatch.propagation import carried, check_reach, known_groups, neighbour_graph, seeds
 from constraintmatch.training import TrainSettings
 
 __all__ = ["Frozen", "propagate", "told"]
@@ -42,8 +42,8 @@ def propagate(
     groups apart (pairs drawn at random), the model stays as it was. At most `most_images` images carry, those of the
     groups among them; of small sets each has fewer neighbours, a quarter of what a cluster has on average.
     """
-    if n_neighbours < 1:
-        raise InputError(f"n_neighbours is {n_neighbours}; propagate needs one at least")
+    check_least("propagate", n_neighbours=(n_neighbours, 1), most_images=(most_images, 2))
+    check_reach(reach)
     device = prepare(model, images, settings).device
     if constraints.n_images != len(images):
         raise InputError(f"the constraints are over {constraints.n_images:,} images, not {len(images):,}")

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from constraintmatch.batches import Shuffled, derive_seed
-from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.linear_heads import best_linear_head, steady_head
@@ -19,6 +18,7 @@ from constraintmatch.methods.preparation import (
     ViewChoice,
     by_epochs,
     check_clusters,
+    check_least,
     check_share,
     evaluate_now,
     prepare,
@@ -68,10 +68,8 @@ def scan(
     """
     check_share("tolerance", tolerance)
     check_clusters(n_clusters, images)
-    if n_neighbours < 1 or n_heads < 1:
-        raise InputError(f"scan needs a neighbour and a head at least, not {n_neighbours} and {n_heads}")
-    if n_tries < 0:
-        raise InputError(f"n_tries is {n_tries}; it must be 0 or more")
+    check_least("scan", epochs=(epochs, 1), images_per_step=(images_per_step, 1), n_neighbours=(n_neighbours, 1))
+    check_least("scan", n_heads=(n_heads, 1), n_tries=(n_tries, 0))
     bench = prepare(model, images, settings, need_clusters=False)
     quality = quality_judge(model, images, bench.device)
     features = torch.from_numpy(embed(model, images, device=bench.device))

@@ -14,6 +14,7 @@ from constraintmatch.methods.preparation import (
     Trained,
     ViewChoice,
     by_epochs,
+    check_least,
     check_share,
     evaluate_now,
     prepare,
@@ -53,6 +54,7 @@ def self_label(
     """
     for name, share in (("least_share", least_share), ("averaged", averaged), ("tolerance", tolerance)):
         check_share(name, share)
+    check_least("self_label", epochs=(epochs, 1), images_per_step=(images_per_step, 1))
     bench = prepare(model, images, settings)
     sure = predict(model, images.take(spread(len(images), 5_000)), device=bench.device).confidence > min_confidence
     if not sure.any() and not least_share:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from constraintmatch.batches import Shuffled, Views, derive_seed
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice, prepare
+from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_least, prepare
 from constraintmatch.models import ClusterModel, with_projection
 from constraintmatch.objectives import nt_xent
 from constraintmatch.training import TrainSettings, fit
@@ -48,8 +48,7 @@ def simclr(
     """
     if len(images) < 4:
         raise InputError(f"simclr compares images with each other and needs at least 4; there are {len(images)}")
-    if images_per_step < 2:
-        raise InputError(f"images_per_step is {images_per_step}; simclr tells images apart and needs 2 or more")
+    check_least("simclr", epochs=(epochs, 1), images_per_step=(images_per_step, 2), projection=(projection, 1))
     if not temperature > 0:
         raise InputError(f"temperature is {temperature}; it must be positive")
     bench = prepare(model, images, settings, need_clusters=False)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from constraintmatch.batches import Shuffled, Views, derive_seed
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice, prepare
+from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_least, prepare
 from constraintmatch.models import ClusterModel, with_projection
 from constraintmatch.objectives import cosine_loss
 from constraintmatch.training import TrainSettings, fit
@@ -94,10 +94,7 @@ def simsiam(
 def _check_arguments(n_images: int, epochs: int, images_per_step: int, projection: int) -> None:
     if n_images < 4:
         raise InputError(f"simsiam compares images with their batch and needs at least 4; there are {n_images}")
-    least = {"epochs": (epochs, 1), "images_per_step": (images_per_step, 4), "projection": (projection, 2)}
-    for name, (value, smallest) in least.items():
-        if value < smallest:
-            raise InputError(f"{name} is {value}; simsiam needs {smallest} or more")
+    check_least("simsiam", epochs=(epochs, 1), images_per_step=(images_per_step, 4), projection=(projection, 2))
 
 
 def _seeded(model: ClusterModel, projection: int, seed: int) -> Siamese:
