@@ -64,7 +64,7 @@ def train(
     *,
     pairs: Annotated[Path | None, option("The pairs: left,right,link as CSV, Parquet or JSON lines.")] = None,
     clusters: Clusters = None,
-    out: Annotated[Path | None, option("The run folder. (runs/ and the name of DATA)")] = None,
+    out: Annotated[Path | None, option("The run folder. (runs/ and the name of DATA; a new one each time)")] = None,
     method: Annotated[str | None, option(METHOD)] = None,
     model: Annotated[Path | None, option("Model or run folder to begin with. (makes a short start)")] = None,
     backbone: Backbone = None,
