@@ -547,6 +547,15 @@ def test_which_of_these_is_answered_by_numbers_in_the_terminal(start: Path, tmp_
         ("f", FINISHED, FINISHED),
         ("", None, None),
         ("x", None, None),
+        ("same", 0, None),
+        ("Different", NONE, None),
+        ("none of these", None, NONE),
+        ("²", None, None),
+        ("12", None, None),
+        ("1.", None, None),
+        ("foo", None, None),
+        ("please", None, None),
+        ("nope", None, None),
     ],
 )
 def test_what_a_line_means(text: str, pair: int | None, which: int | None) -> None:
