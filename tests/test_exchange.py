@@ -1,6 +1,7 @@
 """Answers from and to files: the pairs file round trip, and Label Studio's exports."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,35 @@ def test_other_words_are_understood_when_they_are_told(store: Store, tmp_path: P
         taken_in(store, path)
     taken_in(store, path, same="Gleich", different="anders")
     assert [answer.choice for answer in store.answers()] == [0, NONE]
+
+
+@pytest.mark.parametrize(
+    ("same", "different"),
+    [("👍", "👎"), ("+", "-"), ("A+", "A-"), ("yes!", "yes?"), (" = ", "≠"), ("no", "yes"), ("same kind", "same-kind")],
+)
+def test_choices_that_differ_in_symbols_only_are_told_apart(
+    store: Store, tmp_path: Path, same: str, different: str
+) -> None:
+    content = [
+        task("fox.png", "elk.png", annotation(same.upper())),
+        task("fox.png", "bee.png", annotation(f" {different}", "🌞")),
+    ]
+    taken_in(store, written(tmp_path, content), same=same, different=different)
+    assert [answer.choice for answer in store.answers()] == [0, NONE]
+
+
+@pytest.mark.parametrize(("told", "word"), [("yes!", "Yes"), ("+1", "-1"), ("👍", "👎"), ("no", "no?")])
+def test_a_word_that_only_resembles_one_that_was_told_is_not_understood(tmp_path: Path, told: str, word: str) -> None:
+    path = written(tmp_path, [task("fox.png", "elk.png", annotation(word))])
+    with pytest.raises(InputError, match=rf"the choice {re.escape(repr(word))} is not understood"):
+        read_answers(path, NAMES, same=told)
+
+
+@pytest.mark.parametrize(("same", "different"), [("X", "X"), ("👍", "👍 "), ("Equal", "equal")])
+def test_one_word_for_same_and_different_is_refused(tmp_path: Path, same: str, different: str) -> None:
+    path = written(tmp_path, [task("fox.png", "elk.png", annotation("Same"))])
+    with pytest.raises(InputError, match="--same and --different are both '"):
+        read_answers(path, NAMES, same=same, different=different)
 
 
 @pytest.mark.parametrize(
