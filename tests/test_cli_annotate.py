@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
@@ -129,6 +130,14 @@ def test_a_model_that_does_not_match_is_told(tmp_path: Path) -> None:
         (("--db", "."), "is a folder"),
         (("--db", "not-a-database.db"), "not a database"),
         (("--export", "out.csv", "--db", "missing.db"), "no such file"),
+        (("--export", "out.csv", "--db", "photos"), "is a folder; give the database in it, for example --db photos/"),
+        (("--import", "photos"), "is a folder; name a pairs file or Label Studio's export"),
+        (("--columns", "i,j,c_ij"), "--columns goes with --import"),
+        (
+            ("--columns", "i,j,c_ij", "--import", "export.json"),
+            "--columns goes with a pairs file, not with export.json",
+        ),
+        (("--same", "", "--import", "in.csv"), "go with an export of Label Studio"),
         (("--export", "a.csv", "--import", "b.csv"), "one after the other"),
         (("--import", "missing.csv"), "no such file"),
         (("--split", "test"), "goes with a data set"),
@@ -141,7 +150,49 @@ def test_what_a_person_can_mend_is_one_line(
 ) -> None:
     monkeypatch.chdir(folder.parent)
     Path("not-a-database.db").write_bytes(b"this is no database" * 100)
+    Path("export.json").write_text("[]")
+    write_pairs(folder)
+    before = set(folder.parent.rglob("*"))
     assert told in refused("photos", "--no-browser", *words)
+    assert set(folder.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "lines", [("00.png,03.png,2",), ("00.png,99.png,1",), ("00.png,03.png",), ("00.png,00.png,0",)]
+)
+def test_a_pairs_file_that_is_refused_leaves_no_database_and_changes_none(folder: Path, lines: tuple[str]) -> None:
+    pairs, new = write_pairs(folder, "00.png,01.png,1", *lines), folder.parent / "new.db"
+    refused(folder, "--db", new, "--import", pairs)
+    assert not list(folder.parent.glob("new.db*"))
+    db = import_some(folder)
+    before = db.read_bytes()
+    refused(folder, "--db", db, "--import", write_pairs(folder, "00.png,01.png,1", *lines))
+    assert db.read_bytes() == before
+
+
+def test_an_annotator_without_a_proper_name_leaves_no_database(folder: Path) -> None:
+    (folder.parent / "in.csv").write_text(f"left,right,link,annotator\n00.png,03.png,1,{'x' * 101}\n")
+    said = refused(folder, "--db", folder.parent / "a" / "new.db", "--import", folder.parent / "in.csv")
+    assert "in.csv: an annotator needs a name of 1 to 100 characters" in said
+    assert not (folder.parent / "a").exists()
+
+
+def test_a_page_that_cannot_be_shown_leaves_no_database(folder: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "e.npy", np.eye(6, dtype=np.float32))
+    save_model(build_model(n_clusters=3, side=8, channels=1), tmp_path / "m")
+    place = ("--db", tmp_path / "new.db", "--port", 0, "--no-browser")
+    assert "embeddings cannot be looked at" in refused(tmp_path / "e.npy", *place)
+    assert "unknown device 'abacus'" in refused(folder, "--model", tmp_path / "m", "--device", "abacus", *place)
+    assert not list(tmp_path.glob("new.db*"))
+
+
+def test_columns_of_other_names_are_told_by_a_flag(folder: Path) -> None:
+    file, db = folder.parent / "in.tsv", folder.parent / "a.db"
+    file.write_text("a\tb\tsame_kind\n00.png\t03.png\tyes\n")
+    said = refused(folder, "--db", db, "--import", file)
+    assert said.endswith("for example --columns a,b,same_kind")
+    words = ("annotate", folder, "--db", db, "--import", file, "--columns", "a,b,same_kind")
+    assert "1 answers imported" in run(*words).stdout
 
 
 def test_words_of_label_studio_are_explained_by_flags(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Answers from and to files: the pairs file round trip, and Label Studio's exports."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from constraintmatch.annotate.exchange import export_pairs, import_answers, import_label_studio, import_pairs
+from constraintmatch.annotate.exchange import Imported, export_pairs, import_answers, read_answers
 from constraintmatch.annotate.store import Given, Store, open_store
 from constraintmatch.answers import NONE, UNSURE, Answer, Question, constraints_of
 from constraintmatch.constraints import Constraints
@@ -31,6 +32,10 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def said(image: int, *shown: int, choice: int) -> Answer:
     return Answer(Question(image, shown), choice)
+
+
+def taken_in(store: Store, path: Path, **words: str) -> Imported:
+    return import_answers(store, read_answers(path, store.image_names, **words))
 
 
 # The pairs file
@@ -66,11 +71,11 @@ def test_what_the_answers_say_survives_export_and_import(
         export_pairs(one, folder / "pairs.csv")
         if not constraints_of(one.answers(), len(IMAGES)):
             return
-        import_pairs(two, folder / "pairs.csv")
+        taken_in(two, folder / "pairs.csv")
         before, after = (constraints_of(store.answers(), len(IMAGES)) for store in (one, two))
         assert links(before) == links(after)
         assert one.n_clashes() == two.n_clashes()
-        assert import_pairs(one, folder / "pairs.csv").n_new == 0  # it knows all that
+        assert taken_in(one, folder / "pairs.csv").n_new == 0  # it knows all that
 
 
 def links(pairs: Constraints) -> set[tuple[int, int, float]]:
@@ -85,21 +90,21 @@ def test_importing_a_file_twice_changes_nothing_even_after_an_answer_was_withdra
     path.write_text(
         "left,right,link,weight,annotator\nfox.png,elk.png,1,2.5,ann\nfox.png,elk.png,1,1,bob\nelk.png,bee.png,0,1,\n"
     )
-    assert import_answers(store, path).describe() == "3 answers imported"
+    assert taken_in(store, path).describe() == "3 answers imported"
     assert [(row.annotator, row.weight, row.origin) for row in store.rows()] == [
         ("ann", 2.5, "pairs.csv"),
         ("bob", 1.0, "pairs.csv"),
         ("unknown", 1.0, "pairs.csv"),
     ]
     store.settle(1, "bob")
-    assert import_answers(store, path).describe() == "0 answers imported, 3 known already"
+    assert taken_in(store, path).describe() == "0 answers imported, 3 known already"
     assert store.undo("bob") is None  # what came from a file is settled, not undone
 
 
 def test_soft_and_weightless_pairs_are_left_out_and_contradictions_counted(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"
     path.write_text("left,right,link,weight\n0,1,1,1\n1,2,1,1\n0,2,0,1\n3,4,0.7,1\n4,5,1,0\n6,6,1,1\n")
-    done = import_pairs(store, path)
+    done = taken_in(store, path)
     assert (done.n_new, done.n_left_out, done.n_contradictions) == (3, 3, 1)
 
 
@@ -107,10 +112,10 @@ def test_a_file_with_an_unknown_image_is_refused_whole(store: Store, tmp_path: P
     path = tmp_path / "pairs.csv"
     path.write_text("left,right,link\nfox.png,elk.png,1\nfox.png,wolf.png,1\n")
     with pytest.raises(InputError, match=r"pairs\.csv line 3: no image is named 'wolf\.png'"):
-        import_pairs(store, path)
+        taken_in(store, path)
     path.write_text(f"left,right,link,annotator\nfox.png,elk.png,1,ann\nfox.png,bee.png,1,{'x' * 101}\n")
     with pytest.raises(InputError, match=r"pairs\.csv: an annotator needs a name"):
-        import_pairs(store, path)
+        taken_in(store, path)
     assert store.rows() == []
 
 
@@ -146,7 +151,7 @@ def test_a_label_studio_export_becomes_answers_with_person_time_and_pace(store: 
         task("fox.png", "elk.png", annotation("Same", lead_time=4.288, created_at="2021-03-09T22:16:08.728353Z")),
         task("bee.png", "ant.png", annotation("Different", completed_by=who), annotation("Not sure"), number=2),
     ]
-    done = import_answers(store, written(tmp_path, content))
+    done = taken_in(store, written(tmp_path, content))
     assert (done.n_new, done.n_left_out) == (3, 0)
     assert store.answers() == [
         said(FOX, ELK, choice=0),
@@ -169,7 +174,7 @@ def test_skipped_and_empty_annotations_are_left_out(store: Store, tmp_path: Path
         task("nowhere.png", "gone.png"),
         task("fox.png", "elk.png", annotation("no")),
     ]
-    done = import_label_studio(store, written(tmp_path, content))
+    done = taken_in(store, written(tmp_path, content))
     assert (done.n_new, done.n_left_out) == (1, 3)
 
 
@@ -179,14 +184,14 @@ def test_the_short_form_and_a_single_task_are_understood(store: Store, tmp_path:
         {"id": 2, "image1": "bee.png", "image2": "ant.png", "kind": {"choices": ["Different"]}, "annotator": "a@b.c"},
         {"id": 3, "image1": "bee.png", "image2": "fox.png", "annotator": 2, "created_at": "2026"},
     ]
-    done = import_label_studio(store, written(tmp_path, content))
+    done = taken_in(store, written(tmp_path, content))
     assert (done.n_new, done.n_left_out) == (2, 1)
     assert [(row.annotator, row.choice, row.milliseconds) for row in store.rows()] == [
         ("Label Studio user 2", 0, 1_500),
         ("a@b.c", NONE, None),
     ]
     single = task("bee.png", "elk.png", annotation("Must-link"))
-    assert import_label_studio(store, written(tmp_path, single)).n_new == 1
+    assert taken_in(store, written(tmp_path, single)).n_new == 1
 
 
 @pytest.mark.parametrize(
@@ -207,7 +212,7 @@ def test_the_short_form_and_a_single_task_are_understood(store: Store, tmp_path:
 def test_images_are_found_by_file_name_whatever_the_reference(
     store: Store, tmp_path: Path, reference: str, image: int
 ) -> None:
-    import_label_studio(store, written(tmp_path, [task(reference, "ant.png", annotation("Same"))]))
+    taken_in(store, written(tmp_path, [task(reference, "ant.png", annotation("Same"))]))
     assert store.answers() == [said(image, ANT, choice=0)]
 
 
@@ -219,9 +224,38 @@ def test_other_words_are_understood_when_they_are_told(store: Store, tmp_path: P
     path = written(tmp_path, content)
     said_so = r"export\.json task 1: the choice 'gleich', 'good light' is not understood; say what it means with --same"
     with pytest.raises(InputError, match=said_so):
-        import_label_studio(store, path)
-    import_label_studio(store, path, same="Gleich", different="anders")
+        taken_in(store, path)
+    taken_in(store, path, same="Gleich", different="anders")
     assert [answer.choice for answer in store.answers()] == [0, NONE]
+
+
+@pytest.mark.parametrize(
+    ("same", "different"),
+    [("👍", "👎"), ("+", "-"), ("A+", "A-"), ("yes!", "yes?"), (" = ", "≠"), ("no", "yes"), ("same kind", "same-kind")],
+)
+def test_choices_that_differ_in_symbols_only_are_told_apart(
+    store: Store, tmp_path: Path, same: str, different: str
+) -> None:
+    content = [
+        task("fox.png", "elk.png", annotation(same.upper())),
+        task("fox.png", "bee.png", annotation(f" {different}", "🌞")),
+    ]
+    taken_in(store, written(tmp_path, content), same=same, different=different)
+    assert [answer.choice for answer in store.answers()] == [0, NONE]
+
+
+@pytest.mark.parametrize(("told", "word"), [("yes!", "Yes"), ("+1", "-1"), ("👍", "👎"), ("no", "no?")])
+def test_a_word_that_only_resembles_one_that_was_told_is_not_understood(tmp_path: Path, told: str, word: str) -> None:
+    path = written(tmp_path, [task("fox.png", "elk.png", annotation(word))])
+    with pytest.raises(InputError, match=rf"the choice {re.escape(repr(word))} is not understood"):
+        read_answers(path, NAMES, same=told)
+
+
+@pytest.mark.parametrize(("same", "different"), [("X", "X"), ("👍", "👍 "), ("Equal", "equal")])
+def test_one_word_for_same_and_different_is_refused(tmp_path: Path, same: str, different: str) -> None:
+    path = written(tmp_path, [task("fox.png", "elk.png", annotation("Same"))])
+    with pytest.raises(InputError, match="--same and --different are both '"):
+        read_answers(path, NAMES, same=same, different=different)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +280,7 @@ def test_what_cannot_be_understood_is_told_and_nothing_is_stored(
     store: Store, tmp_path: Path, content: Any, message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        import_label_studio(store, written(tmp_path, content))
+        taken_in(store, written(tmp_path, content))
     assert store.rows() == []
 
 
@@ -255,7 +289,7 @@ def test_a_file_that_is_no_json_and_a_folder_are_told(store: Store, tmp_path: Pa
     (tmp_path / "folder.json").mkdir()
     for name, message in {"bad": "not valid JSON", "folder": "is a folder", "gone": "no such file"}.items():
         with pytest.raises(InputError, match=rf"{name}\.json: {message}"):
-            import_answers(store, tmp_path / f"{name}.json")
+            taken_in(store, tmp_path / f"{name}.json")
 
 
 values = st.recursive(
@@ -281,7 +315,7 @@ def test_whatever_the_export_holds_it_is_read_or_told(store: Store, tmp_path: Pa
     path, before = written(tmp_path, content), len(store.rows())
     told = ""
     try:
-        import_label_studio(store, path)
+        taken_in(store, path)
     except InputError as error:
         told = str(error)
     assert "\n" not in told

@@ -409,6 +409,16 @@ def test_images_without_labels_cannot_answer(start: Path, tmp_path: Path) -> Non
     loop = Loop(str(tmp_path / "photos"), tmp_path / "loop", 10, model=start, device="cpu", images=Train())
     with pytest.raises(InputError, match="has no labels"):
         ask_labels(loop)
+    assert not (tmp_path / "loop").exists()
+
+
+def test_answers_about_other_images_are_refused_before_a_start_is_made(tmp_path: Path) -> None:
+    folder, db = class_folders(tmp_path / "digits", 12), tmp_path / "loop" / "answers.db"
+    with open_store(db, ImageSet.from_arrays(np.zeros((2, 4, 4), np.uint8), names=["a.png", "b.png"])) as store:
+        store.add_questions([Question(0, (1,))])
+    with pytest.raises(InputError, match=r"answers\.db: not about the images .*; give its folder or another --out"):
+        ask_labels(Loop(str(folder), tmp_path / "loop", 3, device="cpu"))
+    assert {path.name for path in db.parent.iterdir()} == {"answers.db", "answers.db.lock"}
 
 
 def class_folders(place: Path, n: int = 40) -> Path:
@@ -547,6 +557,15 @@ def test_which_of_these_is_answered_by_numbers_in_the_terminal(start: Path, tmp_
         ("f", FINISHED, FINISHED),
         ("", None, None),
         ("x", None, None),
+        ("same", 0, None),
+        ("Different", NONE, None),
+        ("none of these", None, NONE),
+        ("²", None, None),
+        ("12", None, None),
+        ("1.", None, None),
+        ("foo", None, None),
+        ("please", None, None),
+        ("nope", None, None),
     ],
 )
 def test_what_a_line_means(text: str, pair: int | None, which: int | None) -> None:

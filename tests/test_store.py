@@ -337,9 +337,63 @@ def test_a_database_of_another_folder_is_refused_and_its_folder_named(path: Path
     said = r"images of cars \(3 of its 3 image names are not there\); it belongs to .*birds; give its folder or another"
     with pytest.raises(InputError, match=said), open_store(path, image_set(prefix="car"), source="cars"):
         pass
+    said = r"3 of its 3 images look different there\); they have changed since; put them back or give another --db"
+    with pytest.raises(InputError, match=said), open_store(path, image_set(seed=1), source=tmp_path / "birds"):
+        pass
     said = r"not about the images of this set \(3 of its 3 images look different there\)"
     with pytest.raises(InputError, match=said), open_store(path, image_set(seed=1)):
         pass
+
+
+def test_answers_about_embeddings_say_whether_they_need_pictures(path: Path, tmp_path: Path) -> None:
+    table = np.random.Generator(np.random.Philox(1)).normal(size=(30, 5)).astype(np.float32)
+    bare = ImageSet.from_arrays(table, names=IMAGES.names)
+    seen, folder = bare.with_pictures(IMAGES), tmp_path / "my photos"
+    folder.mkdir()
+    with open_store(path, seen, source="e.npz", pictures=folder) as store:
+        ask(store, Question(0, (1, 2)), 0)
+    said = rf"look different there\); it was made with pictures; give --pictures '{folder}' or another --db"
+    for read_only in (True, False):
+        with pytest.raises(InputError, match=said), open_store(path, bare, source="e.npz", read_only=read_only):
+            pass
+    with pytest.raises(InputError, match=r"it belongs to e\.npz; it was made with pict"), open_store(path, bare):
+        pass
+    with closing(sqlite3.connect(path)) as connection, connection:  # as it was before this was noted
+        connection.execute("DELETE FROM about WHERE key = 'pictures'")
+    said = "if it was made with pictures, add --pictures FOLDER, else give another --db"
+    with pytest.raises(InputError, match=said), open_store(path, bare, source="e.npz"):
+        pass
+    with open_store(tmp_path / "bare.db", bare, source="e.npz") as store:
+        ask(store, Question(0, (1, 2)), 0)
+    said, other = "it was made without pictures; leave --pictures out", tmp_path / "bare.db"
+    with pytest.raises(InputError, match=said), open_store(other, seen, source="e.npz", pictures=folder):
+        pass
+
+
+def test_a_reader_leaves_nothing_beside_the_database(path: Path) -> None:
+    with open_store(path, IMAGES) as store:
+        ask(store, Question(0, (1,)), 0)
+    before, content = set(path.parent.iterdir()), path.read_bytes()
+    with open_store(path, IMAGES, read_only=True) as reader:
+        assert len(reader.answers()) == 1
+        with pytest.raises(InputError, match="read-only"):
+            reader.add_questions(pairs((2, 3)))
+    assert set(path.parent.iterdir()) == before
+    assert path.read_bytes() == content
+
+
+def test_a_file_that_is_refused_gets_no_lock_beside_it(path: Path, tmp_path: Path) -> None:
+    path.write_bytes(b"this is no database" * 100)
+    with closing(sqlite3.connect(tmp_path / "other.db")) as connection:
+        connection.execute("CREATE TABLE things (name TEXT)")
+    with open_store(tmp_path / "made.db", IMAGES) as store:
+        ask(store, Question(0, (1,)), 0)
+    (tmp_path / "moved.db").write_bytes((tmp_path / "made.db").read_bytes())
+    before = set(tmp_path.iterdir())
+    for place in (path, tmp_path / "other.db", tmp_path / "moved.db"):
+        with pytest.raises(InputError, match="another --db"), open_store(place, image_set(prefix="car")):
+            pass
+    assert set(tmp_path.iterdir()) == before
 
 
 def test_a_moved_image_sets_its_answers_aside_until_it_is_back(path: Path) -> None:

@@ -107,10 +107,12 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
 
     WAL: readers are not held up. synchronous=FULL: a commit is on the disk before it returns, power cut or not.
     """
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; give the database in it, for example --db {path / 'answers.db'}")
     if read_only and not path.is_file():
         raise InputError(f"{path}: no such file")
     with told(path):
-        address = f"{Path(os.path.realpath(path)).as_uri()}?mode={'ro' if read_only else 'rwc'}"
+        address = f"{Path(os.path.realpath(path)).as_uri()}?mode={'rw' if read_only else 'rwc'}"
         connection = sqlite3.connect(address, uri=True, isolation_level=None, check_same_thread=False)
         try:
             _prepare(connection, path, read_only)
@@ -133,7 +135,9 @@ def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool) -> Non
         raise InputError(f"{path}: a database of version {version}, and this program knows {_VERSION}; {helps}")
     if fresh and read_only:
         raise InputError(f"{path}: an empty file, not a database of answers")
-    if not read_only:
+    if read_only:  # by this and not by mode=ro, which would leave the -wal and -shm files beside the database
+        connection.execute("PRAGMA query_only = ON")
+    else:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")

@@ -1,19 +1,20 @@
 """Answers from and to files: the pairs file both ways, and Label Studio's export of a two-image choice."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from constraintmatch.annotate.label_studio import read_label_studio
-from constraintmatch.annotate.records import Given
+from constraintmatch.annotate.records import Given, annotator_name
 from constraintmatch.annotate.store import Store
 from constraintmatch.answers import NONE, UNSURE, Answer, Question, links_of
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.pairs_file import read_pairs
 
-__all__ = ["Exported", "Imported", "export_pairs", "import_answers", "import_label_studio", "import_pairs"]
+__all__ = ["Exported", "Imported", "Said", "export_pairs", "import_answers", "is_label_studio", "read_answers"]
 
 _NOBODY = "unknown"  # who answered where a file does not say
 
@@ -34,6 +35,15 @@ class Exported:
         return f"{self.n_pairs:,} pairs from {self.n_answers:,} answers" + (
             f" (left out: {without})" if without else ""
         )
+
+
+@dataclass(frozen=True)
+class Said:
+    """The answers in a file, checked and not stored yet, and how many were left out."""
+
+    file: str
+    given: list[Given]
+    n_left_out: int
 
 
 @dataclass(frozen=True)
@@ -82,26 +92,40 @@ def export_pairs(store: Store, path: Path | str) -> Exported:
     return Exported(len(pairs), len(told), len(here) - len(told), len(rows) - len(here))
 
 
-def import_answers(
-    store: Store,
+def read_answers(
     path: Path | str,
+    names: Sequence[str],
     *,
     columns: str | None = None,
     same: str | None = None,
     different: str | None = None,
-) -> Imported:
-    """Take the answers of a file in: Label Studio's when it ends in .json, else a pairs file."""
-    if Path(path).suffix.lower() == ".json":
-        return import_label_studio(store, path, same=same, different=different)
-    return import_pairs(store, path, columns=columns)
+) -> Said:
+    """The answers of a file about images with these names: Label Studio's when it ends in .json, else a pairs file.
 
-
-def import_pairs(store: Store, path: Path | str, *, columns: str | None = None) -> Imported:
-    """Take a pairs file in as answers to pair questions.
-
-    An answer is same or different: pairs with a link in between or with weight 0 are left out and counted.
+    `columns` names those of a pairs file; `same` and `different` are what Label Studio's choices are called where they
+    are not the usual words. Whatever would be refused is refused here, before there is a database.
     """
-    table = read_pairs(path, names=store.image_names, columns=columns)
+    path = Path(path)
+    if is_label_studio(path):
+        given, n_left_out = read_label_studio(path, names, same=same, different=different)
+    else:
+        given, n_left_out = _read_pairs_file(path, names, columns)
+    try:
+        for one in given:
+            annotator_name(one.annotator)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return Said(path.name, given, n_left_out)
+
+
+def is_label_studio(path: Path) -> bool:
+    """Whether a file's name says that it is an export of Label Studio."""
+    return path.suffix.lower() == ".json"
+
+
+def _read_pairs_file(path: Path, names: Sequence[str], columns: str | None) -> tuple[list[Given], int]:
+    """Pairs as answers to pair questions; those with a link in between or with weight 0 are left out and counted."""
+    table = read_pairs(path, names=names, columns=columns)
     said = zip(table.left.tolist(), table.right.tolist(), table.link.tolist(), table.weight.tolist(), strict=True)
     annotators, times = table.annotator or (), table.time or ()
     given = [
@@ -114,23 +138,10 @@ def import_pairs(store: Store, path: Path | str, *, columns: str | None = None) 
         for at, (left, right, link, weight) in enumerate(said)
         if link in (0, 1) and weight > 0
     ]
-    return _taken_in(store, path, given, len(table.left) - len(given) + table.ignored_self_links)
+    return given, len(table.left) - len(given) + table.ignored_self_links
 
 
-def import_label_studio(
-    store: Store, path: Path | str, *, same: str | None = None, different: str | None = None
-) -> Imported:
-    """Take Label Studio's export (JSON or JSON_MIN) of a choice about two images in.
-
-    Images are found by file name. `same` and `different` name the choices where they are not the usual words.
-    """
-    given, n_left_out = read_label_studio(path, store.image_names, same=same, different=different)
-    return _taken_in(store, path, given, n_left_out)
-
-
-def _taken_in(store: Store, path: Path | str, given: list[Given], n_left_out: int) -> Imported:
-    try:
-        taken = store.take_in(given, origin=Path(path).name)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    return Imported(taken.n_new, taken.n_known, n_left_out, store.n_clashes())
+def import_answers(store: Store, said: Said) -> Imported:
+    """Take the answers of a file into the database, all of them or none; those it knows are counted."""
+    taken = store.take_in(said.given, origin=said.file)
+    return Imported(taken.n_new, taken.n_known, said.n_left_out, store.n_clashes())

@@ -51,7 +51,7 @@ def read_label_studio(
     path = Path(path)
     if path.is_dir():
         raise InputError(f"{path}: is a folder; name the file of Label Studio's JSON export")
-    meanings, finder = _meanings(same, different), _Finder(names)
+    meanings, finder = _Meanings(same, different), _Finder(names)
     given: list[Given] = []
     n_left_out = 0
     for place, task in _tasks(path):
@@ -64,10 +64,22 @@ def read_label_studio(
     return given, n_left_out
 
 
-def _meanings(same: str | None, different: str | None) -> dict[str, int]:
-    usual = ((_SAME, 0), (_DIFFERENT, NONE), (_UNSURE, UNSURE))
-    meanings = {_plain(word): choice for words, choice in usual for word in words.split(",")}
-    return meanings | {_plain(word): choice for word, choice in ((same, 0), (different, NONE)) if word is not None}
+class _Meanings:
+    """What the words of choices mean: those told as they stand but for case, the usual ones by their letters."""
+
+    def __init__(self, same: str | None, different: str | None) -> None:
+        told = [(word, choice) for word, choice in ((same, 0), (different, NONE)) if word is not None]
+        self.told = {_stripped(word): choice for word, choice in told}
+        if len(self.told) < len(told):
+            raise InputError(f"--same and --different are both {same!r}; give the two choices as the export has them")
+        usual = ((_SAME, 0), (_DIFFERENT, NONE), (_UNSURE, UNSURE))
+        self.usual = {_plain(word): choice for words, choice in usual for word in words.split(",")}
+        for word in self.told:  # who tells "yes!" has not said what "yes?" means
+            self.usual.pop(_plain(word), None)
+
+    def of(self, word: str) -> int | None:
+        """The choice that a word means; None for one that is not known."""
+        return self.told.get(_stripped(word), self.usual.get(_plain(word)))
 
 
 def _tasks(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -82,7 +94,7 @@ def _tasks(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield f"task {task.get('id', at)}", task
 
 
-def _answers(task: Mapping[str, Any], finder: "_Finder", meanings: Mapping[str, int]) -> tuple[list[Given], int]:
+def _answers(task: Mapping[str, Any], finder: "_Finder", meanings: _Meanings) -> tuple[list[Given], int]:
     """The answers of one task and the number of its annotations that say nothing."""
     annotations = task.get("annotations", task.get("completions"))
     data = task.get("data", {}) if annotations is not None else task
@@ -149,15 +161,19 @@ def _person(who: Any) -> str:
     return f"Label Studio user {who}" if isinstance(who, int) else "Label Studio"
 
 
-def _meaning(words: Sequence[str], meanings: Mapping[str, int]) -> int:
+def _meaning(words: Sequence[str], meanings: _Meanings) -> int:
     """The one meaning among the words; words without one (other controls) are passed over."""
-    found = {meanings[_plain(word)] for word in words if _plain(word) in meanings}
+    found = {choice for word in words if (choice := meanings.of(word)) is not None}
     if len(found) == 1:
         return found.pop()
     shown = ", ".join(repr(word[:40]) for word in words[:4])
     if found:
         raise InputError(f"the choices {shown} contradict each other; mend the annotation in Label Studio")
     raise InputError(f"the choice {shown} is not understood; say what it means with --same TEXT and --different TEXT")
+
+
+def _stripped(word: str) -> str:
+    return word.strip().casefold()
 
 
 def _plain(word: str) -> str:

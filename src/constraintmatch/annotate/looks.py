@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,18 @@ from constraintmatch.answers import Question
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
 
-__all__ = ["Kept", "Looks"]
+__all__ = ["Kept", "Looks", "Place"]
 
 _CELLS = 4  # a look is 4 × 4 grey means: one byte each
 _TOLERANCE = 32  # of 255: decoders, sizes and colour conversions differ by less, other pictures by more
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where images come from: a folder, a file or a data set, and of embeddings their pictures ("": none)."""
+
+    source: str = ""
+    pictures: str | None = None  # None: not known, or these are images themselves
 
 
 @dataclass(frozen=True)
@@ -32,16 +41,15 @@ class Kept:
         """Whether most of the images are not here."""
         return 2 * (len(self.missing) + len(self.changed)) > self.n_mentioned
 
-    def refusal(self, folder: str, source: str) -> str:
-        """Why the database cannot be used with these images, and what to do."""
+    def refusal(self, made: Place, here: Place) -> str:
+        """Why the database, made with other images, cannot be used with those here, and what to do."""
         what = []
         if self.missing:
             what.append(f"{len(self.missing):,} of its {self.n_mentioned:,} image names are not there")
         if self.changed:
             what.append(f"{len(self.changed):,} of its {self.n_mentioned:,} images look different there")
-        owner = f"; it belongs to {folder}" if folder else ""
-        here = source or "this set"
-        return f"not about the images of {here} ({', '.join(what)}){owner}; give its folder or another --db"
+        mend = _mend(made, here, same_names=not self.missing)
+        return f"not about the images of {here.source or 'this set'} ({', '.join(what)}); {mend}"
 
     def reason(self) -> str:
         """What happened to the images whose answers are set aside, and the mend; "" when all are here."""
@@ -51,6 +59,21 @@ class Kept:
         if self.changed:
             parts.append(f"{_listed(self.changed)} replaced by another picture")
         return f"{' and '.join(parts)}; put the images back to use them" if parts else ""
+
+
+def _mend(made: Place, here: Place, *, same_names: bool) -> str:
+    owner = f"it belongs to {made.source}; " if made.source not in ("", here.source) else ""
+    how, flag = ("without", "leave --pictures out") if here.pictures else ("with", "add --pictures FOLDER")
+    if here.pictures is not None and (same_names or not owner):  # the embeddings it was made with, presumably
+        if made.pictures is None:
+            return f"{owner}if it was made {how} pictures, {flag}, else give another --db"
+        if made.pictures and made.pictures != here.pictures:
+            return f"{owner}it was made with pictures; give --pictures {shlex.quote(made.pictures)} or another --db"
+        if here.pictures and not made.pictures:
+            return f"{owner}it was made without pictures; {flag} or give another --db"
+    if made.source and not owner:
+        return "they have changed since; put them back or give another --db"
+    return f"{owner}give its folder or another --db"
 
 
 def _listed(names: tuple[str, ...]) -> str:
@@ -63,15 +86,15 @@ class Looks:
 
     def __init__(self, images: ImageSet) -> None:
         self._images = (images.shown or images).images
-        self._names = images.names
+        self.image_names = images.names
         self._rows = images.rows()
         self._made: dict[int, bytes] = {}
 
     def names(self, question: Question) -> tuple[str, tuple[str, ...]]:
         """The names of the asked image and of those shown; an InputError for rows that do not exist."""
-        if (last := max(question.image, *question.shown)) >= len(self._names):
-            raise InputError(f"image {last} does not exist (the set has {len(self._names):,} images)")
-        return self._names[question.image], tuple(self._names[row] for row in question.shown)
+        if (last := max(question.image, *question.shown)) >= len(self.image_names):
+            raise InputError(f"image {last} does not exist (the set has {len(self.image_names):,} images)")
+        return self.image_names[question.image], tuple(self.image_names[row] for row in question.shown)
 
     def key(self, question: Question) -> str:
         """A text that is the same for the same question: shown images in any order, a pair either way round."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -100,7 +100,7 @@ class _Open:
 
 def ask_on_page(loop: Loop, door: Door, reporter: Reporter | None = None) -> list[tuple[str, str]]:
     """Serve the page and learn beside it until Ctrl-C, which ends at once: a round under way is left for next time."""
-    with listening(door) as sock, _opened(loop, reporter, shown=True) as here:
+    with listening(door) as sock, _opened(loop, reporter, _can_be_seen) as here:
         here.learner.start()
         serve_app(
             sock,
@@ -123,7 +123,7 @@ def ask_in_terminal(
     loop: Loop, prompt: Prompt | None = None, reporter: Reporter | None = None
 ) -> list[tuple[str, str]]:
     """Ask in the terminal and learn beside it until enough is answered or the person has finished; Ctrl-C ends too."""
-    with _opened(loop, reporter, shown=True) as here:
+    with _opened(loop, reporter, _can_be_seen) as here:
         here.learner.start()
         try:
             _ask_one_by_one(here, prompt or Prompt.of_terminal(here.data.images))
@@ -161,11 +161,8 @@ def _clash_line(here: _Open, clash: Clash) -> str:
 
 def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter | None = None) -> list[tuple[str, str]]:
     """Let the labels answer, some of them wrongly, and learn after every `every` answers: for experiments and tests."""
-    with _opened(loop, reporter) as here:
-        labels = here.data.images.labels
-        if labels is None:
-            raise InputError(f"--oracle labels: {loop.data} has no labels; give class folders or a data set")
-        oracle, chooser = LabelOracle(labels, error=error, seed=loop.seed), here.chooser()
+    with _opened(loop, reporter, lambda data: _oracle(loop, data, error)) as here:
+        oracle, chooser = _oracle(loop, here.data, error), here.chooser()
         while True:
             until = min(loop.questions, here.learner.n_learnt + loop.every)
             while (n := len(here.store.answers())) < until:
@@ -179,6 +176,16 @@ def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter | None = None)
                 break
             _say_round(here)
         return _ended(here)
+
+
+def _can_be_seen(data: Data) -> None:
+    data.images.to_look_at()
+
+
+def _oracle(loop: Loop, data: Data, error: float) -> LabelOracle:
+    if data.images.labels is None:
+        raise InputError(f"--oracle labels: {loop.data} has no labels; give class folders or a data set")
+    return LabelOracle(data.images.labels, error=error, seed=loop.seed)
 
 
 def _claim(refill: Refill, who: str) -> Asked | None:
@@ -249,10 +256,11 @@ def _ended(here: _Open) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def _opened(loop: Loop, reporter: Reporter | None, *, shown: bool = False) -> Iterator[_Open]:
+def _opened(loop: Loop, reporter: Reporter | None, check: Callable[[Data], object]) -> Iterator[_Open]:
+    """The loop folder; `check` refuses images that cannot be asked about, before anything is written."""
     reporter = reporter or Quiet()
     check_target(loop.out / "answers.db")  # before minutes are spent on a start
-    data, start, views = _start(loop, reporter, shown)
+    data, start, views = _start(loop, reporter, check)
     with _store(loop, data) as store:
         if store.notice:
             reporter.say(store.notice)
@@ -267,22 +275,22 @@ def _opened(loop: Loop, reporter: Reporter | None, *, shown: bool = False) -> It
 
 
 @contextmanager
-def _store(loop: Loop, data: Data) -> Iterator[Store]:
+def _store(loop: Loop, data: Data, *, read_only: bool = False) -> Iterator[Store]:
     """The answers of a loop folder; what is wrong with them is mended by another --out, for there is no --db."""
+    source, pictures = data.record["source"], data.record.get("pictures", "")
     with ExitStack() as stack:
         try:
-            opened = open_store(loop.out / "answers.db", data.images, source=str(data.record["source"]))
+            opened = open_store(
+                loop.out / "answers.db", data.images, source=source, pictures=pictures, read_only=read_only
+            )
             store = stack.enter_context(opened)
         except InputError as error:
             raise InputError(str(error).replace("another --db", "another --out")) from error.__cause__
         yield store
 
 
-def _start(loop: Loop, reporter: Reporter, shown: bool) -> tuple[Data, ClusterModel, ViewChoice]:
-    """The images and the model that every round begins with: given, or made once by the stages that it lacks.
-
-    `shown`: a person will look at the images.
-    """
+def _start(loop: Loop, reporter: Reporter, check: Callable[[Data], object]) -> tuple[Data, ClusterModel, ViewChoice]:
+    """The images and the model that every round begins with: given, or made once by the stages that it lacks."""
     from constraintmatch.models import with_clusters
     from constraintmatch.pretraining import SHORT_STAGES, pretrain, short_start
     from constraintmatch.running import Around
@@ -290,9 +298,12 @@ def _start(loop: Loop, reporter: Reporter, shown: bool) -> tuple[Data, ClusterMo
 
     request, grows = _request(loop)
     plan = plan_pretraining(request, reporter)
-    if shown:
-        plan.data.images.to_look_at()
+    check(plan.data)
     stages = tuple(stage for stage in plan.stages if not (grows and stage == SHORT_STAGES[-1]))
+    answers = loop.out / "answers.db"
+    if stages and answers.is_file() and answers.stat().st_size:
+        with _store(loop, plan.data, read_only=True):  # those about other images are refused before a start is made
+            pass
     if grows:
         reporter.say("no --clusters: there will be as many as your answers show")
     if stages:

@@ -4,11 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
+from unicodedata import category
 
 from constraintmatch.annotate.clashes import Clash
 from constraintmatch.answers import NONE, UNSURE, Answer, Question
+from constraintmatch.errors import InputError
 
 __all__ = [
+    "LONGEST",
     "AnswerRow",
     "Asked",
     "Counts",
@@ -16,12 +19,15 @@ __all__ = [
     "Recorded",
     "Standing",
     "TakenIn",
+    "annotator_name",
+    "clean",
     "facts_of",
     "kind_of",
     "speed",
     "standing_of",
 ]
 
+LONGEST = 100  # characters of an annotator's or a cluster's name
 _RECENT = 50  # answers that tell the speed
 _PAUSE = 60_000  # milliseconds; who takes longer has left the desk
 
@@ -134,3 +140,16 @@ def speed(latest: Iterable[Standing]) -> float:
     timed = (min(one.milliseconds, _PAUSE) for one in latest if one.milliseconds is not None)
     paces = list(islice(timed, _RECENT))
     return round(60_000 * len(paces) / max(sum(paces), 1), 1) if paces else 0.0
+
+
+def clean(text: str) -> str:
+    """The text without control characters and without what UTF-8 cannot hold."""
+    return "".join("\N{REPLACEMENT CHARACTER}" if category(letter) in ("Cc", "Cs") else letter for letter in text)
+
+
+def annotator_name(text: str) -> str:
+    """An annotator's name as it is stored; an empty or very long one is an InputError."""
+    name = clean(text).strip()
+    if not 0 < len(name) <= LONGEST:
+        raise InputError(f"an annotator needs a name of 1 to {LONGEST} characters, not {len(name):,}")
+    return name

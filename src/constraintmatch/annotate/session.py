@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from constraintmatch.annotate.beliefs import open_model, pixel_belief
 from constraintmatch.annotate.choosing import Choice, Chooser, Kind
-from constraintmatch.annotate.exchange import Exported, Imported, export_pairs, import_answers
+from constraintmatch.annotate.exchange import (
+    Exported,
+    Imported,
+    export_pairs,
+    import_answers,
+    is_label_studio,
+    read_answers,
+)
 from constraintmatch.annotate.store import Store, open_store
 from constraintmatch.datasets import DATASETS
 from constraintmatch.errors import InputError
@@ -69,21 +76,26 @@ class Door:
 def serve_page(sitting: Sitting, door: Door, reporter: Reporter | None = None) -> list[tuple[str, str]]:
     """Serve the page until Ctrl-C; what was answered and what to do next, as rows of a table."""
     reporter = reporter or Quiet()
-    with listening(door) as sock, _opened(sitting, reporter) as (data, store):
-        belief = _belief(sitting, data.images, reporter)
-        serve_app(
-            sock,
-            door,
-            reporter,
-            images=data.images,
-            store=store,
-            belief=lambda: belief,
-            chooser=Chooser(kind=sitting.kind, choose=sitting.choose, seed=sitting.seed),
-            folder=data.files,
-            source=str(data.record["name"]),
-            model=lambda: None if sitting.model is None else str(sitting.model),
-        )
-        return following(sitting, store, belief)
+    with listening(door) as sock:
+        check_target(sitting.db)
+        data = _open_images(sitting, reporter)
+        data.images.to_look_at()
+        believe = _believer(sitting, data.images, reporter)
+        with _opened_store(sitting, data, reporter) as store:
+            belief = believe()
+            serve_app(
+                sock,
+                door,
+                reporter,
+                images=data.images,
+                store=store,
+                belief=lambda: belief,
+                chooser=Chooser(kind=sitting.kind, choose=sitting.choose, seed=sitting.seed),
+                folder=data.files,
+                source=str(data.record["name"]),
+                model=lambda: None if sitting.model is None else str(sitting.model),
+            )
+            return following(sitting, store, belief)
 
 
 def listening(door: Door) -> socket.socket:
@@ -115,7 +127,7 @@ def export_answers(sitting: Sitting, out: Path, reporter: Reporter | None = None
     """Write the answers as a pairs file, also while a server runs; an existing file is replaced."""
     check_target(out)
     data = _open_images(sitting, reporter or Quiet())
-    with open_store(sitting.db, data.images, source=_place(data), read_only=True) as store:
+    with _opened_store(sitting, data, read_only=True) as store:
         return export_pairs(store, out)
 
 
@@ -124,29 +136,41 @@ def import_file(
     file: Path,
     reporter: Reporter | None = None,
     *,
+    columns: str | None = None,
     same: str | None = None,
     different: str | None = None,
 ) -> Imported:
     """Take the answers of a pairs file, or of Label Studio's export (.json), into the database.
 
-    `same` and `different` are what the choices are called in that export, where they are not the usual words.
+    `columns` names those of the pairs file; `same` and `different` are what the choices are called in that export,
+    where they are not the usual words.
     """
+    reporter = reporter or Quiet()
+    if file.is_dir():
+        raise InputError(f"{file}: is a folder; name a pairs file or Label Studio's export (.json)")
     if not file.is_file():
         raise InputError(f"{file}: no such file")
-    if file.suffix.lower() != ".json" and (same or different) is not None:
+    if not is_label_studio(file) and (same is not None or different is not None):
         raise InputError(f"--same and --different go with an export of Label Studio (.json), not with {file}")
-    with _opened(sitting, reporter or Quiet()) as (_, store):
-        return import_answers(store, file, same=same, different=different)
+    if is_label_studio(file) and columns is not None:
+        raise InputError(f"--columns goes with a pairs file, not with {file}; leave it out")
+    check_target(sitting.db)
+    data = _open_images(sitting, reporter)
+    said = read_answers(file, data.images.names, columns=columns, same=same, different=different)
+    with _opened_store(sitting, data, reporter) as store:
+        return import_answers(store, said)
 
 
 @contextmanager
-def _opened(sitting: Sitting, reporter: Reporter) -> Iterator[tuple[Data, Store]]:
-    check_target(sitting.db)
-    data = _open_images(sitting, reporter)
-    with open_store(sitting.db, data.images, source=_place(data)) as store:
-        if store.notice:
+def _opened_store(
+    sitting: Sitting, data: Data, reporter: Reporter | None = None, *, read_only: bool = False
+) -> Iterator[Store]:
+    """The database, made if need be: it is opened last, so that a command which is refused leaves none behind."""
+    source, pictures = data.record["source"], data.record.get("pictures", "")
+    with open_store(sitting.db, data.images, source=source, pictures=pictures, read_only=read_only) as store:
+        if store.notice and reporter is not None:
             reporter.say(store.notice)
-        yield data, store
+        yield store
 
 
 def _open_images(sitting: Sitting, reporter: Reporter) -> Data:
@@ -174,20 +198,21 @@ def _open_images(sitting: Sitting, reporter: Reporter) -> Data:
     return data
 
 
-def _belief(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Belief:
+def _believer(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Callable[[], Belief]:
+    """What makes the belief, which may take long; the model and the device are checked at once."""
     if sitting.model is None:
         what = "where the embeddings lie" if images.embedded else "what the pixels look like"
         reporter.say(f"no model: questions are chosen by {what} (--model asks better ones)")
-        return pixel_belief(images)
+        return lambda: pixel_belief(images)
     from constraintmatch.training import choose_device
 
-    model = open_model(sitting.model, images)
-    with watched(reporter, "looking at the images", len(images)) as progress:
-        return image_belief(model, images, device=choose_device(sitting.device), progress=progress)
+    model, device = open_model(sitting.model, images), choose_device(sitting.device)
 
+    def look() -> Belief:
+        with watched(reporter, "looking at the images", len(images)) as progress:
+            return image_belief(model, images, device=device, progress=progress)
 
-def _place(data: Data) -> str:
-    return str(data.record["source"])
+    return look
 
 
 def following(sitting: Sitting, store: Store, belief: Belief) -> list[tuple[str, str]]:

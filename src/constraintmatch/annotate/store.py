@@ -14,12 +14,12 @@ from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from unicodedata import category
 
 from constraintmatch.annotate.clashes import Clash, LinkGraph
 from constraintmatch.annotate.database import connect, sole_server, told
-from constraintmatch.annotate.looks import Looks
+from constraintmatch.annotate.looks import Kept, Looks, Place
 from constraintmatch.annotate.records import (
+    LONGEST,
     AnswerRow,
     Asked,
     Counts,
@@ -27,6 +27,8 @@ from constraintmatch.annotate.records import (
     Recorded,
     Standing,
     TakenIn,
+    annotator_name,
+    clean,
     facts_of,
     kind_of,
     speed,
@@ -38,8 +40,6 @@ from constraintmatch.images import ImageSet
 
 __all__ = ["AnswerRow", "Asked", "Counts", "Given", "Recorded", "Store", "TakenIn", "open_store"]
 
-_LONGEST = 100  # characters of an annotator's or a cluster's name
-
 
 @contextmanager
 def open_store(
@@ -47,23 +47,29 @@ def open_store(
     images: ImageSet,
     *,
     source: Path | str = "",
+    pictures: Path | str = "",
     read_only: bool = False,
     claim_seconds: float = 300.0,
     clock: Callable[[], float] = time.time,
 ) -> Iterator["Store"]:
     """The answers about these images, made when the file is not there.
 
-    `source` is the folder the images come from, for messages. A database that belongs to other images, is of another
-    version or held by another server is an InputError. `read_only`: to look or export while a server runs. A question
-    that an annotator took and did not answer is given to others after `claim_seconds`.
+    `source` is the folder the images come from, and `pictures` that of embeddings' pictures, for messages. A database
+    that belongs to other images, is of another version or held by another server is an InputError. `read_only`: to look
+    or export while a server runs. A question that an annotator took and did not answer is given to others after
+    `claim_seconds`.
     """
-    path = Path(path)
+    path, place = Path(path), Place(_absolute(source), _absolute(pictures) if images.embedded else None)
+    looks = Looks(images)
+    if not read_only and path.is_file() and path.stat().st_size:  # what is refused gets no lock beside it
+        with closing(connect(path, read_only=True)) as connection:
+            Store(connection, path, looks, claim_seconds=claim_seconds, clock=clock).check(place)
     with ExitStack() as stack:
         if not read_only:
             stack.enter_context(sole_server(path))
         connection = stack.enter_context(closing(connect(path, read_only=read_only)))
-        store = Store(connection, path, images, claim_seconds=claim_seconds, clock=clock)
-        store.load(str(source), read_only=read_only)
+        store = Store(connection, path, looks, claim_seconds=claim_seconds, clock=clock)
+        store.load(place, read_only=read_only)
         yield store
 
 
@@ -74,16 +80,16 @@ class Store:
         self,
         connection: sqlite3.Connection,
         path: Path,
-        images: ImageSet,
+        looks: Looks,
         *,
         claim_seconds: float,
         clock: Callable[[], float],
     ) -> None:
         self.path = path
-        self.image_names = images.names
+        self.image_names = looks.image_names
         self.notice: str | None = None  # what was set aside and why, in one line
         self._connection = connection
-        self._looks = Looks(images)
+        self._looks = looks
         self._claim_seconds = claim_seconds
         self._clock = clock
         self._lock = threading.RLock()
@@ -93,31 +99,40 @@ class Store:
 
     # Opening
 
-    def load(self, source: str, *, read_only: bool) -> None:
+    def check(self, place: Place) -> tuple[list[dict[str, Any]], Kept]:
+        """The questions and which of their images are here; a database of other images is an InputError."""
+        with self._lock, told(self.path):
+            questions = self._select("SELECT id, image, shown, look FROM questions")
+            about = {row["key"]: row["value"] for row in self._select("SELECT key, value FROM about")}
+        kept = self._looks.check(questions)
+        if kept.is_another_set:
+            made = Place(about.get("folder", ""), about.get("pictures"))
+            raise InputError(f"{self.path}: {kept.refusal(made, place)}")
+        return questions, kept
+
+    def load(self, place: Place, *, read_only: bool) -> None:
         """Check that the database belongs to these images, and take what stands into memory."""
         with self._lock, told(self.path):
-            questions = {row["id"]: row for row in self._select("SELECT id, image, shown, look FROM questions")}
-            about = {row["key"]: row["value"] for row in self._select("SELECT key, value FROM about")}
-            kept = self._looks.check(questions.values())
-            if kept.is_another_set:
-                raise InputError(f"{self.path}: {kept.refusal(about.get('folder', ''), source)}")
-            here = {number: self._looks.question(row) for number, row in questions.items()}
+            questions, kept = self.check(place)
+            here = {row["id"]: self._looks.question(row) for row in questions}
             for row in self._select("SELECT * FROM answers WHERE withdrawn = '' ORDER BY id"):
                 if (question := here[row["question"]]) is not None:
                     self._remember(row["id"], standing_of(row, question), check=False)
             self.notice = self._set_aside_line(kept.reason())
         if not read_only:
-            self._settle_in(source, [number for number, question in here.items() if question is None])
+            self._settle_in(place, [number for number, question in here.items() if question is None])
 
-    def _settle_in(self, source: str, unaskable: list[int]) -> None:
+    def _settle_in(self, place: Place, unaskable: list[int]) -> None:
         retire = "UPDATE questions SET state = 'retired' WHERE id = ? AND state = 'waiting'"
         with self._writing() as connection:
             connection.executemany(retire, [(number,) for number in unaskable])
             about = {
                 "opened": self._now()
             }  # written in any case: a read-only file is told now, not at the first answer
-            if source:
-                about["folder"] = _clean(str(Path(source).resolve()) if Path(source).exists() else source)
+            if place.source:
+                about["folder"] = place.source
+            if place.pictures is not None:
+                about["pictures"] = place.pictures
             connection.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", about.items())
 
     def _set_aside_line(self, reason: str) -> str | None:
@@ -170,7 +185,7 @@ class Store:
         made = self._connection.execute(
             "INSERT INTO questions (image, shown, look, key, model, added, urgent, state) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (*values, _clean(model), self._now(), urgent, state),
+            (*values, clean(model), self._now(), urgent, state),
         )
         return int(made.lastrowid or 0)
 
@@ -180,7 +195,7 @@ class Store:
         After urgent ones those held already come first, so asking again (a page loaded anew) gives the same. Questions
         that the answers imply by now are retired on the way.
         """
-        who, now = _person(annotator), self._clock()
+        who, now = annotator_name(annotator), self._clock()
         claimed: list[Asked] = []
         with self._writing() as connection:
             for row in self._askable(who, now):
@@ -218,7 +233,7 @@ class Store:
     def release(self, annotator: str) -> None:
         """Give back what this annotator holds, for others to answer."""
         with self._writing() as connection:
-            connection.execute("UPDATE questions SET holder = NULL WHERE holder = ?", (_person(annotator),))
+            connection.execute("UPDATE questions SET holder = NULL WHERE holder = ?", (annotator_name(annotator),))
 
     # Answering
 
@@ -228,7 +243,7 @@ class Store:
         The same answer sent twice (a lost reply) is stored once; another answer to an answered question is an
         InputError, whoever gives it: the first one counts until it is undone or settled.
         """
-        who, pace = _person(annotator), _milliseconds(milliseconds)
+        who, pace = annotator_name(annotator), _milliseconds(milliseconds)
         with self._lock:
             question, state = self._asked(asked_id)
             answer = Answer(question, choice)
@@ -279,7 +294,7 @@ class Store:
 
         Answers that came from a file are not reached.
         """
-        who = _person(annotator)
+        who = annotator_name(annotator)
         with self._lock:
             last = next((n for n, s in reversed(self._standing.items()) if s.annotator == who and not s.origin), None)
             if last is None:
@@ -300,7 +315,7 @@ class Store:
         The old row stays, marked; a change is a new row. Comes back with the number of the answer that stands now (the
         withdrawn one's where none does) and the contradictions that are left.
         """
-        who = _person(annotator)
+        who = annotator_name(annotator)
         with self._lock:
             old = self._standing.get(answer_id)
             if old is None:
@@ -339,7 +354,7 @@ class Store:
             n_known = 0
             with self._writing():
                 for one in given:
-                    who = _person(one.annotator)
+                    who = annotator_name(one.annotator)
                     image, shown = self._looks.names(one.answer.question)
                     facts = facts_of(image, shown, one.answer.choice, who)
                     if facts <= said:
@@ -347,8 +362,8 @@ class Store:
                         continue
                     said |= facts
                     question = self._insert_question(one.answer.question, "", "answered")
-                    standing = Standing(one.answer, question, who, _milliseconds(one.milliseconds), _clean(origin))
-                    taken.append((self._insert_answer(standing, at=_clean(one.time), weight=one.weight), standing))
+                    standing = Standing(one.answer, question, who, _milliseconds(one.milliseconds), clean(origin))
+                    taken.append((self._insert_answer(standing, at=clean(one.time), weight=one.weight), standing))
             for number, standing in taken:
                 self._remember(number, standing, check=False)
             return TakenIn(len(taken), n_known)
@@ -391,7 +406,7 @@ class Store:
 
     def counts(self, annotator: str | None = None) -> Counts:
         """How many answers of each kind stand, of everybody or of one annotator."""
-        who = None if annotator is None else _person(annotator)
+        who = None if annotator is None else annotator_name(annotator)
         with self._lock, told(self.path):
             kinds: Counter[str] = Counter()
             for (name, kind), n in self._kinds.items():
@@ -419,10 +434,10 @@ class Store:
 
     def rename(self, cluster: int, text: str) -> None:
         """Give a cluster a name; an empty one takes the name away."""
-        name = _clean(text).strip()
-        if not 0 <= cluster < 2**31 or len(name) > _LONGEST:
+        name = clean(text).strip()
+        if not 0 <= cluster < 2**31 or len(name) > LONGEST:
             raise InputError(
-                f"cluster {cluster}: a name has at most {_LONGEST} characters, a cluster's number counts from 0"
+                f"cluster {cluster}: a name has at most {LONGEST} characters, a cluster's number counts from 0"
             )
         with self._writing() as connection:
             connection.execute("DELETE FROM clusters WHERE cluster = ?", (cluster,))
@@ -475,16 +490,9 @@ _ROWS = (
 )
 
 
-def _clean(text: str) -> str:
-    """The text without control characters and without what UTF-8 cannot hold."""
-    return "".join("\N{REPLACEMENT CHARACTER}" if category(letter) in ("Cc", "Cs") else letter for letter in text)
-
-
-def _person(annotator: str) -> str:
-    name = _clean(annotator).strip()
-    if not 0 < len(name) <= _LONGEST:
-        raise InputError(f"an annotator needs a name of 1 to {_LONGEST} characters, not {len(name):,}")
-    return name
+def _absolute(place: Path | str) -> str:
+    """A folder or file as it is noted and told; a data set's name stays."""
+    return clean(str(Path(place).resolve())) if str(place) and Path(place).exists() else clean(str(place))
 
 
 def _milliseconds(value: int | None) -> int | None:

@@ -22,6 +22,10 @@ __all__ = ["FINISHED", "PREVIOUS", "Prompt", "picture", "read_choice", "side_by_
 
 PREVIOUS = -3  # take the last answer back
 FINISHED = -4
+_ALWAYS = {"u": UNSURE, "p": PREVIOUS, "f": FINISHED}
+_ALWAYS |= {"unsure": UNSURE, "previous": PREVIOUS, "finished": FINISHED}  # words that the prompt shows count too
+_PAIR = {"y": 0, "s": 0, "same": 0, "n": NONE, "d": NONE, "different": NONE}
+_NONE_OF_THESE = {"0": NONE, "n": NONE, "none of these": NONE}
 HALF_BLOCK = "▀"  # its upper half in the foreground colour, its lower half in the background's
 
 
@@ -48,16 +52,10 @@ def side_by_side(pictures: Sequence[list[str]], captions: Sequence[str], columns
 
 
 def read_choice(text: str, question: Question) -> int | None:
-    """The choice that a line means: y/n for a pair, 1-5 or 0 for which of these, u, p, f; None if it means nothing."""
-    key = text.strip().lower()[:1]
-    common = {"u": UNSURE, "p": PREVIOUS, "f": FINISHED}
-    if key in common:
-        return common[key]
-    if question.kind == "pair":
-        return {"y": 0, "s": 0, "n": NONE, "d": NONE}.get(key)
-    if key == "0" or key == "n":
-        return NONE
-    return int(key) - 1 if key.isdigit() and int(key) <= len(question.shown) else None
+    """The choice that a line means: y/n for a pair, 1-5 or 0 for which of these, u, p, f; None for any other line."""
+    numbered = {str(at): at - 1 for at in range(1, len(question.shown) + 1)}
+    keys = _ALWAYS | (_PAIR if question.kind == "pair" else _NONE_OF_THESE | numbered)
+    return keys.get(text.strip().lower())
 
 
 @dataclass(frozen=True)

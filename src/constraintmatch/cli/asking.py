@@ -72,6 +72,9 @@ def annotate(
         Path | None,
         option("Take in a pairs file or Label Studio's export (.json) and end.", "--import", panel="Files"),
     ] = None,
+    columns: Annotated[
+        str | None, option("Names of that file's columns: i,j,c_ij. (left,right,link)", panel="Files")
+    ] = None,
     same: Annotated[
         str | None, option("What that export calls same, if not same or yes. (the usual words)", panel="Files")
     ] = None,
@@ -108,12 +111,14 @@ def annotate(
     )
     if export is not None and import_ is not None:
         raise InputError("--export and --import go one after the other; give one of them")
-    if import_ is None and (same or different) is not None:
+    if import_ is None and (same is not None or different is not None):
         raise InputError("--same and --different go with --import EXPORT.json")
+    if import_ is None and columns is not None:
+        raise InputError("--columns goes with --import PAIRS.csv")
     if export is not None:
         print_rows([("pairs", f"{export} ({session.export_answers(sitting, export, reporter(quiet)).describe()})")])
     elif import_ is not None:
-        taken = session.import_file(sitting, import_, reporter(quiet), same=same, different=different)
+        taken = session.import_file(sitting, import_, reporter(quiet), columns=columns, same=same, different=different)
         print_rows([("answers", f"{db} ({taken.describe()})")])
     else:
         print_rows(session.serve_page(sitting, session.Door(host, port, token, browser), reporter(quiet)))
