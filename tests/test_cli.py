@@ -601,6 +601,25 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         run("check", "pairs.csv")
 
 
+STOPPED_EARLY = """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(5)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+@pytest.mark.parametrize("program", [("-m", "constraintmatch"), ("-c", "from constraintmatch.cli import main; main()")])
+def test_a_stop_during_the_imports_ends_as_a_later_one(tmp_path: Path, program: tuple[str, str]) -> None:
+    (tmp_path / "typer.py").write_text(STOPPED_EARLY)
+    paths = [str(tmp_path), str(Path(cli.__file__).parents[2])]
+    command = [sys.executable, *program, "--help"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
 # Help
 
 
