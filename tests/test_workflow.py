@@ -187,6 +187,15 @@ def test_sampling_never_overwrites_a_pairs_file(tmp_path: Path) -> None:
     assert out.read_text().count("\n") == 2
 
 
+@pytest.mark.parametrize("number", [0, -4])
+def test_a_sample_of_no_pairs_is_refused(tmp_path: Path, number: int) -> None:
+    with pytest.raises(InputError, match=f"--n {number}: a file without pairs is of no use; ask for 1 or more"):
+        workflow.sample_pairs("digits", tmp_path / "p.csv", n=number)
+    with pytest.raises(InputError, match=f"--per-image {number}: "):
+        workflow.sample_pairs("digits", tmp_path / "p.csv", per_image=number)
+    assert not (tmp_path / "p.csv").exists()
+
+
 def test_flipped_samples_have_wrong_must_links_only(tmp_path: Path) -> None:
     plain = workflow.sample_pairs("digits", tmp_path / "a.csv", n=200, balanced=True)
     noisy = workflow.sample_pairs("digits", tmp_path / "b.csv", n=200, balanced=True, flip=0.5, flip_only="must-link")

@@ -68,6 +68,9 @@ def sample_pairs(
     """Pairs drawn from the labels of images, written by name; an existing file is not overwritten."""
     if (n is None) == (per_image is None):
         raise InputError("say how many pairs: --n PAIRS or --per-image PARTNERS, and not both")
+    if (few := (n or 0) + (per_image or 0)) < 1:
+        flag = "--n" if per_image is None else "--per-image"
+        raise InputError(f"{flag} {few}: a file without pairs is of no use; ask for 1 or more")
     if balanced and per_image is not None:
         raise InputError("--balanced goes with --n; --per-image draws its partners from all images")
     if flip_only is not None and flip is None:
