@@ -537,6 +537,13 @@ def test_sorting_into_a_folder_with_files_is_refused_before_predicting(trained: 
     assert not out.exists()
 
 
+def test_a_file_of_clusters_among_the_sorted_images_is_refused_before_predicting(tmp_path: Path) -> None:
+    place = tmp_path / "s"
+    said = refused("predict", "no-model", "no-images", "--out", place / "c.csv", "--sort-into", place)
+    assert "only sorted images go there; choose another --out" in said
+    assert not place.exists()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -564,6 +571,40 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_images_are_opene
         assert said in refused("predict", "no-model", "no-images", "--out", place)
         assert said in refused("evaluate", "no-model", "--data", "no-images", "--json", place)
     assert "a file is where" in refused("sample", "no-images", "--n", 5, "--out", tmp_path / "file" / "x.csv")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_images_are_opened(
+    tmp_path: Path, trained: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access, closed = os.access, (str(tmp_path), str(trained[0]))
+
+    def may(path: Any, mode: int, **options: Any) -> bool:  # root may write everywhere, so the answer is made up
+        return access(path, mode, **options) and not (mode & os.W_OK and str(path) in closed)
+
+    monkeypatch.setattr(os, "access", may)
+    monkeypatch.setattr(os, "supports_effective_ids", {may})
+    new, said = tmp_path / "new.npz", "no permission to write there; choose another place"
+    for words in (
+        ("predict", "no-model", "no-images", "--out", new),
+        ("predict", "no-model", "no-images", "--out", trained[0].parent / "c.csv", "--sort-into", tmp_path),
+        ("embed", "no-model", "no-images", "--out", new),
+        ("evaluate", "no-model", "--data", "no-images", "--json", new),
+        ("join", "no-model", "no-model", "--data", "no-images", "--out", new),
+        ("sample", "no-images", "--n", 5, "--out", tmp_path / "p.csv"),
+        ("train", "no-images", "--method", "supervised", "--clusters", 3, "--out", new),
+        ("pretrain", "no-images", "--clusters", 3, "--out", new),
+        ("report", trained[0], "--data", "no-images"),
+    ):
+        assert said in refused(*words), words
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_may_not_be_read_is_not_called_unwritable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "runs/a")
+
+    monkeypatch.setattr("constraintmatch.workflow.check_pairs", closed)
+    assert "error: runs/a: no permission to read or write it; change that" in refused("check", "pairs.csv")
 
 
 def test_a_pairs_file_without_pairs_judges_nothing(trained: tuple[Path, Any], folder: Path, tmp_path: Path) -> None:

@@ -278,6 +278,13 @@ def test_images_are_not_sorted_into_their_own_folder(tmp_path: Path, stripes: Im
         sorting.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "in" / place)
 
 
+@pytest.mark.parametrize(("folder", "out"), [("s", "s/c.csv"), ("s", "s/deep/c.csv"), ("s", "s"), ("s/in", "s")])
+def test_the_file_of_clusters_lies_outside_the_sorted_images(tmp_path: Path, folder: str, out: str) -> None:
+    with pytest.raises(InputError, match="only sorted images go there; choose another --out"):
+        sorting.check_sort_folder(tmp_path / folder, "digits", tmp_path / out)
+    sorting.check_sort_folder(tmp_path / "s", "digits", tmp_path / "s.csv")
+
+
 def test_a_folder_that_holds_something_is_not_sorted_into(tmp_path: Path, stripes: ImageSet) -> None:
     write_images(tmp_path / "in", stripes, 2)
     with pytest.raises(InputError, match="not an empty folder"):

@@ -414,6 +414,7 @@ def write_run_report(
     place = str(source) if source is not None else record.get("source")
     if place is None:
         raise InputError(f"{run}: the run does not say where its images lie; name them with --data")
+    check_target(run / "report.html")
     data, predictions = predict_images(
         run,
         place,
