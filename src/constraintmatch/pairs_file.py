@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from constraintmatch.errors import InputError
-from constraintmatch.files import write_atomically
+from constraintmatch.files import parse_json, write_atomically
 from constraintmatch.pair_cells import Cells, image_rows, is_row_number, looks_like_link, read_links, read_weights
 
 __all__ = ["PairTable", "names_in", "read_pairs", "write_pairs"]
@@ -258,9 +258,9 @@ def _read_jsonl(path: Path, wanted: Mapping[str, str]) -> Cells:
 
 def _record(path: Path, place: int, line: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} line {place}: not valid JSON ({error.msg})") from None
+        record = parse_json(line)
+    except ValueError as error:
+        raise InputError(f"{path} line {place}: not valid JSON ({getattr(error, 'msg', error)})") from None
     if not isinstance(record, dict):
         raise InputError(f'{path} line {place}: not an object such as {{"left": 0, "right": 1, "link": 1}}')
     return record
@@ -277,7 +277,10 @@ def _read_parquet(path: Path, wanted: Mapping[str, str]) -> Cells:
             table = file.read(columns=list(found.values()))
     except pa.ArrowException:
         raise InputError(f"{path}: not a readable Parquet file; write it again, or use CSV") from None
-    columns = {name: [_text(cell) for cell in table.column(key).to_pylist()] for name, key in found.items()}
+    try:
+        columns = {name: [_text(cell) for cell in table.column(key).to_pylist()] for name, key in found.items()}
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: {error.object[:60]!r} is not UTF-8 text; write the file again as UTF-8") from None
     return Cells(path, columns, range(1, table.num_rows + 1), "row")
 
 
@@ -286,6 +289,8 @@ def _text(cell: object) -> str:
         return cell
     if cell is None:
         return ""
+    if isinstance(cell, bytes):  # what some writers make of text
+        return cell.decode("utf-8")
     return cell.isoformat() if hasattr(cell, "isoformat") else str(cell)
 
 
