@@ -273,7 +273,8 @@ def listed_names(tree: ast.Module) -> list[str] | None:
 
 
 def assigned_or_imported(tree: ast.Module) -> Iterator[str]:
-    for node in tree.body:
+    tried = [inner for node in tree.body if isinstance(node, ast.Try) for inner in node.body]
+    for node in (*tree.body, *tried):
         if isinstance(node, ast.Assign):
             yield from (ast.unparse(target) for target in node.targets)
         elif isinstance(node, ast.AnnAssign):

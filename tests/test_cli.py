@@ -567,6 +567,13 @@ def test_sorting_into_a_folder_with_files_is_refused_before_predicting(trained: 
     assert not out.exists()
 
 
+def test_a_file_of_clusters_among_the_sorted_images_is_refused_before_predicting(tmp_path: Path) -> None:
+    place = tmp_path / "s"
+    said = refused("predict", "no-model", "no-images", "--out", place / "c.csv", "--sort-into", place)
+    assert "only sorted images go there; choose another --out" in said
+    assert not place.exists()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -594,6 +601,40 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_images_are_opene
         assert said in refused("predict", "no-model", "no-images", "--out", place)
         assert said in refused("evaluate", "no-model", "--data", "no-images", "--json", place)
     assert "a file is where" in refused("sample", "no-images", "--n", 5, "--out", tmp_path / "file" / "x.csv")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_images_are_opened(
+    tmp_path: Path, trained: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access, closed = os.access, (str(tmp_path), str(trained[0]))
+
+    def may(path: Any, mode: int, **options: Any) -> bool:  # root may write everywhere, so the answer is made up
+        return access(path, mode, **options) and not (mode & os.W_OK and str(path) in closed)
+
+    monkeypatch.setattr(os, "access", may)
+    monkeypatch.setattr(os, "supports_effective_ids", {may})
+    new, said = tmp_path / "new.npz", "no permission to write there; choose another place"
+    for words in (
+        ("predict", "no-model", "no-images", "--out", new),
+        ("predict", "no-model", "no-images", "--out", trained[0].parent / "c.csv", "--sort-into", tmp_path),
+        ("embed", "no-model", "no-images", "--out", new),
+        ("evaluate", "no-model", "--data", "no-images", "--json", new),
+        ("join", "no-model", "no-model", "--data", "no-images", "--out", new),
+        ("sample", "no-images", "--n", 5, "--out", tmp_path / "p.csv"),
+        ("train", "no-images", "--method", "supervised", "--clusters", 3, "--out", new),
+        ("pretrain", "no-images", "--clusters", 3, "--out", new),
+        ("report", trained[0], "--data", "no-images"),
+    ):
+        assert said in refused(*words), words
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_may_not_be_read_is_not_called_unwritable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "runs/a")
+
+    monkeypatch.setattr("constraintmatch.workflow.check_pairs", closed)
+    assert "error: runs/a: no permission to read or write it; change that" in refused("check", "pairs.csv")
 
 
 def test_a_pairs_file_without_pairs_judges_nothing(trained: tuple[Path, Any], folder: Path, tmp_path: Path) -> None:
@@ -629,6 +670,25 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("constraintmatch.workflow.check_pairs", bug)
     with pytest.raises(ZeroDivisionError):
         run("check", "pairs.csv")
+
+
+STOPPED_EARLY = """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(5)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+@pytest.mark.parametrize("program", [("-m", "constraintmatch"), ("-c", "from constraintmatch.cli import main; main()")])
+def test_a_stop_during_the_imports_ends_as_a_later_one(tmp_path: Path, program: tuple[str, str]) -> None:
+    (tmp_path / "typer.py").write_text(STOPPED_EARLY)
+    paths = [str(tmp_path), str(Path(cli.__file__).parents[2])]
+    command = [sys.executable, *program, "--help"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
 
 
 # Help

@@ -90,8 +90,11 @@ def test_a_table_of_numbers_is_a_set_of_embeddings() -> None:
 def test_what_is_no_embedding_is_named() -> None:
     holed = np.zeros((9, 2))
     holed[5, 1] = np.nan
+    large = np.zeros((9, 2))
+    large[3, 0] = -1e300
     for message, given in {
         "the embedding in row 5 has a number that is NaN": holed,
+        "the embedding in row 3 has a number that is too large for 32 bits": large,
         r"shape \(0, 4\): there is none": np.zeros((0, 4)),
         "of type <U1: give numbers": np.array([["a", "b"]]),
         "they have one pixel each; embeddings are given as": np.zeros((4, 1, 1, 3), np.uint8),
@@ -115,6 +118,13 @@ def test_moments_are_those_of_numpy(digits: ImageSet) -> None:
     np.testing.assert_allclose(mean, flat.mean(0), rtol=1e-6)
     np.testing.assert_allclose(spread, np.full(20, np.sqrt(((flat - flat.mean(0)) ** 2).mean())), rtol=1e-6)
     assert ImageSet.from_arrays(np.full((3, 2), 5.0)).moments() == ((5.0, 5.0), (1.0, 1.0))
+
+
+@pytest.mark.parametrize("factor", [1e-42, 1e-39, 3e37])
+def test_embeddings_that_32_bits_cannot_scale_are_refused(digits: ImageSet, factor: float) -> None:
+    flat = digits.images.reshape(len(digits), -1).astype(np.float64)
+    with pytest.raises(InputError, match=r"a standard deviation of \de[+-]\d+, beyond 32 bits; scale them"):
+        ImageSet.from_arrays(flat / np.abs(flat).max() * 10 * factor).moments()
 
 
 def test_embeddings_find_their_pictures(stripes: ImageSet) -> None:

@@ -12,9 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rights import as_nobody, public_folder
 
 from constraintmatch.errors import InputError
-from constraintmatch.files import folder_lock, read_json, write_atomically, write_json
+from constraintmatch.files import (
+    check_folder,
+    check_new_folder,
+    check_target,
+    folder_lock,
+    read_json,
+    write_atomically,
+    write_json,
+)
 
 posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX")
 
@@ -184,6 +193,42 @@ def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
     assert names(tmp_path / "there") == ["a.txt"]
 
 
+@posix
+@pytest.mark.parametrize("place", ["a.txt", "deep/er/a.txt", "there.txt", "../link.txt"])
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_written(place: str) -> None:
+    with public_folder() as folder:
+        closed = folder / "closed"
+        closed.mkdir()
+        (closed / "there.txt").write_text("old")
+        (folder / "link.txt").symlink_to(closed / "new.txt")
+        closed.chmod(0o555)
+        said = r"\.txt: no permission to write there; choose another place"
+        with as_nobody(), pytest.raises(InputError, match=said):
+            check_target(closed / place)
+
+
+@posix
+@pytest.mark.parametrize("check", [check_folder, check_new_folder])
+def test_a_folder_for_files_must_take_them(check: Callable[[Path], None]) -> None:
+    with public_folder() as folder:
+        (folder / "empty").mkdir(mode=0o555)
+        for place in (folder / "empty", folder / "new", folder / "new" / "deeper"):
+            with as_nobody(), pytest.raises(InputError, match=rf"{place.name}: no permission to write there"):
+                check(place)
+        (folder / "open").mkdir()
+        (folder / "open").chmod(0o777)
+        with as_nobody():
+            check(folder / "open")
+            check(folder / "open" / "new")
+
+
+def test_a_file_is_no_folder_for_files(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for place in ("file", "file/in"):
+        with pytest.raises(InputError, match="a file is where a folder should be"):
+            check_folder(tmp_path / place)
+
+
 def test_names_of_any_length_the_disk_takes_can_be_written(tmp_path: Path) -> None:
     write_atomically(tmp_path / ("a" * 250), lambda temporary: temporary.write_text("x"))
     with pytest.raises(InputError, match="the name is too long"):
@@ -208,6 +253,11 @@ def test_json_without_a_spelling_is_refused_and_the_old_file_stays(tmp_path: Pat
     assert json.loads((tmp_path / "a.json").read_text()) == {"loss": 1}
 
 
+def test_json_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"a": 1}', encoding="utf-8-sig")
+    assert read_json(tmp_path / "a.json") == {"a": 1}
+
+
 def test_json_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"none\.json: no such file"):
         read_json(tmp_path / "none.json")
@@ -215,6 +265,22 @@ def test_json_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
         (tmp_path / "a.json").write_bytes(content)
         with pytest.raises(InputError, match=r"a\.json: not valid JSON"):
             read_json(tmp_path / "a.json")
+
+
+def test_json_beyond_what_python_takes_is_one_line(tmp_path: Path) -> None:
+    for content, said in (("[" * 100_000, "too many brackets within brackets"), ("7" * 5_000, "too many digits")):
+        (tmp_path / "a.json").write_text(content)
+        with pytest.raises(InputError, match=rf"a\.json: not valid JSON \(.*{said}\)$"):
+            read_json(tmp_path / "a.json")
+
+
+@posix
+def test_json_that_may_not_be_read_is_told_so() -> None:
+    with public_folder() as folder:
+        write_json(folder / "a.json", {})
+        (folder / "a.json").chmod(0o000)
+        with as_nobody(), pytest.raises(InputError, match=r"a\.json: cannot be read \(Permission denied\)"):
+            read_json(folder / "a.json")
 
 
 # Locks

@@ -218,16 +218,28 @@ def test_pickled_arrays_are_refused_and_run_nothing(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.array([Pickled()], object), allow_pickle=True)
     np.savez(tmp_path / "x.npz", images=np.array([Pickled()], object))
     for name in ("x.npy", "x.npz"):
-        with pytest.raises(InputError, match=f"{name}: cannot be read as arrays"):
+        with pytest.raises(InputError, match=rf"{name}: cannot be read as arrays of numbers \(it holds Python objects"):
             load_images(tmp_path / name)
     assert not Pickled.ran
+
+
+def test_a_file_of_arrays_under_the_suffix_of_the_other_kind_is_told(tmp_path: Path) -> None:
+    np.save(tmp_path / "one.npy", noise(2, 8, 8))
+    np.savez(tmp_path / "more.npz", images=noise(2, 8, 8))
+    (tmp_path / "one.npy").rename(tmp_path / "one.npz")
+    (tmp_path / "more.npz").rename(tmp_path / "more.npy")
+    for name, maker in (("one.npz", "numpy.savez"), ("more.npy", "numpy.save")):
+        with pytest.raises(InputError, match=rf"it is no {Path(name).suffix} file; write it with {maker}$"):
+            load_images(tmp_path / name)
 
 
 def test_files_that_hold_no_images_are_refused(tmp_path: Path) -> None:
     for name in ("x.npy", "x.npz"):
         (tmp_path / name).write_bytes(b"nonsense")
-        with pytest.raises(InputError, match=f"{name}: cannot be read"):
+        with pytest.raises(InputError, match=f"{name}: cannot be read") as told:
             load_images(tmp_path / name)
+        assert "pickle" not in str(told.value)
+        assert f"it is no {Path(name).suffix} file" in str(told.value)
     np.savez(tmp_path / "y.npz", pictures=noise(1, 8, 8))
     with pytest.raises(InputError, match=r"no array named images, embeddings, x or data in it \(it has pictures\)"):
         load_images(tmp_path / "y.npz")

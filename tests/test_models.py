@@ -1,11 +1,13 @@
 import errno
 import json
+import os
 from pathlib import Path
 from urllib.error import URLError
 
 import numpy as np
 import pytest
 import torch
+from rights import as_nobody, public_folder
 from safetensors.torch import load_file, save_file
 
 from constraintmatch.errors import InputError
@@ -155,6 +157,41 @@ def test_broken_model_folders_get_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError, match="not valid JSON"):
         load_model(tmp_path)
+
+
+WRONG_FIELDS = {
+    "backbone": [7, None],
+    "side": ["x", 8.0, True, 0, -1, 10**12],
+    "channels": ["1", [1]],
+    "mean": [0.5, ["a"], [float("nan")], [10**400]],
+    "std": [0.25, [0], [-1.0], [float("inf")]],
+    "n_clusters": ["4", -1, 10**12],
+    "n_heads": [0, None],
+    "projection": [{}, 1.5],
+    "trained": [{}, ["simclr"], "scan"],
+}
+
+
+@pytest.mark.parametrize("field", WRONG_FIELDS)
+def test_a_field_of_the_wrong_kind_is_named_with_its_file(tmp_path: Path, field: str) -> None:
+    save_model(build_model(n_clusters=4, side=8, channels=1), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for value in WRONG_FIELDS[field]:
+        (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
+        with pytest.raises(InputError, match=rf"config\.json: {field} is .+; it must be ") as caught:
+            load_model(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX permissions")
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_model_that_may_not_be_read_is_told_so(name: str) -> None:
+    with public_folder() as folder:
+        save_model(build_model(n_clusters=4, side=8, channels=1), folder)
+        load_model(folder)
+        (folder / name).chmod(0o000)
+        with as_nobody(), pytest.raises(InputError, match=rf"{name}: cannot be read \(Permission denied\)"):
+            load_model(folder)
 
 
 def offline() -> Exception:

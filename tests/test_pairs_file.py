@@ -185,6 +185,10 @@ def test_unknown_columns_are_named_with_the_mend(tmp_path):
         "say which are left, right, link, for example --columns i,j,c_ij"
     )
     assert "no column named 'k'" in refusal(tmp_path, "i,j,c_ij\n0,1,1\n", columns="i,j,k")
+    few = refusal(tmp_path, "left,right\n0,1\n")
+    assert (
+        few == "pairs.csv: no column named 'link'; the columns found are left, right; the file needs left, right, link"
+    )
     assert "2 columns are named 'left'" in refusal(tmp_path, "left,left,right,link\n0,0,1,1\n")
 
 
@@ -294,6 +298,8 @@ def test_unknown_names_come_with_a_near_match(tmp_path, written, meant):
     [
         ("[0, 1, 1]", "line 3: not an object"),
         ('{"left": 0,', "line 3: not valid JSON"),
+        (f'{{"left": {"7" * 5_000}}}', "line 3: not valid JSON (a number has too many digits)"),
+        ('{"left": ' + "[" * 100_000, "line 3: not valid JSON (too many brackets within brackets)"),
         ('{"left": 0, "right": 1}', "line 3: the link is missing"),
         ('{"left": 0, "right": true, "link": 1}', "line 3: 'True' is not a row number"),
         ('{"left": 0, "right": 11, "link": 1}', "line 3: image 11 does not exist"),
@@ -315,6 +321,15 @@ def test_parquet_mistakes_are_told_with_their_row(tmp_path):
     with pytest.raises(InputError, match=r"p\.parquet row 2: an image is missing"):
         Constraints.read(tmp_path / "p.parquet")
     assert "not a readable Parquet file" in refusal(tmp_path, "left,right,link\n", name="q.parquet")
+
+
+def test_names_in_parquet_may_be_bytes_of_text(tmp_path):
+    columns = {"left": [b"a.png"], "right": ["é.png".encode()], "link": [b"same"]}
+    pq.write_table(pa.table(columns), tmp_path / "p.parquet")
+    assert rows(Constraints.read(tmp_path / "p.parquet", names=NAMES)) == [(0, 5, 1, 1)]
+    pq.write_table(pa.table(columns | {"right": ["é.png".encode("latin-1")]}), tmp_path / "q.parquet")
+    with pytest.raises(InputError, match=r"q\.parquet: b'\\xe9\.png' is not UTF-8 text; write the file again"):
+        Constraints.read(tmp_path / "q.parquet", names=NAMES)
 
 
 def test_times_in_parquet_are_kept_as_text(tmp_path):

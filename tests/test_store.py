@@ -10,11 +10,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rights import as_nobody
 
 from constraintmatch.annotate.store import Store, open_store
 from constraintmatch.answers import NONE, UNSURE, Answer, Question
@@ -482,19 +483,6 @@ def test_a_damaged_database_is_refused(path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(InputError, match="the database is damaged; restore a copy"), open_store(path, IMAGES):
         pass
-
-
-@contextmanager
-def as_nobody() -> Iterator[None]:
-    """Without the rights of root, who may write everywhere."""
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
 
 
 def test_a_read_only_folder_or_file_is_told() -> None:

@@ -187,6 +187,15 @@ def test_sampling_never_overwrites_a_pairs_file(tmp_path: Path) -> None:
     assert out.read_text().count("\n") == 2
 
 
+@pytest.mark.parametrize("number", [0, -4])
+def test_a_sample_of_no_pairs_is_refused(tmp_path: Path, number: int) -> None:
+    with pytest.raises(InputError, match=f"--n {number}: a file without pairs is of no use; ask for 1 or more"):
+        workflow.sample_pairs("digits", tmp_path / "p.csv", n=number)
+    with pytest.raises(InputError, match=f"--per-image {number}: "):
+        workflow.sample_pairs("digits", tmp_path / "p.csv", per_image=number)
+    assert not (tmp_path / "p.csv").exists()
+
+
 def test_flipped_samples_have_wrong_must_links_only(tmp_path: Path) -> None:
     plain = workflow.sample_pairs("digits", tmp_path / "a.csv", n=200, balanced=True)
     noisy = workflow.sample_pairs("digits", tmp_path / "b.csv", n=200, balanced=True, flip=0.5, flip_only="must-link")
@@ -267,6 +276,13 @@ def test_images_are_not_sorted_into_their_own_folder(tmp_path: Path, stripes: Im
     write_images(tmp_path / "in", stripes, 2)
     with pytest.raises(InputError, match="lies among the images"):
         sorting.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "in" / place)
+
+
+@pytest.mark.parametrize(("folder", "out"), [("s", "s/c.csv"), ("s", "s/deep/c.csv"), ("s", "s"), ("s/in", "s")])
+def test_the_file_of_clusters_lies_outside_the_sorted_images(tmp_path: Path, folder: str, out: str) -> None:
+    with pytest.raises(InputError, match="only sorted images go there; choose another --out"):
+        sorting.check_sort_folder(tmp_path / folder, "digits", tmp_path / out)
+    sorting.check_sort_folder(tmp_path / "s", "digits", tmp_path / "s.csv")
 
 
 def test_a_folder_that_holds_something_is_not_sorted_into(tmp_path: Path, stripes: ImageSet) -> None:

@@ -1,7 +1,6 @@
 """Images and a few same-or-different answers in, a clustering model out."""
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,12 +10,9 @@ if TYPE_CHECKING:
     from constraintmatch.images import ImageSet
     from constraintmatch.models import ClusterModel, load_model
 
-__all__ = ["ClusterModel", "ConstraintMatch", "Constraints", "ImageSet", "InputError", "__version__", "load_model"]
+    __version__: str
 
-try:
-    __version__ = version("constraintmatch")
-except PackageNotFoundError:  # a copy of the source without an installation
-    __version__ = "0+unknown"
+__all__ = ["ClusterModel", "ConstraintMatch", "Constraints", "ImageSet", "InputError", "__version__", "load_model"]
 
 # Loaded when first asked for: `import constraintmatch` stays quick and without torch.
 _HOMES = {
@@ -30,11 +26,23 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name == "__version__":
+        value: Any = _version()
+    elif name in _HOMES:
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("constraintmatch")
+    except PackageNotFoundError:  # a copy of the source without an installation
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

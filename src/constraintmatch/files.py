@@ -16,10 +16,12 @@ from constraintmatch.errors import InputError
 
 __all__ = [
     "InUse",
+    "check_folder",
     "check_new_folder",
     "check_target",
     "folder_lock",
     "mend",
+    "parse_json",
     "read_json",
     "write_atomically",
     "write_json",
@@ -78,10 +80,16 @@ def check_new_folder(path: Path | str) -> None:
     path = Path(path)
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise InputError(f"{path}: exists already; remove it or choose another --out")
+    check_folder(path)
+
+
+def check_folder(path: Path | str) -> None:
+    """An InputError unless files can be put into a folder of this name, which is there or can be made."""
+    _check_place(path, Path(os.path.realpath(path)))
 
 
 def check_target(path: Path | str) -> None:
-    """An InputError unless a file can be put there: no folder, no device or pipe, no file in place of a folder.
+    """An InputError unless a file can be put there: no folder, no device or pipe, and its folder can be written.
 
     Replacing /dev/null by a file would harm the whole machine.
     """
@@ -89,20 +97,34 @@ def check_target(path: Path | str) -> None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        _check_parents(path)
-        return
+        mode = stat.S_IFREG  # what it would be
     except OSError as error:
         raise InputError(f"{path}: {mend(error) or error.strerror}") from None
     if stat.S_ISDIR(mode):
         raise InputError(f"{path}: {_MENDS[errno.EISDIR]}")
     if not stat.S_ISREG(mode):
         raise InputError(f"{path}: a device or pipe, which cannot be replaced at one stroke; name a file")
+    _check_place(path, Path(os.path.realpath(path)).parent)
 
 
-def _check_parents(path: Path) -> None:
-    nearest = next((parent for parent in path.parents if parent.exists()), None)
-    if nearest is not None and not nearest.is_dir():
+def _check_place(path: Path | str, folder: Path) -> None:
+    """An InputError unless the folder, or the nearest above it that is there, takes new files."""
+    nearest = next((place for place in (folder, *folder.parents) if _may(place, os.F_OK)), None)
+    if nearest is None:
+        return
+    if not nearest.is_dir():
         raise InputError(f"{path}: {_MENDS[errno.ENOTDIR]}")
+    if not _may(nearest, os.W_OK | os.X_OK):
+        raise InputError(f"{path}: {_MENDS[errno.EROFS if _read_only(nearest) else errno.EACCES]}")
+
+
+def _may(path: Path, mode: int) -> bool:
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _read_only(folder: Path) -> bool:
+    """Whether the disk of a folder is read-only; the access alone does not say why there is none."""
+    return hasattr(os, "statvfs") and bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
 
 
 def mend(error: OSError) -> str | None:
@@ -117,13 +139,27 @@ def write_json(path: Path | str, value: Any) -> None:
 
 
 def read_json(path: Path | str) -> Any:
-    """The value in a JSON file; a missing or broken one is an InputError that names it."""
+    """The value in a JSON file; one that is missing, broken or not to be read is an InputError that names it."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return parse_json(Path(path).read_text(encoding="utf-8-sig"))  # some editors put a mark first
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except ValueError as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; a ValueError where it is broken, or goes beyond what Python takes."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise ValueError("too many brackets within brackets") from None
+    except ValueError:  # more digits than Python turns into a number
+        raise ValueError("a number has too many digits") from None
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from constraintmatch.image_cache import cache_place, decode_cached
 __all__ = ["ImageSet", "Skipped", "kind_of", "load_images"]
 
 _ClassFolders = bool | Literal["auto"]
-_ARRAYS = (".npy", ".npz")
+_ARRAYS = {".npy": b"\x93NUMPY", ".npz": b"PK"}  # and how such a file begins
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -72,12 +72,15 @@ class ImageSet:
     def moments(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The mean of each number of the embeddings, and one standard deviation for all of them, as often.
 
-        One for all: what varies little in an embedding matters little, and stays small.
+        One for all: what varies little in an embedding matters little, and stays small. A deviation that 32 bits cannot
+        divide by is an InputError.
         """
         flat = self.images.reshape(len(self), -1)
         mean = flat.mean(axis=0, dtype=np.float64)
         variance = sum(float(np.square(flat[at : at + 4_096] - mean).sum()) for at in range(0, len(flat), 4_096))
         spread = (variance / flat.size) ** 0.5 or 1.0
+        if not 1e-37 < spread < 1e37:
+            raise InputError(f"the embeddings have a standard deviation of {spread:.0e}, beyond 32 bits; scale them")
         return tuple(mean.tolist()), (spread,) * flat.shape[1]
 
     def rows(self) -> dict[str, int]:
@@ -266,13 +269,16 @@ def _as_embeddings(embeddings: NDArray[Any]) -> NDArray[np.float32]:
         raise InputError(f"embeddings of shape {embeddings.shape}: there is none in it")
     if embeddings.dtype.kind not in "fiu":
         raise InputError(f"embeddings of type {embeddings.dtype}: give numbers, one row for each image")
+    with np.errstate(over="ignore", invalid="ignore"):  # what does not fit becomes infinite, and is told
+        numbers = np.ascontiguousarray(embeddings, dtype=np.float32)
     for start in range(0, n, 4_096):
-        odd = np.flatnonzero(~np.isfinite(embeddings[start : start + 4_096]).all(axis=1))
+        odd = np.flatnonzero(~np.isfinite(numbers[start : start + 4_096]).all(axis=1))
         if len(odd):
-            raise InputError(
-                f"the embedding in row {start + odd[0]:,} has a number that is NaN or infinite; leave it out"
-            )
-    return np.ascontiguousarray(embeddings, dtype=np.float32).reshape(n, 1, 1, width)
+            row = start + int(odd[0])
+            finite = bool(np.isfinite(embeddings[row]).all())
+            what = "too large for 32 bits; scale them down" if finite else "NaN or infinite; leave it out"
+            raise InputError(f"the embedding in row {row:,} has a number that is {what}")
+    return numbers.reshape(n, 1, 1, width)
 
 
 def _check_embedded(path: Path, width: int, side: int | None, channels: int | None) -> None:
@@ -391,6 +397,7 @@ def _read_arrays(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     try:
+        _check_beginning(path)
         if path.suffix.lower() == ".npy":
             return {"images": np.load(path, mmap_mode="r", allow_pickle=False)}
         with np.load(path, allow_pickle=False) as arrays:
@@ -398,7 +405,23 @@ def _read_arrays(path: Path) -> dict[str, Any]:
     except InputError:
         raise
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path}: cannot be read as arrays of numbers ({one_line(error)})") from None
+        raise InputError(f"{path}: cannot be read as arrays of numbers ({_reason(error)})") from None
+
+
+def _reason(error: Exception) -> str:
+    """Why NumPy gave up, without its advice to unpickle."""
+    if any(said in str(error) for said in ("allow_pickle", "Python objects")):
+        return "it holds Python objects"
+    return getattr(error, "strerror", None) or one_line(error)
+
+
+def _check_beginning(path: Path) -> None:
+    """An InputError where a file is not what its suffix says; NumPy would take it for a pickle."""
+    suffix = path.suffix.lower()
+    with path.open("rb") as file:
+        if not file.read(6).startswith(_ARRAYS[suffix]):
+            made_by = "numpy.save" if suffix == ".npy" else "numpy.savez"
+            raise InputError(f"{path}: cannot be read: it is no {suffix} file; write it with {made_by}")
 
 
 def _known_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:

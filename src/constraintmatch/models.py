@@ -1,7 +1,8 @@
 """Networks that place images in clusters, and the folder they are kept in."""
 
 import errno
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HUB_LIBRARIES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
 BACKBONES = ("tiny", "resnet18", "resnet34", "timm:NAME")
 IDENTITY = "identity"  # the backbone of embeddings: they are the features
+FLOAT32 = torch.finfo(torch.float32).max
 JOIN = "+"  # between the backbones that stand side by side in one model; see `joining`
 
 
@@ -239,14 +241,24 @@ def load_model(path: Path | str, *, device: torch.device | str = "cpu") -> Clust
     from safetensors.torch import load_file
 
     folder = model_folder(path)
-    config = _read_config(folder / "config.json")
+    config, file = _read_config(folder / "config.json"), folder / "model.safetensors"
+    _check_readable(file)
     try:
-        weights = load_file(folder / "model.safetensors")
+        weights = load_file(file)
     except (SafetensorError, OSError, ValueError) as error:
-        raise InputError(f"{folder / 'model.safetensors'}: not a readable safetensors file ({error})") from None
+        raise InputError(f"{file}: not a readable safetensors file ({error})") from None
     model = unfilled_model(config)
-    _load_strictly(model, weights, str(folder / "model.safetensors"))
+    _load_strictly(model, weights, str(file))
     return model.to(device)
+
+
+def _check_readable(file: Path) -> None:
+    """An InputError for a file that may not be read: safetensors would say that there is none."""
+    try:
+        with file.open("rb"):
+            pass
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror or error})") from None
 
 
 def _load_strictly(model: ClusterModel, weights: Mapping[str, Tensor], place: str) -> None:
@@ -268,6 +280,35 @@ def _some(keys: list[str], limit: int = 8) -> str:
     return ", ".join(keys[:limit]) + (f" and {len(keys) - limit} more" if len(keys) > limit else "")
 
 
+_MOST = 1_000_000  # of anything that a network has: what is more is a slip, and would fill the memory
+
+
+def _whole(least: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: type(value) is int and least <= value <= _MOST, f"a whole number from {least} to {_MOST:,}"
+
+
+def _numbers(value: Any, least: float = -FLOAT32) -> bool:
+    """Whether a value is a list of numbers that a network can hold; NaN compares as false."""
+    return isinstance(value, list) and all(type(one) in (int, float) and least <= one <= FLOAT32 for one in value)
+
+
+# What each entry of config.json must be: how it is told, and in words.
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "backbone": (lambda value: isinstance(value, str), "the name of a backbone"),
+    "side": _whole(1),
+    "channels": _whole(1),
+    "mean": (_numbers, "a list of numbers"),
+    "std": (lambda value: _numbers(value, 1 / FLOAT32), "a list of numbers over 0"),
+    "n_clusters": _whole(0),
+    "n_heads": _whole(1),
+    "projection": _whole(0),
+    "trained": (
+        lambda value: isinstance(value, list) and all(isinstance(one, dict) for one in value),
+        "a list with an object for each stage",
+    ),
+}
+
+
 def _read_config(path: Path) -> ModelConfig:
     values = read_json(path)
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
@@ -276,11 +317,11 @@ def _read_config(path: Path) -> ModelConfig:
     if values.keys() != known:
         odd = sorted(values.keys() ^ known)
         raise InputError(f"{path}: missing or unknown entries: {', '.join(odd)}")
-    try:
-        plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
-        config = ModelConfig(**plain)
-    except TypeError as error:
-        raise InputError(f"{path}: {error}") from None
+    for key, (fits, words) in _FIELDS.items():
+        if not fits(values[key]):
+            raise InputError(f"{path}: {key} is {reprlib.repr(values[key])}; it must be {words}")
+    plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+    config = ModelConfig(**plain)
     if len(config.mean) != config.channels or len(config.std) != config.channels:
         raise InputError(f"{path}: mean and std need one number for each of {config.channels} channels")
     return config

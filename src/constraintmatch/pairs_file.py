@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from constraintmatch.errors import InputError
-from constraintmatch.files import write_atomically
+from constraintmatch.files import parse_json, write_atomically
 from constraintmatch.pair_cells import (
     Cells,
     Places,
@@ -158,7 +158,9 @@ def _header_mend(header: Sequence[str]) -> str:
     found = ", ".join(name.strip() for name in header) or "none"
     if any(map(looks_like_link, header[2:3])):
         return f"the first line looks like data ({found}); put the header {','.join(_REQUIRED)} above it"
-    example = ",".join(name.strip() for name in header[:3]) if len(header) >= 3 else "i,j,c_ij"
+    if len(header) < len(_REQUIRED):
+        return f"the columns found are {found}; the file needs {', '.join(_REQUIRED)}"
+    example = ",".join(name.strip() for name in header[:3])
     return f"the columns found are {found}; say which are {', '.join(_REQUIRED)}, for example --columns {example}"
 
 
@@ -268,9 +270,9 @@ def _read_jsonl(path: Path, wanted: Mapping[str, str]) -> Cells:
 
 def _record(path: Path, place: int, line: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} line {place}: not valid JSON ({error.msg})") from None
+        record = parse_json(line)
+    except ValueError as error:
+        raise InputError(f"{path} line {place}: not valid JSON ({getattr(error, 'msg', error)})") from None
     if not isinstance(record, dict):
         raise InputError(f'{path} line {place}: not an object such as {{"left": 0, "right": 1, "link": 1}}')
     return record
@@ -287,7 +289,10 @@ def _read_parquet(path: Path, wanted: Mapping[str, str]) -> Cells:
             table = file.read(columns=list(found.values()))
     except pa.ArrowException:
         raise InputError(f"{path}: not a readable Parquet file; write it again, or use CSV") from None
-    columns = {name: [_text(cell) for cell in table.column(key).to_pylist()] for name, key in found.items()}
+    try:
+        columns = {name: [_text(cell) for cell in table.column(key).to_pylist()] for name, key in found.items()}
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: {error.object[:60]!r} is not UTF-8 text; write the file again as UTF-8") from None
     return Cells(path, columns, range(1, table.num_rows + 1), "row")
 
 
@@ -296,6 +301,8 @@ def _text(cell: object) -> str:
         return cell
     if cell is None:
         return ""
+    if isinstance(cell, bytes):  # what some writers make of text
+        return cell.decode("utf-8")
     return cell.isoformat() if hasattr(cell, "isoformat") else str(cell)
 
 

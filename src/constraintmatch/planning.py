@@ -15,7 +15,7 @@ from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, DataSet
 from constraintmatch.draws import check_seed
 from constraintmatch.errors import InputError
-from constraintmatch.files import check_target, folder_lock, read_json
+from constraintmatch.files import check_folder, check_target, folder_lock, read_json
 from constraintmatch.images import ImageSet, kind_of
 from constraintmatch.methods import METHODS, ViewChoice
 from constraintmatch.models import ClusterModel, build_model, default_backbone, load_model
@@ -113,6 +113,7 @@ def _check_start_folder(out: Path) -> None:
     """An InputError unless the folder is free or holds an earlier start: the model of a run would be overwritten."""
     if not out.is_dir():
         check_target(out)
+    check_folder(out)
     held = {entry.name for entry in out.iterdir() if not entry.name.startswith(".")} if out.exists() else set()
     odd = sorted(held - {*ORDER, "model"}) or (sorted(held) if held == {"model"} else [])
     if odd:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from constraintmatch.errors import InputError
-from constraintmatch.files import folder_lock, read_json, write_atomically, write_json
+from constraintmatch.files import folder_lock, parse_json, read_json, write_atomically, write_json
 
 __all__ = [
     "OtherRequest",
@@ -151,8 +151,8 @@ def read_log(path: Path | str) -> list[dict[str, Any]]:
         return entries
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
+            entry = parse_json(line)
+        except ValueError:
             continue
         if isinstance(entry, dict):
             entries.append(entry)

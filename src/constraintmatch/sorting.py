@@ -11,20 +11,30 @@ import numpy as np
 from constraintmatch.datasets import DATASETS
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import Predictions
-from constraintmatch.files import check_target, mend
+from constraintmatch.files import check_folder, mend
 from constraintmatch.sources import Data
 
 __all__ = ["check_sort_folder", "sort_images"]
 
 
-def check_sort_folder(folder: Path, source: Path | str) -> None:
-    """An InputError unless the folder is new or empty, and not among the images: they would be counted twice."""
+def check_sort_folder(folder: Path, source: Path | str, out: Path | None = None) -> None:
+    """An InputError unless the folder is new or empty, can be written, holds not `out`, and is not among the images.
+
+    Among them, they would be counted twice.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder}: not an empty folder; choose another --sort-into")
-    if not folder.exists():
-        check_target(folder)
+    check_folder(folder)
+    if out is not None and _overlap(folder.resolve(), out.resolve()):
+        raise InputError(
+            f"{out}: lies in {folder} or in its way, and only sorted images go there; choose another --out"
+        )
     if str(source) not in DATASETS and Path(source).resolve() in (folder.resolve(), *folder.resolve().parents):
         raise InputError(f"{folder}: lies among the images, which would be found twice; choose another --sort-into")
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    return one == other or one in other.parents or other in one.parents
 
 
 def sort_images(data: Data, predictions: Predictions, folder: Path, *, link: bool = True) -> None:

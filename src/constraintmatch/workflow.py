@@ -68,6 +68,9 @@ def sample_pairs(
     """Pairs drawn from the labels of images, written by name; an existing file is not overwritten."""
     if (n is None) == (per_image is None):
         raise InputError("say how many pairs: --n PAIRS or --per-image PARTNERS, and not both")
+    if (few := (n or 0) + (per_image or 0)) < 1:
+        flag = "--n" if per_image is None else "--per-image"
+        raise InputError(f"{flag} {few}: a file without pairs is of no use; ask for 1 or more")
     if balanced and per_image is not None:
         raise InputError("--balanced goes with --n; --per-image draws its partners from all images")
     if flip_only is not None and flip is None:
@@ -411,6 +414,7 @@ def write_run_report(
     place = str(source) if source is not None else record.get("source")
     if place is None:
         raise InputError(f"{run}: the run does not say where its images lie; name them with --data")
+    check_target(run / "report.html")
     data, predictions = predict_images(
         run,
         place,

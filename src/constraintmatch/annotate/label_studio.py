@@ -83,10 +83,7 @@ class _Meanings:
 
 
 def _tasks(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    try:
-        content = read_json(path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+    content = read_json(path)
     tasks = [content] if isinstance(content, dict) else content  # a bucket holds one file per task
     if not isinstance(tasks, list) or not all(isinstance(task, dict) for task in tasks):
         raise InputError(f"{path}: not an export of Label Studio; export the project as JSON or JSON-MIN")

@@ -1,14 +1,14 @@
 """The command line: parses, calls, prints. Progress goes to standard error, results to standard output."""
 
-# A command is listed in the order of its module here.
-from constraintmatch.cli import training
+import sys
 
-# isort: split
-from constraintmatch.cli import looking
-
-# isort: split
-from constraintmatch.cli import asking, looping, research, searching
-from constraintmatch.cli.shared import app
+try:
+    # a command is listed in the order of its module here
+    from constraintmatch.cli import training, looking, asking, looping, research, searching  # noqa: I001
+    from constraintmatch.cli.shared import app
+except KeyboardInterrupt:  # the program has hardly begun: it ends as it does later
+    print("stopped", file=sys.stderr)
+    sys.exit(130)
 
 __all__ = ["app", "asking", "looking", "looping", "main", "research", "searching", "training"]
 

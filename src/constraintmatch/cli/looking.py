@@ -67,7 +67,7 @@ def predict(
 
     check_target(out)
     if sort_into is not None:
-        sorting.check_sort_folder(sort_into, data)
+        sorting.check_sort_folder(sort_into, data, out)
     opened, found = workflow.predict_images(
         model,
         data,

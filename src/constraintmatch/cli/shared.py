@@ -97,6 +97,9 @@ Backbone = Annotated[str | None, option("tiny, resnet18, resnet34 or timm:NAME. 
 Pretrained = Annotated[bool, option("Begin with the weights of a timm backbone.", "--pretrained")]
 
 
+_NO_PERMISSION = "no permission to read or write it; change that or choose another place"  # which of them is not known
+
+
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
     """The command with one line and exit code 2 for what a person can mend, 130 for a stop; bugs show a traceback."""
 
@@ -108,8 +111,9 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             _stop(f"error: {error}", 2)
         except KeyboardInterrupt as stop:
             _stop(str(stop) or "stopped", 130)
-        except OSError as error:  # writes that are not atomic: the log
-            if (helps := mend(error)) is None:
+        except OSError as error:  # writes that are not atomic (the log), and what is looked at in passing
+            helps = _NO_PERMISSION if isinstance(error, PermissionError) else mend(error)
+            if helps is None:
                 raise
             _stop(f"error: {error.filename}: {helps}" if error.filename else f"error: {helps}", 2)
 
