@@ -286,6 +286,20 @@ def test_pairs_that_weigh_nothing_are_refused_by_the_name_of_their_file(folder: 
     assert not (tmp_path / "r").exists()
 
 
+def test_a_resumed_run_goes_on_as_it_was_told(folder: Path, tmp_path: Path) -> None:
+    words = ("train", folder / "in", "--pairs", folder / "pairs.csv", "--clusters", 3, "--device", "cpu", "-q")
+    run(*words, "--steps", 6, "--checkpoint-every", 2, "--log-every", 3, "--out", tmp_path / "r")
+    record = json.loads((tmp_path / "r" / "run.json").read_text())
+    assert (record["how"]["checkpoint_every"], record["how"]["log_every"]) == (2, 3)
+    (tmp_path / "r" / "run.json").write_text(json.dumps({**record, "status": "interrupted"}))
+    (tmp_path / "r" / "log.jsonl").unlink()
+    run("train", "--resume", "--out", tmp_path / "r", "-q")
+    lines = [json.loads(line) for line in (tmp_path / "r" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [3, 6]
+    again = json.loads((tmp_path / "r" / "run.json").read_text())["how"]
+    assert (again["checkpoint_every"], again["log_every"], again["device"]) == (2, 3, "cpu")
+
+
 def test_pretrain_leaves_a_model_that_train_takes(folder: Path, tmp_path: Path) -> None:
     epochs = ("--epochs-byol", 2, "--hidden-byol", 64, "--epochs-scan", 2, "--epochs-self-label", 2)
     epochs += ("--n-tries-scan", 2, "--n-tries-linear-scan", 2)

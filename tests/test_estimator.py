@@ -317,6 +317,27 @@ def test_what_are_no_constraints_is_said(form: Any, message: str, stripes: Image
 
 
 @pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (np.eye(60)[:, :3], r"y has the shape \(60, 3\)"),
+        (1, r"y has the shape \(\)"),
+        ([float("nan")] + [0.0] * 59, "image 0 has no label in y"),
+        (["a"] * 59 + [None], "image 59 has no label in y"),
+    ],
+)
+def test_labels_that_are_none_are_refused(y: Any, message: str, fitted: ConstraintMatch, stripes: ImageSet) -> None:
+    with pytest.raises(InputError, match=message):
+        fitted.score(stripes.images, y)
+
+
+def test_a_column_of_labels_scores_as_the_labels_do(fitted: ConstraintMatch, stripes: ImageSet) -> None:
+    assert stripes.labels is not None
+    wanted = fitted.score(stripes.images, stripes.labels)
+    assert fitted.score(stripes.images, stripes.labels[:, None]) == wanted
+    assert fitted.score(stripes.images, np.array([f"kind {label}" for label in stripes.labels], object)) == wanted
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"n_clusters": 1}, "n_clusters is 1; ask for 2 or more"),
@@ -338,6 +359,16 @@ def test_what_are_no_constraints_is_said(form: Any, message: str, stripes: Image
         ({"options": {"seed": 1}}, "'seed' has a parameter of its own, random_state"),
         ({"options": {"simclr": {"n_clusters": 3}}}, "simclr knows no 'n_clusters'"),
         ({"options": {"lr": -1.0}}, "lr is -1.0"),
+        ({"options": {"lr": "a"}}, "lr is 'a'; it must be a number"),
+        ({"options": {"pseudo_weight": "x"}}, "pseudo_weight is 'x'; it must be a number"),
+        ({"options": {"max_entropy": None}}, "max_entropy is None; it must be a number"),
+        ({"options": {"pairs_per_step": 2.5}}, "pairs_per_step is 2.5; it must be a whole number"),
+        ({"options": {"simclr": 3}}, "simclr is 3; give a dictionary"),
+        ({"options": "lr"}, "options is 'lr'; give a dictionary"),
+        ({"options": {"own_strong": 3}}, "own_strong is 3; make a view"),
+        ({"start": 3}, "start is 3; give a model"),
+        ({"without": 3}, "without is 3; name the operations"),
+        ({"steps": 2.5}, "steps is 2.5; it must be a whole number"),
     ],
 )
 def test_a_parameter_that_cannot_be_is_an_input_error(

@@ -1,6 +1,7 @@
 import itertools
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -263,6 +264,34 @@ def test_labels_that_do_not_fit_are_refused_with_the_numbers() -> None:
 
 
 # Agreement with constraints
+
+
+@pytest.mark.parametrize(
+    ("labels", "clusters", "message"),
+    [
+        ([0.2, 0.7, 1.5], [0, 1, 2], "labels of type float64 that are no whole numbers"),
+        ([0.0, float("nan"), 1.0], [0, 1, 2], "labels of type float64 that are no whole numbers"),
+        (["a", "b", "c"], [0, 1, 2], "labels of type <U1 that are no whole numbers"),
+        ([0, 1, 2], [0, -1, 2], "image 1 has the cluster -1: clusters count from 0"),
+        (np.eye(3), [0, 1, 2], r"labels of shape \(3, 3\)"),
+    ],
+)
+def test_what_are_no_numbers_of_classes_is_refused(labels: Any, clusters: Any, message: str) -> None:
+    for score in (accuracy, nmi, ari):
+        with pytest.raises(InputError, match=message):
+            score(labels, clusters)
+
+
+def test_clusters_may_be_large_numbers_and_labels_whole_floats() -> None:
+    assert accuracy([0, 1, 1], [10**10, 5, 5]) == 1
+    assert accuracy([0.0, 1.0, 1.0], [2, 5, 5]) == 1
+
+
+def test_knn_needs_a_label_for_each_image() -> None:
+    with pytest.raises(InputError, match="1 labels for 3 images"):
+        knn_accuracy(np.eye(3), [0, 1, 2], np.eye(3), [0])
+    with pytest.raises(InputError, match="2 labels for 3 images"):
+        knn_accuracy(np.eye(3), [0, 1], np.eye(3), [0, 1, 2])
 
 
 def test_agreement_by_hand() -> None:

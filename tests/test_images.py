@@ -41,7 +41,7 @@ def test_bytes_survive_the_way_through_floats() -> None:
 
 
 BAD_ARRAYS = {
-    "values from 0 to 16: floats must lie in .0, 1.; divide them by 16": np.linspace(0, 16, 128).reshape(2, 8, 8),
+    "values from 0 to 16: floats must lie in .0, 1.; divide them by the most": np.linspace(0, 16, 128).reshape(2, 8, 8),
     "values from -1 to 1: .* scale them": np.linspace(-1, 1, 128).reshape(2, 8, 8),
     "values from nan": np.full((2, 8, 8), np.nan),
     "type int64: give uint8": np.zeros((2, 8, 8), np.int64),

@@ -461,7 +461,7 @@ def _column(values: Any, name: str, dtype: type) -> NDArray[Any]:
 
 
 def _pair_list(pairs: Iterable[tuple[int, int]], name: str) -> NDArray[np.int64]:
-    array = np.asarray(list(pairs))
+    array = np.asarray(list(pairs)) if isinstance(pairs, Iterable) else np.asarray(pairs)
     if array.size == 0:
         return np.empty((0, 2), np.int64)
     if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":

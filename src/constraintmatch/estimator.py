@@ -3,7 +3,7 @@
 import copy
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -25,8 +25,9 @@ from constraintmatch.methods.preparation import check_images
 from constraintmatch.models import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pretraining import ORDER, PRETEXTS, pretrain, short_start, training_size
 from constraintmatch.progress import Quiet, console_reporter
-from constraintmatch.running import Around, method_arguments, method_settings, run_method
+from constraintmatch.running import Around, check_kinds, method_arguments, method_settings, run_method
 from constraintmatch.training import TrainSettings, choose_device
+from constraintmatch.views import View
 
 __all__ = ["ConstraintMatch", "as_constraints", "as_images"]
 
@@ -156,11 +157,9 @@ class ConstraintMatch(  # type: ignore[call-arg]
         """The share of images in the cluster that is matched with their class; classes from `y` or the set's labels."""
         check_is_fitted(self, "model_")
         seen = self._seen(images)
-        labels = seen.labels if y is None else np.asarray(y)
+        labels = seen.labels if y is None else _as_labels(y)
         if labels is None:
             raise InputError("score needs the labels of the images: give an ImageSet with labels, or score(images, y)")
-        if labels.dtype.kind not in "iu":
-            labels = np.unique(labels, return_inverse=True)[1]
         return accuracy(labels, predict(self.model_, seen).clusters)
 
     def save_pretrained(self, folder: Path | str, *, half: bool = False) -> None:
@@ -197,6 +196,8 @@ class ConstraintMatch(  # type: ignore[call-arg]
         """The model given to start from, never the caller's own; None when one has to be made."""
         if self.start is None or (isinstance(self.start, str) and self.start == SELF_SUPERVISED):
             return None
+        if not isinstance(self.start, ClusterModel | Path | str):
+            raise InputError(f"start is {self.start!r}; give a model, its folder, {SELF_SUPERVISED!r} or None")
         model = copy.deepcopy(self.start) if isinstance(self.start, ClusterModel) else load_model(self.start)
         if self.backbone not in (None, model.config.backbone):
             raise InputError(
@@ -235,6 +236,8 @@ class ConstraintMatch(  # type: ignore[call-arg]
     def _plan(self, images: ImageSet, seed: int) -> _Plan:
         """Everything the fit needs from the parameters; what cannot be used is an InputError."""
         known = _known_method(self.method)
+        if not isinstance(self.options or {}, Mapping):
+            raise InputError(f"options is {self.options!r}; give a dictionary, such as {{'lr': 0.01}}")
         asked = dict(self.options or {})
         cpu = choose_device(self.device).type == "cpu"
         asked_start = {stage: asked.pop(stage) for stage in ORDER if stage in asked}
@@ -244,14 +247,24 @@ class ConstraintMatch(  # type: ignore[call-arg]
         arguments = {name: size[name] for name in known & size.keys()}
         arguments |= {name: asked.pop(name) for name in known & asked.keys()}
         _check_options(asked, self.method, known)
+        check_kinds(self.method, arguments, {key: of.default for key, of in method_arguments(self.method).items()})
         steps = size["steps"] if self.steps is None else self.steps
         settings = {"lr": size["lr"]} | asked | {"steps": steps, "seed": seed, "device": self.device}
-        without = (self.without,) if isinstance(self.without, str) else tuple(self.without)
-        views = ViewChoice(flip=self.flip, without=without, **own)
-        views.strong(images)  # names that are no operations are found here, not after the start
+        views = self._views(images, own)
         reporter = console_reporter() if self.verbose else Quiet()
         around = Around(reporter=reporter, views=views)
         return _Plan(self.method, arguments, method_settings(self.method, settings), recipe, around)
+
+    def _views(self, images: ImageSet, own: Mapping[str, Any]) -> ViewChoice:
+        """The views of the images; names that are no operations are found here, not after the start."""
+        if odd := [name for name, view in own.items() if view is not None and not isinstance(view, View)]:
+            raise InputError(f"options: {odd[0]} is {own[odd[0]]!r}; make a view with views.from_function")
+        if not isinstance(self.without, Iterable):
+            raise InputError(f"without is {self.without!r}; name the operations to leave out, such as ['rotate']")
+        without = (self.without,) if isinstance(self.without, str) else tuple(self.without)
+        views = ViewChoice(flip=self.flip, without=without, **own)
+        views.strong(images)
+        return views
 
 
 def as_images(images: Images, model: ClusterModel | None = None) -> ImageSet:
@@ -295,6 +308,21 @@ def as_constraints(constraints: Pairs, images: ImageSet) -> Constraints | None:
     return made.resolve("error", names=images.names)
 
 
+def _as_labels(y: ArrayLike) -> NDArray[Any]:
+    """Labels as numbers, from numbers or words; a label that is missing is an InputError."""
+    labels = np.asarray(y)
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim != 1:
+        raise InputError(f"y has the shape {labels.shape}; give one label for each image")
+    missing = np.array([label is None or label != label for label in labels.tolist()], bool)  # NaN is not itself
+    if missing.any():
+        raise InputError(f"image {int(missing.argmax()):,} has no label in y; leave it out")
+    if labels.dtype.kind in "iu":
+        return labels
+    return np.unique(labels.astype(str) if labels.dtype.kind == "O" else labels, return_inverse=True)[1]
+
+
 def _columns(given: Sequence[Any]) -> Sequence[Any] | None:
     """Left, right and link as columns, from columns or from triples; None: neither. Three by three may be both."""
     triples = len(given) > 0 and all(isinstance(item, list | tuple) and len(item) == 3 for item in given)
@@ -327,6 +355,8 @@ def _start_recipe(
     Another pretext task takes the place of the short recipe's, with as many epochs unless it says how many.
     """
     for stage, options in asked.items():
+        if not isinstance(options, Mapping):
+            raise InputError(f"options: {stage} is {options!r}; give a dictionary, such as {{'epochs': 20}}")
         known = method_arguments(stage).keys() - {"n_clusters"} | SETTINGS - {"steps"}  # steps follow from the epochs
         if unknown := sorted(options.keys() - known):
             raise InputError(f"options: {stage} knows no {unknown[0]!r}; it knows {', '.join(sorted(known))}")

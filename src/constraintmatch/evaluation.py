@@ -256,17 +256,21 @@ def knn_accuracy(
     """The share of test images that their k nearest images name rightly; each votes with exp(cosine / temperature)."""
     import torch
 
+    labels, test_labels = _whole(labels, "label"), _whole(test_labels, "label")
+    for given, of in ((labels, features), (test_labels, test_features)):
+        if len(given) != len(np.asarray(of)):
+            raise InputError(f"{len(given):,} labels for {len(np.asarray(of)):,} images: give one for each")
     known = torch.nn.functional.normalize(_tensor(features, device), dim=1)
     asked = torch.nn.functional.normalize(_tensor(test_features, device), dim=1)
-    labels = torch.as_tensor(np.asarray(labels, np.int64), device=device)
+    votable = torch.as_tensor(labels, device=device)
     named = []
     for block in torch.split(asked, max(1, _BLOCK // max(1, len(known)))):
         cosine, nearest = (block @ known.T).topk(min(k, len(known)), dim=1)
         # the nearest has weight 1: exp(1 / temperature) would overflow for small temperatures
-        votes = torch.zeros(len(block), int(labels.max()) + 1, device=device)
-        votes.scatter_add_(1, labels[nearest], ((cosine - cosine[:, :1]) / temperature).exp())
+        votes = torch.zeros(len(block), _count(labels), device=device)
+        votes.scatter_add_(1, votable[nearest], ((cosine - cosine[:, :1]) / temperature).exp())
         named.append(votes.argmax(1).cpu().numpy())
-    return float(np.mean(np.concatenate(named) == np.asarray(test_labels)))
+    return float(np.mean(np.concatenate(named) == test_labels))
 
 
 def cluster_quality(probabilities: ArrayLike, neighbours: ArrayLike) -> float:
@@ -339,14 +343,30 @@ def _contingency(labels: ArrayLike, clusters: ArrayLike, n_clusters: int, n_clas
 
 
 def _same_length(labels: ArrayLike, clusters: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    labels, clusters = np.asarray(labels, np.int64), np.asarray(clusters, np.int64)
+    labels, clusters = _whole(labels, "label"), _whole(clusters, "cluster")
     if len(labels) != len(clusters):
         raise InputError(f"{len(labels):,} labels for {len(clusters):,} predictions: give one label for each image")
     if len(labels) == 0:
         raise InputError("no images to score: give at least one")
-    if labels.min() < 0:
-        raise InputError(f"image {int(labels.argmin()):,} has the label {labels.min()}: labels count from 0")
+    if _count(clusters) > 10 * len(clusters) + 1_000:  # nor shall clusters
+        clusters = np.unique(clusters, return_inverse=True)[1]
     return np.unique(labels, return_inverse=True)[1], clusters  # labels such as 1,000,000 shall not make a huge table
+
+
+def _whole(values: ArrayLike, what: str) -> NDArray[np.int64]:
+    """The whole numbers from 0 in a column; anything else is an InputError."""
+    given = np.asarray(values)
+    column = given[:, 0] if given.ndim == 2 and given.shape[1] == 1 else given
+    if column.ndim != 1:
+        raise InputError(f"{what}s of shape {given.shape}: give one {what} for each image")
+    if column.size and column.dtype.kind not in "iub":
+        whole = column.dtype.kind == "f" and bool((np.isfinite(column) & (column == np.rint(column))).all())
+        if not whole:
+            raise InputError(f"{what}s of type {column.dtype} that are no whole numbers: number them from 0")
+    numbers = column.astype(np.int64)
+    if numbers.size and numbers.min() < 0:
+        raise InputError(f"image {int(numbers.argmin()):,} has the {what} {numbers.min()}: {what}s count from 0")
+    return numbers
 
 
 def _count(numbers: NDArray[np.int64]) -> int:

@@ -80,12 +80,25 @@ _MEANINGS = {
     "schedule": "Learning rate over time: cosine-7/16, cosine, cosine-warm or constant.",
     "seed": "Seed of everything random in the run.",
     "selection": "Images that take part, by entropy or confidence.",
-    "steps": "Training steps; 500 to 1,000 without a GPU.",
+    "steps": "Training steps; at most 1,000 without a GPU.",
     "target_momentum": "τ: the target network's momentum at first; it rises to 1.",
     "temperature": "Temperature of the contrast.",
     "tensorboard": "Write TensorBoard files too.",
     "tolerance": "How far the label-free quality may fall under its best; 1 keeps the last weights.",
+    "warm_up": "Share of the steps over which λ rises from zero.",
     "weight_decay": "Weight decay.",
+}
+
+
+# What `train` chooses by the number of images where nothing else is asked; a data set of the paper has its own.
+_FITTED = {
+    "evaluate_every": "a tenth of the steps",
+    "images_per_step": "an eighth of the images, 150 to 600",
+    "log_every": "a twentieth of the steps, at most 100",
+    "lr": "0.01 to 0.03, the higher the fewer steps",
+    "pairs_per_step": "a third of the images in a step",
+    "steps": "500 to 20,000, by the number of images",
+    "warm_up": "0.5",
 }
 
 
@@ -184,16 +197,17 @@ def method_flags() -> dict[str, Any]:
         for name, argument in arguments.items() if method not in STAGES else ():
             owners.setdefault(name, {})[method] = argument
     return {
-        name: flag(name, next(iter(of.values())).kind, _owned(of), "Method", meaning=name)
+        name: flag(name, next(iter(of.values())).kind, _owned(name, of), "Method", meaning=name)
         for name, of in owners.items()
     }
 
 
-def _owned(owners: Mapping[str, Argument]) -> str:
+def _owned(name: str, owners: Mapping[str, Argument]) -> str:
     """`constraintmatch, pseudo_label: 1.0`, grouped by default; where that is nothing, the methods alone."""
     groups: dict[str, list[str]] = {}
     for method, argument in owners.items():
-        groups.setdefault(_shown(argument.default), []).append(method)
+        fitted = _FITTED.get(name) if "pairs_per_step" in methods()[method] else None
+        groups.setdefault(fitted or _shown(argument.default), []).append(method)
     return "; ".join(", ".join(names) + (f": {default}" if default else "") for default, names in groups.items())
 
 
@@ -204,11 +218,10 @@ def _shown(default: Any) -> str:
 
 
 def settings_flags(names: Iterable[str] | None = None) -> dict[str, Any]:
-    """One flag for each training setting, or for these."""
+    """One flag for each training setting, with what `train` makes of it; or for these."""
     chosen = {name: _settings()[name] for name in names or _settings()}
-    return {
-        name: flag(name, value.kind, _shown(value.default), "Training", meaning=name) for name, value in chosen.items()
-    }
+    shown = {name: _shown(value.default) for name, value in chosen.items()} | ({} if names else _FITTED)
+    return {name: flag(name, value.kind, shown[name], "Training", meaning=name) for name, value in chosen.items()}
 
 
 def stage_flags() -> dict[str, Any]:

@@ -153,7 +153,12 @@ class ImageSet:
 
         An array (n, d) has embeddings, one a row. Labels are whole numbers from 0, or words, which become the classes.
         """
-        given = np.asarray(images)
+        if isinstance(images, np.ma.MaskedArray):
+            raise InputError("a masked array: fill its gaps, or leave their images out")
+        try:
+            given = np.asarray(images)
+        except ValueError:  # of rows that differ in length
+            raise InputError("the images differ in size: give an array (n, h, w, c), or a folder") from None
         pixels = _as_embeddings(given) if given.ndim == 2 else _as_bytes(_channels_last(given))
         checked = _checked_names(names, len(pixels))
         if labels is None:
@@ -328,7 +333,8 @@ def _as_bytes(images: NDArray[Any]) -> NDArray[np.uint8]:
         if low >= 0 and high <= 1:
             pixels[row] = np.rint(image * 255.0)
     if not (low >= 0 and high <= 1):  # NaN fails too
-        mend = f"divide them by {high:g}" if low >= 0 and np.isfinite(high) else "scale them"
+        right = "divide them by the most that a pixel can have (255 as a rule)"  # the same for every batch
+        mend = right if low >= 0 and np.isfinite(high) else "scale them"
         raise InputError(
             f"images with values from {low:g} to {high:g}: floats must lie in [0, 1]; {mend} or give uint8"
         )

@@ -408,6 +408,8 @@ def _recorded(request: Train) -> Train:
     asked = run.get("request") if isinstance(run, dict) else None
     if not isinstance(asked, dict) or not {"method", "data", "model", "views"} <= asked.keys():
         raise InputError(f"{file}: not the record of a training; name a run folder or its run.json")
+    if request.from_run is None and isinstance(how := run.get("how"), dict):  # of this very run
+        request = replace(request, settings={**how, **request.settings})
     return _filled(replace(request, from_run=file), asked, file.with_name("pairs.csv"))
 
 

@@ -4,8 +4,11 @@ import hashlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+
+import numpy as np
 
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
@@ -16,7 +19,15 @@ from constraintmatch.progress import Quiet, Reporter
 from constraintmatch.runs import open_run, read_log
 from constraintmatch.training import TrainSettings
 
-__all__ = ["Around", "method_arguments", "method_settings", "run_method", "split_options", "weights_hash"]
+__all__ = [
+    "Around",
+    "check_kinds",
+    "method_arguments",
+    "method_settings",
+    "run_method",
+    "split_options",
+    "weights_hash",
+]
 
 NOT_ARGUMENTS = {"model", "images", "constraints", "settings", "views", "job"}
 
@@ -52,6 +63,7 @@ def method_settings(name: str, overrides: Mapping[str, Any] | None = None) -> Tr
     known = {entry.name for entry in fields(TrainSettings)}
     if unknown := sorted((overrides or {}).keys() - known):
         raise InputError(f"unknown training setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    check_kinds(name, overrides or {}, asdict(TrainSettings()))
     return replace(default, **(overrides or {}))
 
 
@@ -91,7 +103,7 @@ def run_method(
     if around.out is None:
         return METHODS[name](model, images, **given, **chosen, settings=settings, views=around.views, job=job)
     request = _request(name, model, images, constraints if given else None, chosen, settings, around)
-    with open_run(around.out, request, resume=around.resume, since=_defaults(name)) as run:
+    with open_run(around.out, request, resume=around.resume, since=_defaults(name), how=settings.how()) as run:
         if run.finished:
             return Trained(load_model(run.model), read_log(run.path))
         if constraints is not None and given:
@@ -118,6 +130,26 @@ def weights_hash(model: ClusterModel) -> str:
     return digest.hexdigest()
 
 
+def check_kinds(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """A value of another kind than its default (a word for a number, half a step) is an InputError."""
+    for key, value in values.items():
+        if (kind := _KINDS.get(type(defaults.get(key)))) and not isinstance(value, kind.types):
+            raise InputError(f"{name}: {key} is {value!r}; it must be {kind.words}")
+
+
+class _Kind(NamedTuple):
+    types: tuple[type, ...]
+    words: str
+
+
+_KINDS = {  # by the type of a default
+    bool: _Kind((bool, np.bool_), "True or False"),
+    int: _Kind((Integral,), "a whole number"),
+    float: _Kind((Real,), "a number"),
+    str: _Kind((str,), "a word"),
+}
+
+
 def _resolved(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     known = method_arguments(name)
     if unknown := sorted(arguments.keys() - known.keys()):
@@ -125,6 +157,7 @@ def _resolved(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     chosen = {key: arguments.get(key, parameter.default) for key, parameter in known.items()}
     if missing := [key for key, value in chosen.items() if value is inspect.Parameter.empty]:
         raise InputError(f"{name} needs the argument {missing[0]!r}")
+    check_kinds(name, chosen, {key: parameter.default for key, parameter in known.items()})
     return chosen
 
 

@@ -84,14 +84,20 @@ class RunFolder:
 
 @contextmanager
 def open_run(
-    path: Path | str, record: Mapping[str, Any], *, resume: bool = False, since: Mapping[str, Any] | None = None
+    path: Path | str,
+    record: Mapping[str, Any],
+    *,
+    resume: bool = False,
+    since: Mapping[str, Any] | None = None,
+    how: Mapping[str, Any] | None = None,
 ) -> Iterator[RunFolder]:
     """The run folder, locked for this process; `run.json` says how the block ended.
 
     Without `resume` a folder that holds a run is refused, so nothing is overwritten. With it the stored request must
     equal the new one, except for where the images or the first model lie: moved, they are still the same, and their
     new place is noted. `since` has the values that a request meant without saying so before there was such an entry.
-    A fresh run that is refused before it has logged anything leaves nothing behind: mended, it may begin there.
+    `how` is noted beside the request: what a resumed run may change. A fresh run that is refused before it has logged
+    anything leaves nothing behind: mended, it may begin there.
     """
     path = Path(path)
     with _folder_made_for(path), folder_lock(path):
@@ -107,7 +113,7 @@ def open_run(
                 run.note()
             yield run
             return
-        run.note(status="running", environment=environment())
+        run.note(status="running", environment=environment(), how=_plain(how or {}))
         earlier = float(run.record.get("seconds", 0.0))
         try:
             yield run

@@ -36,6 +36,8 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda t: 1.0,  # noqa: ARG005 (all schedules take the progress)
 }
 
+_HOW = ("device", "log_every", "checkpoint_every", "tensorboard", "compile", "cuda_graph", "channels_last")
+
 
 @dataclass(frozen=True)
 class TrainSettings:
@@ -85,8 +87,11 @@ class TrainSettings:
 
     def request(self) -> dict[str, Any]:
         """What decides the result: the settings a resumed run must share."""
-        how = ("device", "log_every", "checkpoint_every", "tensorboard", "compile", "cuda_graph", "channels_last")
-        return {key: value for key, value in asdict(self).items() if key not in how}
+        return {key: value for key, value in asdict(self).items() if key not in _HOW}
+
+    def how(self) -> dict[str, Any]:
+        """The others, which decide how the result is come by."""
+        return {key: value for key, value in asdict(self).items() if key in _HOW}
 
     def resolved(self, device: torch.device) -> "TrainSettings":
         """The same settings with every None that the device decides filled in."""

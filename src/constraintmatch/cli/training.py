@@ -93,7 +93,7 @@ def train(
     """Train a clustering model on images and pairs.
 
     Without --model it first makes a short self-supervised start of its own. The run folder gets the model,
-    clusters.csv, evaluation.json and report.html.
+    clusters.csv, evaluation.json and report.html. A data set of the paper has its own sizes and rates.
     """
     from constraintmatch import workflow
     from constraintmatch.planning import Train
