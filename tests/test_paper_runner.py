@@ -170,6 +170,27 @@ def test_a_result_of_another_format_is_refused_by_name(place: Place) -> None:
         is_finished(CELL, place)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cell": []}, "cell is not an object"),
+        ({"arguments": None}, "arguments is not an object"),
+        ({"settings": [1]}, "settings is not an object"),
+        ({"start": None}, "start is not an object"),
+        ({"data": None}, "data is not an object"),
+        ({"kind": "gallery"}, "not the result of a cell"),
+        ({"scores": {"test": {"acc": float("nan")}, "train+test": {}}}, "scores.test.acc is nan, not a number from 0"),
+    ],
+)
+def test_a_result_with_an_entry_of_the_wrong_kind_is_refused_by_name(
+    finished: Place, changes: dict[str, Any], said: str
+) -> None:
+    path = finished.results / f"{CELL.name}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(InputError, match=rf"{CELL.name}.json: {said}.*; move it away or choose another --results"):
+        is_finished(CELL, finished)
+
+
 def test_a_result_from_another_start_is_refused_by_name(finished: Place, tmp_path: Path) -> None:
     row = DATASETS["digits"]
     size = {"n_clusters": 10, "side": 8, "channels": 1, "backbone": "tiny", "seed": 5}
@@ -284,6 +305,15 @@ def test_a_queue_that_is_stopped_says_how_to_go_on(place: Place, monkeypatch: py
         run_cells([CELL], place)
 
 
+def test_a_queue_that_is_stopped_before_the_first_step_says_so(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run_cell", stopped)
+    with pytest.raises(KeyboardInterrupt, match=f"{CELL.name}: stopped; the same command goes on"):
+        run_cells([CELL], place)
+
+
 def test_a_model_can_be_kept_later_while_its_run_is_there(finished: Place, tmp_path: Path) -> None:
     listener = Listener()
     later = replace(finished, models=tmp_path / "models", reporter=listener)
@@ -328,6 +358,29 @@ def test_the_command_runs_a_cut_grid_and_shows_the_paper_beside_it(place: Place)
 def test_bad_words_are_one_line_and_exit_code_2(words: list[str]) -> None:
     done = CliRunner().invoke(cli.app, ["paper", *words])
     assert done.exit_code == 2
+    assert len(done.output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("table1 --sets ,", "no sets are left; name some: --sets cifar10"),
+        ("gallery --sets ,", "no sets are left; name some: --sets cifar10"),
+        ("table1 --sets digits --methods ,", "no methods are left; name some: --methods constrained"),
+        ("table1 --sets digits --constraints ,", "no constraints are left; name some: --constraints 10000"),
+        ("table1 --sets digits --constraints 0-99999999", "--constraints: '0-99999999' is not a number; write"),
+        ("table1 --sets digits --folds ,", "no folds are left; name some: --folds 0-4"),
+        ("table1 --sets digits --folds ²", "--folds: '²' is not a number or a range; write 0,3 or 0-2"),
+        ("table1 --sets digits --folds ٣", "--folds: '٣' is not a number or a range; write 0,3 or 0-2"),
+        ("table1 --sets digits --folds 0-99999999", "--folds: '0-99999999' goes too far; there are 0 to 4"),
+        (f"table1 --sets digits --folds {'9' * 5_000}", "is not a number or a range; write 0,3 or 0-2"),
+        ("gallery --sets foo", "the gallery has no set 'foo'; there are"),
+    ],
+)
+def test_a_list_of_cells_that_are_not_there_is_refused(words: str, said: str) -> None:
+    done = CliRunner().invoke(cli.app, ["paper", *words.split(), "--list"])
+    assert done.exit_code == 2, done.output
+    assert said in done.stderr
     assert len(done.output.strip().splitlines()) == 1
 
 

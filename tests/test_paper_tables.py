@@ -128,7 +128,9 @@ def test_other_kinds_of_results_are_passed_over(tmp_path: Path) -> None:
         ),
         ({"cell": {**OURS.request(), "dataset": "mnist"}}, "data set 'mnist' is not known"),
         ({"cell": {**OURS.request(), "colour": "red"}}, "cannot be read (TypeError"),
-        ({"scores": {"test": {"acc": 0.9}}}, "cannot be read (KeyError: 'nmi')"),
+        ({"cell": {**OURS.request(), "options": {"merge": [1]}}}, "option merge is not a number or a text"),
+        ({"cell": {**OURS.request(), "noise": 0.1, "noise_of": "x"}}, "cannot be read (InputError: unknown noise_of"),
+        ({"peak_gib": "much"}, "cannot be read (ValueError"),
         ({"cut": True}, "says cut is True of 20,000 steps"),
     ],
 )
@@ -139,6 +141,56 @@ def test_a_file_of_another_form_is_refused_by_name(tmp_path: Path, changes: dict
     assert said in str(caught.value)
     assert str(caught.value).startswith(str(folder / f"{OURS.name}.json"))
     assert "\n" not in str(caught.value)
+    assert str(caught.value).count(str(folder)) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cell": []}, "cell is not an object"),
+        ({"cell": {**OURS.request(), "fold": "0"}}, "cell.fold is not a whole number"),
+        ({"cell": {**OURS.request(), "n_constraints": True}}, "cell.n_constraints is not a whole number"),
+        ({"arguments": None}, "arguments is not an object"),
+        ({"settings": [1]}, "settings is not an object"),
+        ({"start": None}, "start is not an object"),
+        ({"start": {"name": "scan-cifar10"}}, "start.weights is not a text"),
+        ({"data": None}, "data is not an object"),
+        ({"data": {"train": 45_000}}, "data.test is not a whole number"),
+        ({"seconds": "long"}, "seconds is not a number"),
+        ({"half": None}, "half is not an object"),
+        ({"scores": {"test": {"acc": 0.9}}}, "scores.train+test is not an object"),
+    ],
+)
+def test_an_entry_of_the_wrong_kind_is_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    folder = write(tmp_path, content(OURS, **changes))
+    with pytest.raises(InputError) as caught:
+        read_results(folder)
+    assert str(caught.value) == f"{folder / OURS.name}.json: {said}; move it away or choose another --results"
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "said"),
+    [
+        ("acc", float("nan"), "is nan, not a number from 0 to 1"),
+        ("acc", 1.1, "is 1.1, not a number from 0 to 1"),
+        ("nmi", -0.2, "is -0.2, not a number from 0 to 1"),
+        ("nmi", None, "is None, not a number from 0 to 1"),
+        ("ari", -1.5, "is -1.5, not a number from -1 to 1"),
+        ("ari", "0.5", "is '0.5', not a number from -1 to 1"),
+    ],
+)
+def test_a_score_that_is_none_is_refused(tmp_path: Path, metric: str, value: Any, said: str) -> None:
+    scores = content(OURS)["scores"]
+    wrong = {**scores, "train+test": {**scores["train+test"], metric: value}}
+    with pytest.raises(InputError) as caught:
+        read_results(write(tmp_path, content(OURS, scores=wrong)))
+    assert f"{OURS.name}.json: scores.train+test.{metric} {said}; move it away" in str(caught.value)
+
+
+def test_a_score_at_its_bounds_is_taken(tmp_path: Path) -> None:
+    bounds = {"acc": 1.0, "nmi": 1 + 2e-16, "ari": -0.5}
+    (result,) = read_results(write(tmp_path, content(OURS, scores={"test": bounds, "train+test": bounds})))
+    assert result.scores["test"]["ari"] == -50
 
 
 def test_a_copy_under_another_name_is_refused(tmp_path: Path) -> None:
@@ -148,7 +200,7 @@ def test_a_copy_under_another_name_is_refused(tmp_path: Path) -> None:
         read_results(tmp_path)
 
 
-@given(st.lists(st.floats(0, 1), min_size=2, max_size=6))
+@given(st.lists(st.floats(0.1, 0.9), min_size=2, max_size=6))
 @settings(max_examples=20, deadline=None)
 def test_a_row_averages_its_folds_with_the_sample_deviation(scores: list[float]) -> None:
     row = row_of(OURS, scores)
@@ -312,6 +364,17 @@ def test_a_cut_row_is_marked_and_not_set_beside_the_papers(tmp_path: Path) -> No
     assert cells[1:6] == ["10,000", "1", "57.00", "–", "–"]
 
 
+def test_cut_variants_are_rows_of_their_own(tmp_path: Path) -> None:
+    cells = grid_cells("table2", "table3", sets=["digits"], folds=[0], steps=3)
+    rows = find_rows(read_results(write_cells(tmp_path, cells)))
+    mean = table_cells(table2(rows, ["digits"]), "Pseudo-labelling, mean over the selected, cut (3 steps)")
+    assert mean[2:4] == ["1", "53.00"]
+    wide = table3(rows, ["digits"])
+    for said in ("the head first (ours)", "clusters merged first (ours)"):
+        assert table_cells(wide, f"ConstraintMatch, {said}, cut (3 steps)")[2:6] == ["1", "57.00", "–", "–"]
+        assert f"- 10,000 pairs, {said}, cut (3 steps), n = 1: ACC +7.00" in wide
+
+
 def test_a_smaller_copy_of_a_set_is_not_set_beside_the_papers_nor_mixed_with_the_set(tmp_path: Path) -> None:
     small = {"train": 270, "test": 60, "fingerprint": "ab"}
     rows = find_rows(read_results(write(tmp_path / "small", content(OURS, 0.9, data=small))))
@@ -319,8 +382,23 @@ def test_a_smaller_copy_of_a_set_is_not_set_beside_the_papers_nor_mixed_with_the
     line = next(line for line in text.splitlines() if line.startswith("| ConstraintMatch") and "90.00" in line)
     assert [cell.strip() for cell in line.strip("|").split("|")][3:6] == ["90.00", "–", "–"]
     both = read_results(write(tmp_path / "both", content(OURS, data=small), content(replace(OURS, fold=1))))
-    with pytest.raises(InputError, match=r"of other images of cifar10 \(60 and 10,000 test images\)"):
+    with pytest.raises(InputError, match=r"of other images of cifar10 \(270 and 45,000 training images, 60 and "):
         find_rows(both)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train": 40_000}, "40,000 and 45,000 training images"),
+        ({"test": 60}, "60 and 10,000 test images"),
+        ({"fingerprint": "cd"}, "fingerprints cd and ab"),
+    ],
+)
+def test_of_other_images_it_is_said_what_differs(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    data = {"train": 45_000, "test": 10_000, "fingerprint": "ab"}
+    cells = content(OURS, data={**data, **changes}), content(replace(OURS, fold=1), data=data)
+    with pytest.raises(InputError, match=rf"of other images of cifar10 \({said}\), so they are not compared"):
+        find_rows(read_results(write(tmp_path, *cells)))
 
 
 def test_a_set_without_results_shows_the_papers_values() -> None:

@@ -24,6 +24,8 @@ from constraintmatch.flags import GroupedHelp
 
 __all__ = ["numbers"]
 
+_DIGITS = 18  # Python refuses numbers of some thousands
+
 
 @app.command(
     cls=GroupedHelp,
@@ -69,29 +71,29 @@ def paper(
     Without --data-dir what is finished is shown and nothing is run.
     """
     from constraintmatch.paper import runner
-    from constraintmatch.paper.cells import grid_cells
+    from constraintmatch.paper.cells import FOLDS, grid_cells
+    from constraintmatch.paper.gallery import gallery_sets, make_gallery
 
     place = runner.Place(data_dir, starts, results, out, models, {"device": device} if device else {}, reporter(quiet))
     cuts: dict[str, Any] = {
-        "sets": words(sets) or None,
-        "folds": numbers(folds, "--folds") if folds else None,
+        "sets": words(sets) if sets else None,
+        "folds": numbers(folds, "--folds", last=FOLDS - 1) if folds else None,
         "steps": steps,
-        "methods": words(methods) or None,
+        "methods": words(methods) if methods else None,
         "n_constraints": numbers(constraints, "--constraints") if constraints else None,
     }
-    grids, galleries = [name for name in names if name != "gallery"], words(sets) or ("cifar10",)
+    grids = [name for name in names if name != "gallery"]
     chosen = grid_cells(*grids, **cuts) if grids else []
+    galleries = gallery_sets(cuts["sets"]) if "gallery" in names else ()
     if list_cells:
-        shown = [results / f"gallery-{dataset}.json" for dataset in galleries if "gallery" in names]
+        shown = [results / f"gallery-{dataset}.json" for dataset in galleries]
         made = [("finished" if path.is_file() else "missing", path.stem) for path in shown]
         print_rows([*made, *(runner.cell_states(chosen, place) if chosen else [])])
         return
     runner.run_missing(chosen, place)
     for name in grids:
         _show(name, results, words(sets), steps, titled=len(grids) > 1)
-    if "gallery" in names:
-        from constraintmatch.paper.gallery import make_gallery
-
+    if galleries:
         print_rows([("gallery", str(make_gallery(dataset, place, figures))) for dataset in galleries])
 
 
@@ -129,12 +131,15 @@ def _show(name: str, results: Path, sets: tuple[str, ...], steps: int | None, *,
         typer.echo()
 
 
-def numbers(text: str, flag: str) -> list[int]:
-    """The whole numbers of a list with ranges: 0,3 or 0-2."""
+def numbers(text: str, flag: str, *, last: int | None = None) -> list[int]:
+    """The whole numbers of a list: 0,3; where there is a last one, with ranges too: 0-2."""
     found: list[int] = []
     for word in words(text):
-        first, dash, last = word.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise InputError(f"{flag}: {word!r} is not a number or a range; write 0,3 or 0-2")
-        found += range(int(first), int(last if dash else first) + 1)
+        ends = word.split("-", 1) if last is not None else [word]
+        if not all(end.isascii() and end.isdecimal() and len(end) <= _DIGITS for end in ends):
+            form = "a number; write 5000,10000" if last is None else "a number or a range; write 0,3 or 0-2"
+            raise InputError(f"{flag}: {word!r} is not {form}")
+        if last is not None and int(ends[-1]) > last:
+            raise InputError(f"{flag}: {word!r} goes too far; there are 0 to {last}")
+        found += range(int(ends[0]), int(ends[-1]) + 1)
     return found

@@ -26,7 +26,7 @@ FOLDS = 5
 PAPER_SETS = ("cifar10", "cifar100-20", "stl10", "imagenet10", "imagenet-dogs")
 NOISE_OF = ("all", "alike")  # which constraints are annotated wrongly
 PAIRED = ("constrained", "constraintmatch", "pseudo_label")  # the methods that take constraints
-Option = float | str
+Option = int | float | str
 EXPECTED_ERRORS = 0.1  # of ours, beside the paper's curves: a tenth of the links, however many are wrong
 PUBLISHED_MEAN: tuple[tuple[str, Option], ...] = (("over_selected", True),)  # of the pseudo-label loss in its code
 MERGED_FIRST: tuple[tuple[str, Option], ...] = (("merge", True),)  # ours: what the pairs join is merged before
@@ -113,6 +113,7 @@ def grid_cells(
     """
     grids = [_grid(name) for name in names]
     _check_sets(names, grids, sets)
+    _check_some(sets=sets, folds=folds, methods=methods, constraints=n_constraints)
     _check_numbers(folds, steps)
     found: dict[str, Cell] = {}
     for fold in range(FOLDS) if folds is None else folds:
@@ -136,7 +137,7 @@ def _grid(name: str) -> Grid:
 
 def _sets_of(grid: Grid, sets: Sequence[str] | None) -> tuple[str, ...]:
     known = (*grid.sets, "digits")  # digits: a rehearsal on a CPU
-    return grid.sets if not sets else tuple(name for name in dict.fromkeys(sets) if name in known)
+    return grid.sets if sets is None else tuple(name for name in dict.fromkeys(sets) if name in known)
 
 
 def _check_sets(names: Sequence[str], grids: Sequence[Grid], sets: Sequence[str] | None) -> None:
@@ -146,11 +147,16 @@ def _check_sets(names: Sequence[str], grids: Sequence[Grid], sets: Sequence[str]
         raise InputError(f"{' and '.join(names)} {verb} no set {odd[0]!r}; there are {', '.join(known)}")
 
 
+def _check_some(**asked: Sequence[Any] | None) -> None:
+    """An InputError for a list without entries, by the flag that it comes from."""
+    examples = {"sets": "cifar10", "folds": f"0-{FOLDS - 1}", "methods": "constrained", "constraints": "10000"}
+    if empty := [name for name, values in asked.items() if values is not None and not values]:
+        raise InputError(f"no {empty[0]} are left; name some: --{empty[0]} {examples[empty[0]]}")
+
+
 def _check_numbers(folds: Sequence[int] | None, steps: int | None) -> None:
-    if folds is not None and (wrong := [fold for fold in folds if fold < 0]):
-        raise InputError(f"fold {wrong[0]} does not exist; folds are counted from 0")
-    if folds is not None and not folds:
-        raise InputError("no folds are left; name some: --folds 0-4")
+    if folds is not None and (wrong := [fold for fold in folds if not 0 <= fold < FOLDS]):
+        raise InputError(f"fold {wrong[0]} does not exist; there are 0 to {FOLDS - 1}")
     if steps is not None and not 1 <= steps <= STEPS:
         raise InputError(f"{steps:,} steps: the paper's trainings have {STEPS:,}; a cut one has 1 or more of them")
 

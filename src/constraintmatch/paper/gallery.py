@@ -1,6 +1,6 @@
 """The gallery of the paper's appendix: confidently wrong pseudo-labels whose pseudo-constraints are right."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from constraintmatch.paper.results import FORMAT
 from constraintmatch.paper.runner import Place, cell_images, train_cell
 from constraintmatch.runs import write_result
 
-__all__ = ["GALLERY_STEPS", "Found", "gallery_cell", "make_gallery", "wrong_but_right"]
+__all__ = ["GALLERY_STEPS", "Found", "gallery_cell", "gallery_sets", "make_gallery", "wrong_but_right"]
 
 GALLERY_STEPS = 500  # the paper's, early enough for pseudo-labels to be wrong
 MIN_CONFIDENCE = 0.98
@@ -42,10 +42,18 @@ def gallery_cell(dataset: str) -> Cell:
     return Cell(dataset, "constraintmatch", 10_000, steps=GALLERY_STEPS)
 
 
+def gallery_sets(sets: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The sets to make galleries of, CIFAR-10 unless some are named; an unknown one is an InputError."""
+    if sets is not None and not sets:
+        raise InputError("no sets are left; name some: --sets cifar10")
+    if odd := [name for name in sets or () if name not in DATASETS]:
+        raise InputError(f"the gallery has no set {odd[0]!r}; there are {', '.join(DATASETS)}")
+    return tuple(dict.fromkeys(sets or ("cifar10",)))
+
+
 def make_gallery(dataset: str, place: Place, figures: Path | str, *, seed: int = 0) -> Path:
     """The picture and the JSON of one data set: two must-links above, two cannot-links below; made once."""
-    if dataset not in DATASETS:
-        raise InputError(f"the gallery has no set {dataset!r}; there are {', '.join(DATASETS)}")
+    gallery_sets([dataset])
     cell, name = gallery_cell(dataset), f"gallery-{dataset}"
     target = place.results / f"{name}.json"
     if _is_made(target, cell, Path(figures) / f"{name}.png"):

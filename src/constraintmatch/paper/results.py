@@ -1,7 +1,8 @@
 """Finished cells, read back from their JSON: grouped to rows over the folds, averaged, compared fold by fold."""
 
+import reprlib
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from constraintmatch.datasets import DATASETS
 from constraintmatch.errors import InputError
 from constraintmatch.files import read_json
-from constraintmatch.paper.cells import Cell
+from constraintmatch.paper.cells import Cell, Option
 from constraintmatch.paper.published import METRICS, SPLITS
 
 __all__ = [
@@ -28,6 +29,17 @@ __all__ = [
 
 FORMAT = 1
 _KEYS = ("name", "cell", "data", "start", "arguments", "settings", "scores", "seconds", "environment")
+_OBJECTS = ("cell", "cell.options", "data", "start", "arguments", "settings", "scores", "scores.test")
+_ENTRIES = (  # what they must be, in words and in Python, and where they stand
+    ("an object", (dict,), (*_OBJECTS, "scores.train+test", "environment")),
+    ("a text", (str,), ("name", "cell.dataset", "cell.method", "start.name", "start.weights")),
+    ("a whole number", (int,), ("cell.n_constraints", "cell.fold", "cell.n_clusters", "cell.steps")),
+    ("a whole number", (int,), ("data.train", "data.test")),
+    ("a number", (int, float), ("cell.noise", "seconds")),
+)
+_LOWEST = {"acc": 0.0, "nmi": 0.0, "ari": -1.0}
+_ROUNDING = 1e-6  # by so much a score may go beyond its bounds
+_MEND = "move it away or choose another --results"
 FREE_SETTINGS = ("seed", "evaluate_every")  # may differ between the folds of a row
 
 
@@ -126,9 +138,16 @@ def _check_same_data(results: Iterable[Result]) -> None:
         if first.data != result.data:
             raise InputError(
                 f"{first.path} and {result.path}: of other images of {result.cell.dataset} "
-                f"({first.data['test']:,} and {result.data['test']:,} test images), "
+                f"({_other_data(first.data, result.data)}), "
                 "so they are not compared; run one of them again or move it away"
             )
+
+
+def _other_data(left: Mapping[str, Any], right: Mapping[str, Any]) -> str:
+    """What differs: how many there are, or else which."""
+    kinds = {"train": "training", "test": "test"}
+    told = [f"{left[key]:,} and {right[key]:,} {kind} images" for key, kind in kinds.items() if left[key] != right[key]]
+    return ", ".join(told) or f"fingerprints {left.get('fingerprint')} and {right.get('fingerprint')}"
 
 
 def compare(ours: Row, theirs: Row, split: str, metric: str) -> Comparison | None:
@@ -156,15 +175,39 @@ def _signed_rank_p(gains: Sequence[float]) -> float:
 
 
 def read_content(path: Path) -> dict[str, Any] | None:
-    """A finished cell's JSON; None for results of other kinds. Another format, or entries missing, is an InputError."""
+    """A finished cell's JSON; None for results of other kinds. Another form is an InputError that names it."""
     content = read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("kind"), str):
-        raise InputError(f"{path}: not a result of format {FORMAT}; move it away or run its cell again")
+        raise InputError(f"{path}: not a result of format {FORMAT}; {_MEND}")
     if content["kind"] != "cell":
         return None
     if missing := [key for key in _KEYS if key not in content]:
-        raise InputError(f"{path}: {', '.join(missing)} missing; move it away or run its cell again")
+        raise InputError(f"{path}: {', '.join(missing)} missing; {_MEND}")
+    if wrong := next(_wrong_entries(content), None):
+        raise InputError(f"{path}: {wrong}; {_MEND}")
     return content
+
+
+def _wrong_entries(content: Mapping[str, Any]) -> Iterator[str]:
+    """What is said of entries of the wrong kind, and of scores that are none."""
+    for words, kinds, places in _ENTRIES:
+        yield from (f"{place} is not {words}" for place in places if type(_entry(content, place)) not in kinds)
+    half = content.get("half", {})
+    if not isinstance(half, dict):
+        yield "half is not an object"
+    for place in ("scores.test", "scores.train+test", *(["half.scores.test"] if half else [])):
+        for metric in METRICS:
+            value, lowest = _entry(content, f"{place}.{metric}"), _LOWEST[metric]
+            if type(value) not in (int, float) or not lowest - _ROUNDING <= value <= 1 + _ROUNDING:
+                yield f"{place}.{metric} is {reprlib.repr(value)}, not a number from {lowest:g} to 1"
+
+
+def _entry(content: Mapping[str, Any], place: str) -> Any:
+    """The value at a place such as "cell.fold"; None where there is none."""
+    value: Any = content
+    for key in place.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def _read(path: Path) -> Result | None:
@@ -172,28 +215,30 @@ def _read(path: Path) -> Result | None:
     if content is None:
         return None
     try:
-        return _result(path, content)
+        result = _result(path, content)
+        name = result.cell.name
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise InputError(f"{path}: cannot be read ({reason}); move it away or run its cell again") from None
+        raise InputError(f"{path}: cannot be read ({reason}); {_MEND}") from None
+    if not name == content["name"] == path.stem:
+        raise InputError(f"{path}: its settings are those of {name}; name it so, or move it away")
+    if bool(content.get("cut")) != result.cell.cut:
+        raise InputError(f"{path}: says cut is {content.get('cut')} of {result.cell.steps:,} steps; {_MEND}")
+    return result
 
 
 def _result(path: Path, content: Mapping[str, Any]) -> Result:
-    cell = _cell(content["cell"])
-    if not cell.name == content["name"] == path.stem:
-        raise InputError(f"{path}: its settings are those of {cell.name}; name it so, or move it away")
-    if bool(content.get("cut")) != cell.cut:
-        raise InputError(f"{path}: says cut is {content.get('cut')} of {cell.steps:,} steps; run its cell again")
+    peak = content.get("peak_gib")
     return Result(
         path,
-        cell,
+        _cell(content["cell"]),
         str(content["start"]["name"]),
         str(content["start"]["weights"]),
         {split: {metric: 100 * float(content["scores"][split][metric]) for metric in METRICS} for split in SPLITS},
         content["arguments"],
         content["settings"],
         float(content["seconds"]),
-        content.get("peak_gib"),
+        None if peak is None else float(peak),
         content["environment"],
         content["data"],
     )
@@ -202,6 +247,8 @@ def _result(path: Path, content: Mapping[str, Any]) -> Result:
 def _cell(values: Mapping[str, Any]) -> Cell:
     if values["dataset"] not in DATASETS:
         raise ValueError(f"data set {values['dataset']!r} is not known")
+    if odd := [key for key, value in values["options"].items() if not isinstance(value, Option)]:
+        raise ValueError(f"option {odd[0]} is not a number or a text")
     return Cell(**{**values, "options": tuple(sorted(values["options"].items()))})
 
 

@@ -15,13 +15,13 @@ from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import Predictions, agreement, predict, scores
-from constraintmatch.files import InUse, folder_lock, read_json
+from constraintmatch.files import InUse, folder_lock
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import Trained, ViewChoice
 from constraintmatch.models import ClusterModel, build_model, load_model, model_folder, save_model, unfilled_model
 from constraintmatch.paper.cards import write_card
 from constraintmatch.paper.cells import Cell
-from constraintmatch.paper.results import FORMAT, FREE_SETTINGS
+from constraintmatch.paper.results import FORMAT, FREE_SETTINGS, read_content
 from constraintmatch.progress import Quiet, Reporter
 from constraintmatch.running import Around, method_arguments, method_settings, run_method, split_options, weights_hash
 from constraintmatch.runs import is_finished as run_is_finished
@@ -89,7 +89,9 @@ def run_cells(cells: Sequence[Cell], place: Place) -> list[Path]:
             place.reporter.say(f"{cell.name}: {error}")
             diverged.append(f"{cell.name}: {error}")
         except KeyboardInterrupt as stop:
-            raise KeyboardInterrupt(f"{cell.name}: {stop or 'stopped'}; the same command goes on from there") from stop
+            raise KeyboardInterrupt(
+                f"{cell.name}: {str(stop) or 'stopped'}; the same command goes on from there"
+            ) from stop
     if diverged:
         raise InputError(f"{len(diverged)} of {len(cells)} cells diverged, the others are finished; {diverged[0]}")
     return [_target(cell, place) for cell in cells if cell not in elsewhere]
@@ -121,18 +123,18 @@ def _state(cell: Cell, place: Place) -> str:
 
 
 def is_finished(cell: Cell, place: Place) -> bool:
-    """Whether the cell's result is there; a result of another format, setting or start is refused by name."""
+    """Whether the cell's result is there; a result of another form, setting or start is refused by name."""
     path = _target(cell, place)
     if not path.is_file():
         return False
-    found = read_json(path)
-    if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("kind") != "cell":
-        raise InputError(f"{path}: not a result of format {FORMAT}; move it away or choose another --results")
+    found = read_content(path)
+    if found is None:
+        raise InputError(f"{path}: not the result of a cell; move it away or choose another --results")
     if other := next(_differences(cell, found, place), None):
         raise InputError(f"{path}: a result of other settings ({other}); move it away or choose another --results")
     if cell.start != "random" and not (place.starts / cell.start).is_dir():
         return True  # a result may be looked at without its start
-    before, weights = found.get("start", {}).get("weights"), _start_hash(cell, place)
+    before, weights = found["start"]["weights"], _start_hash(cell, place)
     if before != weights:
         raise InputError(
             f"{path}: a result from another start ({before}, {cell.start} is {weights}); "
@@ -252,7 +254,7 @@ def _differences(cell: Cell, found: Mapping[str, Any], place: Place) -> Iterator
     """What a result was made with and is not asked for now; an entry that only one of them knows is passed over."""
     arguments, settings = _asked(cell, place)
     for name, values in (("cell", cell.request()), ("arguments", arguments), ("settings", settings)):
-        before = found.get(name, {})
+        before = found[name]
         for key in sorted(values.keys() & before.keys() - {*FREE_SETTINGS}):
             if before[key] != values[key]:
                 yield f"{key} is {before[key]!r}, asked is {values[key]!r}"

@@ -116,17 +116,22 @@ def _small_table(rows: Rows, printed: Sequence[PublishedRow], dataset: str, time
 
 
 def _lines(rows: Rows, dataset: str, printed: PublishedRow, n_clusters: int = 0) -> list[_Line]:
-    """The line of a printed row, one more for each cut run of the same cell, and one for each variant that was run."""
+    """The line of a printed row, one more for each cut run of its cell, and those of the variants that were run."""
     if printed.method is None:
         return [_Line(printed.title, printed.n_constraints, None, printed)]
     title, wanted = TITLES[printed.method], Cell(dataset, printed.method, printed.n_constraints or 0, 0, n_clusters)
-    cut = sorted((row for cell, row in rows.items() if _is_cut_of(cell, wanted)), key=lambda row: -row.cell.steps)
-    others = {said: rows.get(replace(wanted, options=options)) for options, said in _VARIANTS.items()}
-    return [
-        _Line(title, printed.n_constraints, rows.get(wanted), printed),
-        *(_Line(f"{title}, cut ({row.cell.steps:,} steps)", printed.n_constraints, row, printed) for row in cut),
-        *(_Line(title + said, printed.n_constraints, row, printed) for said, row in others.items() if row),
-    ]
+    found: list[tuple[str, Row | None]] = [(title, rows.get(wanted)), *_cut_rows(rows, wanted, title)]
+    for options, said in _VARIANTS.items():
+        variant = replace(wanted, options=options)
+        found += [(title + said, rows[variant])] if variant in rows else []
+        found += _cut_rows(rows, variant, title + said)
+    return [_Line(said, printed.n_constraints, row, printed) for said, row in found]
+
+
+def _cut_rows(rows: Rows, full: Cell, title: str) -> list[tuple[str, Row]]:
+    """The cut runs of a cell, the longest first, and what they are called."""
+    cut = sorted((row for cell, row in rows.items() if _is_cut_of(cell, full)), key=lambda row: -row.cell.steps)
+    return [(f"{title}, cut ({row.cell.steps:,} steps)", row) for row in cut]
 
 
 def _is_cut_of(cell: Cell, full: Cell) -> bool:
