@@ -34,7 +34,16 @@ from constraintmatch.images import ImageSet
 from constraintmatch.methods import ViewChoice
 from constraintmatch.models import build_model, load_model, save_model
 from constraintmatch.paper.search import PAPER_VALUES, Search, search
-from constraintmatch.paper.trials import Patience, Slots, _Desk, finished_trials, open_storage, open_study, work
+from constraintmatch.paper.trials import (
+    Patience,
+    Slots,
+    _Desk,
+    _rounded,
+    finished_trials,
+    open_storage,
+    open_study,
+    work,
+)
 from constraintmatch.progress import Quiet, Reporter
 from constraintmatch.running import Around, method_settings, run_method
 
@@ -245,6 +254,32 @@ def test_tpe_makes_as_many_trials_as_asked_and_goes_on_as_if_never_stopped(tmp_p
     assert found_at("parts.db", 13) == whole
     assert len({chosen["lr"] for chosen in whole.values()}) == 13
     assert all(1e-4 <= chosen["lr"] <= 0.03 and 0.05 <= chosen["max_entropy"] <= 0.3 for chosen in whole.values())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(1e-6, 10), st.floats(0, 1), st.floats(0, 1))
+def test_a_rounded_draw_stays_in_its_range_and_near_what_was_drawn(low: float, width: float, at: float) -> None:
+    high = low + width * low
+    value = min(low + at * (high - low), high)
+    rounded = _rounded(value, low, high)
+    assert low <= rounded <= high
+    assert abs(rounded - value) <= (high - low) / 100
+
+
+def test_a_draw_of_a_wide_range_is_rounded_to_three_digits_and_a_single_value_is_kept() -> None:
+    assert _rounded(0.0123456, 1e-4, 0.03) == 0.0123
+    assert _rounded(0.99976543, 0.9996, 0.9999) == 0.999765
+    assert _rounded(0.123456, 0.123456, 0.123456) == 0.123456
+
+
+def test_tpe_draws_from_a_narrow_range_and_not_beside_it(stripes: ImageSet, tmp_path: Path) -> None:
+    (tmp_path / "search.db").write_bytes(empty_storage())
+    values = {"momentum": [0.9996, 0.9999], "lr": [0.1], "weight_decay": [0.0]}
+    tpe = {"sampler": "tpe", "trials": 3, "steps": 1}
+    found = search(stripes_search(stripes, tmp_path, method="constrained", values=values, **tpe))
+    drawn = {one.settings["momentum"] for one in found.tried}
+    assert len(drawn) == 3
+    assert all(0.9996 <= momentum <= 0.9999 for momentum in drawn)
 
 
 # Storages and studies
