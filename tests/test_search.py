@@ -537,6 +537,17 @@ def test_the_command_searches_a_persons_own_images_and_pairs(tmp_path: Path, str
     assert f"--pairs {tmp_path / 'pairs.csv'} {written['best']['flags']}" in done.stdout
 
 
+def test_values_of_a_grid_that_comes_again_are_added(start: Path, tmp_path: Path) -> None:
+    (tmp_path / "s.db").write_bytes(empty_storage())
+    words = ["search", "digits", "--model", str(start), "--method", "constrained", "--steps", "1", "--device", "cpu"]
+    words += ["--constraints", "100", "--grid", "lr=0.1", "--grid", "weight_decay=0", "--grid", "lr=0.01,0.1", "-q"]
+    words += ["--storage", str(tmp_path / "s.db"), "--out", str(tmp_path / "best.json")]
+    done = CliRunner().invoke(searching.app, words)
+    assert done.exit_code == 0, done.output
+    tried = [one["settings"]["lr"] for one in json.loads((tmp_path / "best.json").read_text())["trials"]]
+    assert sorted(tried) == [0.01, 0.1]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
