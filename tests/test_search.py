@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import pickle
+import shlex
 import sqlite3
 import subprocess
 import sys
@@ -21,11 +22,12 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from constraintmatch.cli import searching
+from constraintmatch.cli import searching, training
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.errors import InputError
@@ -33,10 +35,19 @@ from constraintmatch.evaluation import predict
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import ViewChoice
 from constraintmatch.models import build_model, load_model, save_model
-from constraintmatch.paper.search import PAPER_VALUES, Search, search
-from constraintmatch.paper.trials import Patience, Slots, _Desk, finished_trials, open_storage, open_study, work
+from constraintmatch.paper.search import PAPER_VALUES, Search, _open_task, _shared, search
+from constraintmatch.paper.trials import (
+    Patience,
+    Slots,
+    _Desk,
+    _rounded,
+    finished_trials,
+    open_storage,
+    open_study,
+    work,
+)
 from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.running import Around, method_settings, run_method
+from constraintmatch.running import Around, method_arguments, method_settings, run_method
 
 FAST = Patience(look=0.05)
 GRID = Slots({"lr": (0.1, 0.01), "weight_decay": (1e-3, 1e-4)})
@@ -245,6 +256,32 @@ def test_tpe_makes_as_many_trials_as_asked_and_goes_on_as_if_never_stopped(tmp_p
     assert found_at("parts.db", 13) == whole
     assert len({chosen["lr"] for chosen in whole.values()}) == 13
     assert all(1e-4 <= chosen["lr"] <= 0.03 and 0.05 <= chosen["max_entropy"] <= 0.3 for chosen in whole.values())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(1e-6, 10), st.floats(0, 1), st.floats(0, 1))
+def test_a_rounded_draw_stays_in_its_range_and_near_what_was_drawn(low: float, width: float, at: float) -> None:
+    high = low + width * low
+    value = min(low + at * (high - low), high)
+    rounded = _rounded(value, low, high)
+    assert low <= rounded <= high
+    assert abs(rounded - value) <= (high - low) / 100
+
+
+def test_a_draw_of_a_wide_range_is_rounded_to_three_digits_and_a_single_value_is_kept() -> None:
+    assert _rounded(0.0123456, 1e-4, 0.03) == 0.0123
+    assert _rounded(0.99976543, 0.9996, 0.9999) == 0.999765
+    assert _rounded(0.123456, 0.123456, 0.123456) == 0.123456
+
+
+def test_tpe_draws_from_a_narrow_range_and_not_beside_it(stripes: ImageSet, tmp_path: Path) -> None:
+    (tmp_path / "search.db").write_bytes(empty_storage())
+    values = {"momentum": [0.9996, 0.9999], "lr": [0.1], "weight_decay": [0.0]}
+    tpe = {"sampler": "tpe", "trials": 3, "steps": 1}
+    found = search(stripes_search(stripes, tmp_path, method="constrained", values=values, **tpe))
+    drawn = {one.settings["momentum"] for one in found.tried}
+    assert len(drawn) == 3
+    assert all(0.9996 <= momentum <= 0.9999 for momentum in drawn)
 
 
 # Storages and studies
@@ -502,9 +539,87 @@ def test_the_command_searches_a_persons_own_images_and_pairs(tmp_path: Path, str
     assert f"--pairs {tmp_path / 'pairs.csv'} {written['best']['flags']}" in done.stdout
 
 
+def asked_by(command: str) -> dict[str, Any]:
+    """What `train` reads in a command that was printed to be pasted into a shell."""
+    program, name, *words = shlex.split(command)
+    assert (program, name) == ("constraintmatch", "train")
+    parser = typer.main.get_command(training.app).commands["train"]  # type: ignore[attr-defined]
+    return {key: value for key, value in parser.make_context("train", words).params.items() if value is not None}
+
+
+def test_the_next_command_asks_for_all_that_decided_the_trials(tmp_path: Path, stripes: ImageSet) -> None:
+    place = tmp_path / "it's here"
+    place.mkdir()
+    request = stripes_search(stripes, place)
+    pairs = place / "odd names.csv"
+    pairs.write_text((place / "pairs.csv").read_text().replace("left,right,link", "i,j,c ij", 1))
+    (place / "s.db").write_bytes(empty_storage())
+    words = ["search", request.data, "--model", str(request.model), "--method", "constrained", "--device", "cpu", "-q"]
+    words += ["--pairs", str(pairs), "--columns", "i,j,c ij", "--no-flip", "--without", "rotate,solarize"]
+    words += ["--steps", "1", "--grid", "lr=0.01", "--grid", "weight_decay=0", "--storage", str(place / "s.db")]
+    done = CliRunner().invoke(searching.app, words)
+    assert done.exit_code == 0, done.output
+    asked = asked_by(done.stdout.splitlines()[-1].removeprefix("next").strip())
+    expected = {"data": request.data, "model": request.model, "method": "constrained", "device": "cpu", "flip": False}
+    expected |= {"pairs": pairs, "columns": "i,j,c ij", "without": "rotate,solarize", "lr": 0.01, "weight_decay": 0.0}
+    assert {key: asked[key] for key in expected} == expected
+    assert "steps" not in asked  # a cut search is for a training at full length
+
+
+def test_the_next_command_has_the_batch_of_a_bound_and_steps_beyond_the_usual(start: Path, tmp_path: Path) -> None:
+    values = {"weight_decay": [0.0], "lr": [0.01]}
+    request = digits(start, tmp_path, method="fully_constrained", values=values, data_dir=Path("my data"), flip=True)
+    found = search(request)
+    asked = asked_by(dict(found.lines())["next"])
+    assert (asked["images_per_step"], asked["data_dir"], asked["flip"]) == (20, Path("my data"), True)
+    assert "pairs" not in asked
+    assert _shared(request, replace(_open_task(request, Quiet()), usual_steps=1))["steps"] == 2
+
+
+def test_values_of_a_grid_that_comes_again_are_added(start: Path, tmp_path: Path) -> None:
+    (tmp_path / "s.db").write_bytes(empty_storage())
+    words = ["search", "digits", "--model", str(start), "--method", "constrained", "--steps", "1", "--device", "cpu"]
+    words += [
+        "--constraints",
+        "100",
+        "--grid",
+        "lr=0.1,0.03",
+        "--grid",
+        "weight_decay=0",
+        "--grid",
+        "lr=0.01,0.1",
+        "-q",
+    ]
+    words += ["--storage", str(tmp_path / "s.db"), "--out", str(tmp_path / "best.json")]
+    done = CliRunner().invoke(searching.app, words)
+    assert done.exit_code == 0, done.output
+    tried = [one["settings"]["lr"] for one in json.loads((tmp_path / "best.json").read_text())["trials"]]
+    assert sorted(tried) == [0.01, 0.03, 0.1]
+
+
+def test_the_papers_values_which_are_not_rehearsed_are_right(stripes: ImageSet) -> None:
+    few, pairs = stripes.take(np.arange(4)), Constraints.from_lists(n_images=4, must_link=[(0, 1)])
+    for method, values in PAPER_VALUES.items():
+        own = method_arguments(method)
+        sizes: dict[str, Any] = {key: 4 for key in own if key.endswith("_per_step")}
+        for name, value in [(key, value) for key, of in values.items() if key in own for value in of]:
+            model, how = build_model(n_clusters=3, side=8, channels=1, seed=1), {"steps": 1, "device": "cpu"}
+            settings = method_settings(method, how)
+            run_method(method, model, few, pairs, arguments={**sizes, name: value}, settings=settings)
+
+
+def test_a_value_that_may_diverge_is_tried_all_the_same(start: Path, tmp_path: Path) -> None:
+    values = {name: [of[0]] for name, of in VALUES.items()} | {"pseudo_weight": [1e300], "max_entropy": [1.0]}
+    found = search(digits(start, tmp_path, values=values))
+    assert [one.loss for one in found.tried] == [None]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("--grid error_rate=0.1,0.7", "error_rate is 0.7; it must lie in [0, 0.5)"),
+        ("--grid max_entropy=0.2,1.5", "max_entropy is 1.5; it must lie in [0, 1]"),
+        ("--grid warm_up=0.1,nan", "warm_up is nan; it is a share of the steps"),
         ("--grid lr", "--grid lr: write a name and numbers"),
         ("--grid lr=a", "--grid lr=a: write a name and numbers"),
         ("--grid lr=", "no values for lr"),

@@ -110,12 +110,14 @@ def search(
 
 
 def _values(texts: list[str]) -> dict[str, tuple[float, ...]]:
-    """`lr=0.03,0.01` as a name and numbers."""
-    found = {}
+    """`lr=0.03,0.01` as a name and numbers; those of a name that comes again are added."""
+    found: dict[str, tuple[float, ...]] = {}
     for text in texts:
         name, mark, rest = text.partition("=")
+        name = name.strip().replace("-", "_")
         try:
-            found[name.strip().replace("-", "_")] = tuple(float(value) for value in words(rest))
+            numbers = tuple(float(value) for value in words(rest))
+            found[name] = tuple(dict.fromkeys((*found.get(name, ()), *numbers)))
         except ValueError:
             mark = ""
         if not mark:

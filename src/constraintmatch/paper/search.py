@@ -15,6 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
+
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, DataSet, load_dataset
 from constraintmatch.errors import InputError
@@ -22,7 +24,7 @@ from constraintmatch.evaluation import agreement, predict, scores
 from constraintmatch.files import check_target
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import ViewChoice
-from constraintmatch.models import ClusterModel, load_model
+from constraintmatch.models import ClusterModel, build_model, load_model
 from constraintmatch.paper.cells import STEPS
 from constraintmatch.paper.trials import (
     Patience,
@@ -94,6 +96,7 @@ class Found:
     steps: int
     full_steps: int
     tried: tuple[Tried, ...]
+    shared: Mapping[str, Any]  # what `train` would not choose by itself and every trial had
 
     @property
     def cut(self) -> bool:
@@ -114,15 +117,31 @@ class Found:
         return [*rows, ("best", self.best.flags), *self._next(self.best.flags)]
 
     def _next(self, flags: str) -> list[tuple[str, str]]:
-        """The commands that train with these settings, on the same pairs."""
+        """The commands that train as the trials did, with these settings and all of the pairs."""
         asked, data = self.request, shlex.quote(self.request.data)
-        where = f" --data-dir {shlex.quote(str(asked.data_dir))}" if asked.data_dir else ""
-        train = f"constraintmatch train {data}{where} --model {shlex.quote(str(asked.model))} --method {asked.method}"
-        if asked.method == "fully_constrained":
-            return [("next", f"{train} {flags}")]
-        drawn = f"constraintmatch sample {data}{where} --n {asked.n_constraints} --out pairs.csv"
-        pairs = shlex.quote(str(asked.pairs or "pairs.csv"))
-        return [*([] if asked.pairs else [("pairs", drawn)]), ("next", f"{train} --pairs {pairs} {flags}")]
+        where = _as_flags({"data_dir": asked.data_dir})
+        words = ["constraintmatch train", data, where, _as_flags({"model": asked.model, "method": asked.method})]
+        words.append(_as_flags({**self.shared, "flip": asked.flip, "without": ",".join(asked.without) or None}))
+        if asked.method != "fully_constrained":
+            named = asked.columns if asked.pairs else None  # those of a file that `sample` writes are the usual ones
+            words.append(_as_flags({"columns": named, "pairs": asked.pairs or "pairs.csv"}))
+        rows = [("next", " ".join(filter(None, [*words, flags])))]
+        if asked.pairs or asked.method == "fully_constrained":
+            return rows
+        drawn = ["constraintmatch sample", data, where, _as_flags({"n": asked.n_constraints, "out": "pairs.csv"})]
+        return [("pairs", " ".join(filter(None, drawn))), *rows]
+
+
+def _as_flags(values: Mapping[str, Any]) -> str:
+    """Values as flags for a shell, without those that are None."""
+    words: list[str] = []
+    for name, value in values.items():
+        spelled = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{spelled}" if value else f"--no-{spelled}")
+        elif value is not None:
+            words += [f"--{spelled}", shlex.quote(str(value))]
+    return " ".join(words)
 
 
 def search(request: Search, reporter: Reporter | None = None) -> Found:
@@ -150,7 +169,7 @@ def search(request: Search, reporter: Reporter | None = None) -> Found:
             _end_helpers(helpers)
         tried = tuple(finished_trials(study, task.slots))
     _clear(runs)
-    found = Found(request, name, task.settings.steps, task.full_steps, tried)
+    found = Found(request, name, task.settings.steps, task.full_steps, tried, _shared(request, task))
     if request.out is not None:
         _write(found, task, protocol, request.out)
     return found
@@ -173,6 +192,7 @@ class _Task:
     arguments: dict[str, Any]
     settings: TrainSettings
     full_steps: int
+    usual_steps: int  # of `train` on this device
     record: dict[str, Any]
 
 
@@ -194,10 +214,12 @@ def _open_task(request: Search, reporter: Reporter) -> _Task:
         _from_pairs(request, model, reporter) if by_pairs else _from_labels(request, row)
     )
     options, full_steps = _base_options(request, row, len(data.images), cpu)
+    usual_steps = options["steps"]
+    options["steps"] = usual_steps if request.steps is None else request.steps
     arguments, changes = split_options(request.method, options)
     flip = request.flip if request.flip is not None else row is None or row.flip
     without = tuple(sorted({*request.without, *(row.without if row else ())}))
-    return _Task(
+    task = _Task(
         slots=slots,
         images=data.images,
         constraints=constraints,
@@ -208,8 +230,11 @@ def _open_task(request: Search, reporter: Reporter) -> _Task:
         arguments=arguments,
         settings=method_settings(request.method, {**changes, **request.settings}),
         full_steps=full_steps,
+        usual_steps=usual_steps,
         record=data.record,
     )
+    _rehearse(task, request.method)
+    return task
 
 
 def _slots(request: Search) -> Slots:
@@ -243,9 +268,39 @@ def _values(request: Search) -> dict[str, tuple[float, ...]]:
 
 
 def _check_value(method: str, name: str, value: float) -> None:
-    """Training settings are checked now; a method checks its own arguments when the first trial begins."""
+    """Training settings are checked now; a method checks its own arguments when it is rehearsed."""
     _, changes = split_options(method, {name: value})
     method_settings(method, changes)
+
+
+def _rehearse(task: _Task, method: str) -> None:
+    """One step on a few images for each value of the method's own arguments, so that a wrong one shows before a trial.
+
+    One argument at a time, and not with the paper's values: those are known to be right.
+    """
+    own = {name: values for name, values in task.slots.values.items() if name in method_arguments(method)}
+    new = [(name, value) for name, of in own.items() for value in of if value not in PAPER_VALUES[method].get(name, ())]
+    if not new:
+        return
+    few = task.images.take(np.arange(min(len(task.images), 4)))
+    pairs = Constraints.from_lists(n_images=len(few), must_link=[(0, 1)])
+    arguments = {key: min(value, 4) for key, value in task.arguments.items()}  # batches
+    settings = replace(
+        task.settings, steps=1, device="cpu", compile=False, cuda_graph=False, bf16=False, tensorboard=False
+    )
+    backbone = "tiny" if few.side > 1 else None
+    for name, value in new:
+        model = build_model(n_clusters=2, side=few.side, channels=few.channels, backbone=backbone)
+        with suppress(NonFinite):  # a trial that diverges is part of a search
+            run_method(
+                method,
+                model,
+                few,
+                pairs,
+                arguments={**arguments, name: value},
+                settings=settings,
+                around=Around(views=task.views),
+            )
 
 
 def _from_labels(request: Search, row: DataSet | None) -> tuple[Data, Constraints, ImageSet, Constraints]:
@@ -299,7 +354,18 @@ def _base_options(request: Search, row: DataSet | None, n_images: int, cpu: bool
     if "pairs_per_step" not in known:  # the bound has the images of all pairs in one batch
         chosen["images_per_step"] = 2 * chosen["pairs_per_step"]
     sizes = {name: value for name, value in chosen.items() if name in known}
-    return {**sizes, "steps": chosen["steps"] if request.steps is None else request.steps, "seed": 0}, full_steps
+    return {**sizes, "steps": chosen["steps"], "seed": 0}, full_steps
+
+
+def _shared(request: Search, task: _Task) -> dict[str, Any]:
+    """What decides the training of every trial, where `train` would choose otherwise.
+
+    Steps only where they are more than `train` takes: fewer are for the search, and what it finds is for a whole run.
+    """
+    settings = {key: value for key, value in request.settings.items() if key not in task.slots.values}
+    steps = {"steps": task.settings.steps} if task.settings.steps > task.usual_steps else {}
+    of_bound = {key: value for key, value in task.arguments.items() if "pairs_per_step" not in task.arguments}
+    return {**settings, **steps, **of_bound}
 
 
 def _protocol(task: _Task, request: Search) -> dict[str, Any]:

@@ -215,7 +215,7 @@ class _Desk:
         found = {}
         for name, of in self.slots.distributions().items():
             value = trial.suggest_float(name, of.low, of.high, log=of.log)
-            found[name] = float(f"{value:.3g}")  # what is shown and pasted is what was trained
+            found[name] = _rounded(value, of.low, of.high)  # what is shown and pasted is what was trained
         return found
 
     def is_dead(self, trial: Any) -> bool:
@@ -234,6 +234,13 @@ class _Desk:
         optuna = load_optuna()
         with suppress(ValueError, optuna.exceptions.UpdateFinishedTrialError):
             self.study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+
+
+def _rounded(value: float, low: float, high: float) -> float:
+    """A draw with three digits, or as many as tell a hundredth of a narrow range apart; never out of the range."""
+    texts = (float(f"{value:.{digits}g}") for digits in range(3, 18))
+    near = next((short for short in texts if abs(short - value) <= (high - low) / 100), value)
+    return min(max(near, low), high)
 
 
 def _stands(trial: Any) -> bool:
