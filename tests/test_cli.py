@@ -286,8 +286,8 @@ def test_pairs_that_weigh_nothing_are_refused_by_the_name_of_their_file(folder: 
     assert not (tmp_path / "r").exists()
 
 
-def test_a_resumed_run_goes_on_as_it_was_told(folder: Path, tmp_path: Path) -> None:
-    words = ("train", folder / "in", "--pairs", folder / "pairs.csv", "--clusters", 3, "--device", "cpu", "-q")
+def test_a_resumed_run_goes_on_as_it_was_told(trained: tuple[Path, Any], tmp_path: Path) -> None:
+    words = ("train", "--from-run", trained[0], "--model", trained[0], "--device", "cpu", "-q")
     run(*words, "--steps", 6, "--checkpoint-every", 2, "--log-every", 3, "--out", tmp_path / "r")
     record = json.loads((tmp_path / "r" / "run.json").read_text())
     assert (record["how"]["checkpoint_every"], record["how"]["log_every"]) == (2, 3)
