@@ -605,7 +605,8 @@ def test_the_papers_values_which_are_not_rehearsed_are_right(stripes: ImageSet) 
         for name, value in [(key, value) for key, of in values.items() if key in own for value in of]:
             model, how = build_model(n_clusters=3, side=8, channels=1, seed=1), {"steps": 1, "device": "cpu"}
             settings = method_settings(method, how)
-            run_method(method, model, few, pairs, arguments={**sizes, name: value}, settings=settings)
+            done = run_method(method, model, few, pairs, arguments={**sizes, name: value}, settings=settings)
+            assert done.log[-1]["step"] == 1
 
 
 def test_a_value_that_may_diverge_is_tried_all_the_same(start: Path, tmp_path: Path) -> None:

@@ -257,11 +257,11 @@ def knn_accuracy(
     import torch
 
     labels, test_labels = _whole(labels, "label"), _whole(test_labels, "label")
-    for given, of in ((labels, features), (test_labels, test_features)):
-        if len(given) != len(np.asarray(of)):
-            raise InputError(f"{len(given):,} labels for {len(np.asarray(of)):,} images: give one for each")
     known = torch.nn.functional.normalize(_tensor(features, device), dim=1)
     asked = torch.nn.functional.normalize(_tensor(test_features, device), dim=1)
+    for given, of in ((labels, known), (test_labels, asked)):
+        if len(given) != len(of):
+            raise InputError(f"{len(given):,} labels for {len(of):,} images: give one for each")
     votable = torch.as_tensor(labels, device=device)
     named = []
     for block in torch.split(asked, max(1, _BLOCK // max(1, len(known)))):

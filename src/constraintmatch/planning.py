@@ -21,7 +21,7 @@ from constraintmatch.methods import METHODS, ViewChoice
 from constraintmatch.models import ClusterModel, build_model, default_backbone, load_model
 from constraintmatch.pretraining import ORDER, PRETEXTS, SHORT_STAGES, training_size
 from constraintmatch.progress import Reporter
-from constraintmatch.running import Around, method_arguments, method_settings, run_method
+from constraintmatch.running import method_arguments, method_settings, rehearse_step
 from constraintmatch.sources import ClassFolders, Data, OnConflict, Pairs, open_data, open_pairs
 from constraintmatch.training import TrainSettings, choose_device
 from constraintmatch.views import check_operation_names
@@ -111,8 +111,6 @@ def plan_pretraining(request: Train, reporter: Reporter) -> PretrainPlan:
 
 def _check_start_folder(out: Path) -> None:
     """An InputError unless the folder is free or holds an earlier start: the model of a run would be overwritten."""
-    if not out.is_dir():
-        check_target(out)
     check_folder(out)
     held = {entry.name for entry in out.iterdir() if not entry.name.startswith(".")} if out.exists() else set()
     odd = sorted(held - {*ORDER, "model"}) or (sorted(held) if held == {"model"} else [])
@@ -358,19 +356,13 @@ def _rehearse(plan: Plan) -> None:
     if images.labels is not None:
         rows = np.union1d(rows, images.labels.argmax())  # the largest label must fit the clusters
     few = images.take(rows)
-    model = build_model(
-        n_clusters=plan.clusters, side=few.side, channels=few.channels, backbone="tiny" if few.side > 1 else None
-    )
     pairs = Constraints.from_lists(n_images=len(few), must_link=[(0, 1)]) if plan.pairs else None
-    settings = replace(
-        plan.settings, steps=1, device="cpu", compile=False, cuda_graph=False, bf16=False, tensorboard=False
-    )
-    around = Around(views=plan.views)
     arguments = dict(plan.arguments)
     arguments.pop("merge", None)  # a few images say nothing of clusters
     if arguments.get("head_steps", 0) > 1:
         arguments["head_steps"] = 1
-    run_method(plan.method, model, few, pairs, arguments=arguments, settings=settings, around=around)
+    how: dict[str, Any] = {"arguments": arguments, "settings": plan.settings, "views": plan.views}
+    rehearse_step(plan.method, plan.clusters, few, pairs, **how)
 
 
 def _say_plan(plan: Plan, request: Train, reporter: Reporter) -> None:

@@ -14,9 +14,17 @@ from constraintmatch.files import read_json
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.methods.preparation import ViewChoice, spread
-from constraintmatch.models import ClusterModel, build_model
+from constraintmatch.models import ClusterModel
 from constraintmatch.progress import Reporter
-from constraintmatch.running import Around, method_arguments, method_settings, run_method, split_options
+from constraintmatch.running import (
+    QUICK,
+    Around,
+    method_arguments,
+    method_settings,
+    run_method,
+    small_model,
+    split_options,
+)
 from constraintmatch.runs import is_finished, write_result
 from constraintmatch.training import choose_device
 
@@ -149,23 +157,9 @@ def rehearse(
 ) -> None:
     """Every stage on a few images of noise, so that a wrong argument of the last shows before the first is trained."""
     noise = _noise_like(images, max(16, n_clusters))
-    small = build_model(
-        n_clusters=model.config.n_clusters,
-        side=noise.side,
-        channels=noise.channels,
-        backbone="tiny" if noise.side > 1 else None,
-    )
-    quick = {"device": "cpu", "compile": False, "cuda_graph": False, "bf16": False, "tensorboard": False}
     short = {stage: _shortened(stage, recipe.get(stage, {})) for stage in stages}
-    pretrain(
-        small,
-        noise,
-        n_clusters,
-        stages=stages,
-        recipe=short,
-        settings={**settings, **quick},
-        around=Around(views=views),
-    )
+    how: dict[str, Any] = {"stages": stages, "recipe": short, "settings": {**settings, **QUICK}}
+    pretrain(small_model(model.config.n_clusters, noise), noise, n_clusters, around=Around(views=views), **how)
 
 
 def _noise_like(images: ImageSet, most: int) -> ImageSet:

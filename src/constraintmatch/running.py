@@ -14,21 +14,25 @@ from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS, Job, Trained, ViewChoice
-from constraintmatch.models import ClusterModel, load_model, save_model
+from constraintmatch.models import ClusterModel, build_model, load_model, save_model
 from constraintmatch.progress import Quiet, Reporter
 from constraintmatch.runs import open_run, read_log
 from constraintmatch.training import TrainSettings
 
 __all__ = [
+    "QUICK",
     "Around",
     "check_kinds",
     "method_arguments",
     "method_settings",
+    "rehearse_step",
     "run_method",
+    "small_model",
     "split_options",
     "weights_hash",
 ]
 
+QUICK: dict[str, Any] = {"device": "cpu", "compile": False, "cuda_graph": False, "bf16": False, "tensorboard": False}
 NOT_ARGUMENTS = {"model", "images", "constraints", "settings", "views", "job"}
 
 
@@ -119,6 +123,28 @@ def run_method(
         save_model(trained, run.model)
     run.checkpoint.unlink(missing_ok=True)  # not before the run is noted as finished: it would begin anew
     return Trained(trained, log)
+
+
+def rehearse_step(
+    name: str,
+    n_clusters: int,
+    images: ImageSet,
+    constraints: Constraints | None,
+    *,
+    arguments: Mapping[str, Any],
+    settings: TrainSettings,
+    views: ViewChoice,
+) -> None:
+    """One step of a method on a few images with a small network: a wrong argument shows, and nothing is kept."""
+    settings, around = replace(settings, steps=1, **QUICK), Around(views=views)
+    model = small_model(n_clusters, images)
+    run_method(name, model, images, constraints, arguments=arguments, settings=settings, around=around)
+
+
+def small_model(n_clusters: int, images: ImageSet) -> ClusterModel:
+    """A network that takes such images and is good for rehearsals only."""
+    backbone = "tiny" if images.side > 1 else None
+    return build_model(n_clusters=n_clusters, side=images.side, channels=images.channels, backbone=backbone)
 
 
 def weights_hash(model: ClusterModel) -> str:

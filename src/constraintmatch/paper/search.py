@@ -24,7 +24,7 @@ from constraintmatch.evaluation import agreement, predict, scores
 from constraintmatch.files import check_target
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import ViewChoice
-from constraintmatch.models import ClusterModel, build_model, load_model
+from constraintmatch.models import ClusterModel, load_model
 from constraintmatch.paper.cells import STEPS
 from constraintmatch.paper.trials import (
     Patience,
@@ -39,7 +39,15 @@ from constraintmatch.paper.trials import (
 )
 from constraintmatch.pretraining import training_size
 from constraintmatch.progress import Quiet, Reporter, say_error
-from constraintmatch.running import Around, method_arguments, method_settings, run_method, split_options, weights_hash
+from constraintmatch.running import (
+    Around,
+    method_arguments,
+    method_settings,
+    rehearse_step,
+    run_method,
+    split_options,
+    weights_hash,
+)
 from constraintmatch.runs import write_result
 from constraintmatch.sources import Data, open_data, open_pairs
 from constraintmatch.training import NonFinite, TrainSettings, choose_device
@@ -285,22 +293,10 @@ def _rehearse(task: _Task, method: str) -> None:
     few = task.images.take(np.arange(min(len(task.images), 4)))
     pairs = Constraints.from_lists(n_images=len(few), must_link=[(0, 1)])
     arguments = {key: min(value, 4) for key, value in task.arguments.items()}  # batches
-    settings = replace(
-        task.settings, steps=1, device="cpu", compile=False, cuda_graph=False, bf16=False, tensorboard=False
-    )
-    backbone = "tiny" if few.side > 1 else None
     for name, value in new:
-        model = build_model(n_clusters=2, side=few.side, channels=few.channels, backbone=backbone)
+        how: dict[str, Any] = {"arguments": {**arguments, name: value}, "settings": task.settings, "views": task.views}
         with suppress(NonFinite):  # a trial that diverges is part of a search
-            run_method(
-                method,
-                model,
-                few,
-                pairs,
-                arguments={**arguments, name: value},
-                settings=settings,
-                around=Around(views=task.views),
-            )
+            rehearse_step(method, 2, few, pairs, **how)
 
 
 def _from_labels(request: Search, row: DataSet | None) -> tuple[Data, Constraints, ImageSet, Constraints]:
