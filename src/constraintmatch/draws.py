@@ -25,6 +25,7 @@ class Purpose(IntEnum):
     QUESTIONS = 5
     CLOSURE = 6
     ANCHORS = 7
+    HOLD_OUT = 8
 
 
 def check_seed(seed: int) -> None:

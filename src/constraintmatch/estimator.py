@@ -244,7 +244,7 @@ class ConstraintMatch(  # type: ignore[call-arg]
         recipe = _start_recipe(short_start(len(images), cpu=cpu), asked_start)
         own = {name: asked.pop(name) for name in OWN_VIEWS if name in asked}
         size = training_size(len(images), cpu=cpu)
-        arguments = {name: size[name] for name in known & size.keys()}
+        arguments = {name: value for name, value in {"recipe": "safe", **size}.items() if name in known}
         arguments |= {name: asked.pop(name) for name in known & asked.keys()}
         _check_options(asked, self.method, known)
         check_kinds(self.method, arguments, {key: of.default for key, of in method_arguments(self.method).items()})

@@ -29,6 +29,7 @@ __all__ = [
     "pair_scores",
     "pseudo_label_loss",
     "scan_loss",
+    "soft_cross_entropy",
     "soft_links",
     "swap_clusters",
 ]
@@ -58,7 +59,7 @@ def pair_loss(
     weight: Tensor | None = None,
     *,
     mean: bool = True,
-    error_rate: float = 0.0,
+    error_rate: float | tuple[float, float] = 0.0,
 ) -> Tensor:
     """The MCL of n pairs: −c_ij log ĉ_ij − (1 − c_ij) log(1 − ĉ_ij), ĉ_ij = ⟨ŷ_i, ŷ_j⟩, c_ij = `link`, hard or soft.
 
@@ -66,7 +67,8 @@ def pair_loss(
     clamped at the smallest normal number (log ≥ −87.4 in fp32): rows of exact zeros and ones give finite losses and
     gradients. 1 − ĉ_ij is summed from small parts, not subtracted from one: a sure but wrong pair keeps its gradient.
     With ε = `error_rate` of the links wrong, whichever they are, a link says "same" with the probability
-    ε + (1 − 2ε) ĉ_ij, and that takes the place of ĉ_ij.
+    ε + (1 − 2ε) ĉ_ij, and that takes the place of ĉ_ij. Two rates (missed, invented) stand for "same" that is answered
+    "different" and for "different" that is answered "same": then it is (1 − missed) ĉ_ij + invented (1 − ĉ_ij).
     """
     left, right = _lifted(left), _lifted(right)
     same, different = pair_scores(left, right), pair_scores(left, _complements(right))
@@ -181,6 +183,11 @@ def pseudo_label_loss(logits: Tensor, guess: Tensor, keep: Tensor, *, over_selec
     return (losses * keep.to(losses.dtype)).sum() / max(1, len(losses))
 
 
+def soft_cross_entropy(logits: Tensor, belief: Tensor) -> Tensor:
+    """The mean of −Σ_l b_l log ŷ_l for logits and beliefs (n, k) whose rows sum to one."""
+    return _weighted(-(_lifted(belief) * _lifted(logits).log_softmax(-1)).sum(-1))
+
+
 def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
     """SimCLR's loss: each of the 2n views finds its partner among the 2n − 1 others by cosine / temperature.
 
@@ -250,10 +257,18 @@ def _entropy(p: Tensor) -> Tensor:
     return -(p * _log(p)).sum(-1)
 
 
-def _binary_cross_entropy(same: Tensor, different: Tensor, link: Tensor, error_rate: float) -> Tensor:
+def _binary_cross_entropy(
+    same: Tensor, different: Tensor, link: Tensor, error_rate: float | tuple[float, float]
+) -> Tensor:
     """−c log ĉ − (1 − c) log(1 − ĉ) from ĉ = `same` and 1 − ĉ = `different`; rounding above one is cut off."""
     link = link.to(same.dtype)
-    if error_rate:
+    if isinstance(error_rate, tuple):
+        missed, invented = error_rate
+        same, different = (
+            (1 - missed) * same + invented * different,
+            (1 - invented) * different + missed * same,
+        )
+    elif error_rate:
         same, different = (error_rate + (1 - 2 * error_rate) * score for score in (same, different))
     return -(link * _log(same.clamp(max=1)) + (1 - link) * _log(different.clamp(max=1)))
 

@@ -49,7 +49,7 @@ class Train:
     test: str | None = None
     class_folders: ClassFolders = "auto"
     columns: str | None = None
-    on_conflict: OnConflict = "error"
+    on_conflict: OnConflict | None = None  # None: drop by the safe recipe, which expects wrong answers, else error
     close: bool = False
     holdout_pairs: float = 0.0
     flip: bool | None = None
@@ -134,7 +134,11 @@ def plan_training(request: Train, reporter: Reporter) -> Plan:
     data = _open_training_data(request, given, cpu, reporter)
     arguments, settings = _configuration(method, request, row, len(data.images), cpu)
     clusters = _clusters(request, data, given)
-    pairs = _training_pairs(request, data.images, settings.seed, reporter) if request.pairs else None
+    pairs = (
+        _training_pairs(request, data.images, settings.seed, arguments.get("recipe"), reporter)
+        if request.pairs
+        else None
+    )
     plan = Plan(
         method=method,
         data=data,
@@ -284,7 +288,8 @@ def _configuration(
         chosen |= {**row.tuned.get(method, {}), **({} if cpu else {"steps": method_settings(method).steps})}
     if "pairs_per_step" not in known:  # the bounds have a batch of their own
         chosen.pop("images_per_step")
-    arguments = {key: value for key, value in chosen.items() if key in known} | dict(request.arguments)
+    arguments = {key: value for key, value in {"recipe": "safe", **chosen}.items() if key in known}
+    arguments |= dict(request.arguments)
     settings = {key: value for key, value in chosen.items() if key in TrainSettings.__dataclass_fields__}
     settings |= dict(request.settings)
     steps = method_settings(method, settings).steps
@@ -292,13 +297,13 @@ def _configuration(
     return arguments, method_settings(method, often | settings)
 
 
-def _training_pairs(request: Train, images: ImageSet, seed: int, reporter: Reporter) -> Pairs:
+def _training_pairs(request: Train, images: ImageSet, seed: int, recipe: str | None, reporter: Reporter) -> Pairs:
     assert request.pairs is not None
     pairs = open_pairs(
         request.pairs,
         images,
         columns=request.columns,
-        on_conflict=request.on_conflict,
+        on_conflict=request.on_conflict or ("drop" if recipe == "safe" else "error"),
         close=request.close,
         holdout=request.holdout_pairs,
         seed=seed,
@@ -359,6 +364,8 @@ def _rehearse(plan: Plan) -> None:
     pairs = Constraints.from_lists(n_images=len(few), must_link=[(0, 1)]) if plan.pairs else None
     arguments = dict(plan.arguments)
     arguments.pop("merge", None)  # a few images say nothing of clusters
+    if arguments.get("recipe") == "safe":
+        arguments["recipe"] = "paper"  # which trains, however few the pairs
     if arguments.get("head_steps", 0) > 1:
         arguments["head_steps"] = 1
     how: dict[str, Any] = {"arguments": arguments, "settings": plan.settings, "views": plan.views}

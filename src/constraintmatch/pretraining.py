@@ -78,8 +78,7 @@ def training_size(n_images: int, *, cpu: bool) -> dict[str, Any]:
     """
     batch = min(150 if cpu else 600, max(150, n_images // 8))
     steps = int(min(1_000 if cpu else 20_000, max(500, 100 * n_images / batch)))
-    rate = 0.01 * min(3.0, max(1.0, (20_000 / steps) ** 0.5))
-    return {"images_per_step": batch, "pairs_per_step": batch // 3, "steps": steps, "lr": rate, "warm_up": 0.5}
+    return {"images_per_step": batch, "pairs_per_step": batch // 3, "steps": steps, "lr": 0.01, "warm_up": 0.5}
 
 
 def round_size(n_images: int, *, cpu: bool) -> dict[str, Any]:

@@ -136,6 +136,17 @@ class Stepper(Generic[B]):
         for name, value in self.average.items():
             own[name].copy_(value)
 
+    def begin_anew(self, weights: Mapping[str, Tensor]) -> None:
+        """Put these weights into the module and its average, and let the optimiser forget; all in place."""
+        with torch.no_grad():
+            for place in (self.module.state_dict(), self.average):
+                for name, value in place.items():
+                    value.copy_(weights[name])
+            for entries in self.optimizer.state.values():
+                for value in entries.values():
+                    if isinstance(value, Tensor):
+                        value.zero_()
+
     def _load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
         state: dict[int, dict[str, Tensor]] = {}
         for name, value in tensors.items():

@@ -36,6 +36,8 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda t: 1.0,  # noqa: ARG005 (all schedules take the progress)
 }
 
+CALMER = 0.3  # the share of the rate with which a training goes on after it has fallen
+
 _HOW = ("device", "log_every", "checkpoint_every", "tensorboard", "compile", "cuda_graph", "channels_last")
 
 
@@ -150,7 +152,8 @@ def fit(
     the lines of `evaluate_every` and of the end. `keep_best` names a value of the evaluations: the weights that had the
     highest one are left in the module, not the last ones; with a `tolerance`, the latest weights that were not lower
     than the highest by more than that share. The weights at the beginning are judged too: a stage that only does harm
-    leaves them. With a run folder the loop resumes from its checkpoint.
+    leaves them. An evaluation that says `fallen` takes the kept weights back and lowers the rate; the second one ends
+    the training. With a run folder the loop resumes from its checkpoint.
     """
     device = choose_device(settings.device)
     settings = settings.resolved(device)
@@ -198,6 +201,7 @@ class _Loop(Generic[B]):
         self.stepper: Stepper[B] = Stepper(module, loss, settings, device)
         self.log: list[dict[str, Any]] = []
         self.saved = 0
+        self.falls = 0  # times that the training went back to the kept weights
         self.writer: Any = None
 
     def run(
@@ -217,8 +221,10 @@ class _Loop(Generic[B]):
                 if evaluate and self.keep_best and first == 0:
                     self._evaluate(0, evaluate)
                 for step in range(first, settings.steps):
+                    if self.falls > 1:
+                        break
                     batch = next_batch(step)
-                    self.stepper(batch, settings.lr * SCHEDULES[settings.schedule](step / settings.steps))
+                    self.stepper(batch, self._rate(step))
                     self._after(step + 1, batch, measure, evaluate, stop)
         finally:
             self.reporter.stop()
@@ -257,6 +263,24 @@ class _Loop(Generic[B]):
             values = evaluate()
             self._note_best(done, values)
         self._log(done, values, kind="evaluation")
+        if values.get("fallen") and done and done < self.settings.steps:
+            self._go_back(done)
+
+    def _go_back(self, done: int) -> None:
+        """Take the kept weights up again, and go on more slowly; the second time no further step is made."""
+        assert self.best is not None
+        self.falls += 1
+        self.stepper.begin_anew(self.best.weights)
+        then = f"goes on with {CALMER:g} times the rate" if self.falls == 1 else "ends here"
+        said = (
+            f"step {done:,}: {self.keep_best} has fallen; the training goes back to step {self.best.step:,} and {then}"
+        )
+        self.reporter.say(said)
+        self._log(done, {"back_to": self.best.step}, kind="back")
+
+    def _rate(self, step: int) -> float:
+        settings = self.settings
+        return settings.lr * CALMER**self.falls * SCHEDULES[settings.schedule](step / settings.steps)
 
     def _note_best(self, done: int, values: Mapping[str, Any]) -> None:
         if self.keep_best is None:
@@ -276,7 +300,7 @@ class _Loop(Generic[B]):
             return
         where = "was highest" if best.score == best.highest else f"was still near its highest, {best.highest:.3g}"
         said = f"{title}: kept the weights of step {best.step:,}, where {self.keep_best} {where} ({best.score:.3g})"
-        self.reporter.say(f"{said}; a tolerance of 1 keeps the last ones")
+        self.reporter.say(f"{said}; a tolerance of 1 keeps the last ones" if self.tolerance else said)
         self._log(self.settings.steps, {"kept_step": best.step, f"kept_{self.keep_best}": best.score}, kind="kept")
 
     def _seconds_before(self) -> float:
@@ -288,8 +312,7 @@ class _Loop(Generic[B]):
         self.stepper.check_finite(self._stop_for)
         terms = self.stepper.read_means()
         values = {"loss": sum(terms.values())} | {f"loss_{name}": value for name, value in terms.items()}
-        share = SCHEDULES[self.settings.schedule]((done - 1) / self.settings.steps)
-        return {**values, "lr": self.settings.lr * share}
+        return {**values, "lr": self._rate(done - 1)}
 
     def _stop_for(self, step: int, term: str) -> None:
         kept = f"the checkpoint of step {self.saved:,} is kept" if self.saved else "no checkpoint was written yet"
@@ -328,7 +351,7 @@ class _Loop(Generic[B]):
         from safetensors.torch import save_file
 
         saved = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-        metadata = {"step": str(done), "terms": "\n".join(self.stepper.terms)}
+        metadata = {"step": str(done), "terms": "\n".join(self.stepper.terms), "falls": str(self.falls)}
         if self.best is not None:
             saved |= {f"best.{name}": value.cpu().contiguous().clone() for name, value in self.best.weights.items()}
             scores = {"best_score": repr(self.best.score), "best_highest": repr(self.best.highest)}
@@ -349,7 +372,7 @@ class _Loop(Generic[B]):
             with safe_open(run.checkpoint, framework="pt") as file:
                 metadata = file.metadata()
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            step = int(metadata["step"])
+            step, self.falls = int(metadata["step"]), int(metadata.get("falls", "0"))
             self.stepper.load(tensors, metadata["terms"].split("\n"))
             if "best_step" in metadata:
                 weights = {name[5:]: value for name, value in tensors.items() if name.startswith("best.")}

@@ -27,6 +27,7 @@ from constraintmatch.progress import Quiet, Reporter, watched
 from constraintmatch.sources import ClassFolders, Data, open_at, read_pairs
 
 if TYPE_CHECKING:
+    from constraintmatch.methods import Trained
     from constraintmatch.models import ClusterModel
     from constraintmatch.planning import Plan, Train
     from constraintmatch.running import Around
@@ -44,8 +45,11 @@ __all__ = [
     "score_lines",
     "train",
     "write_clusters",
+    "write_doubtful",
     "write_run_report",
 ]
+
+DOUBTFUL = "doubtful.csv"  # in a run folder: pairs that look wrong
 
 
 # Pairs
@@ -186,9 +190,22 @@ class TrainResult:
             ("clusters", f"{self.out / 'clusters.csv'} ({told['images']:,} images in {told['clusters']} clusters)"),
             ("model", str(self.out / "model")),
             ("report", str(self.out / "report.html")),
+            *_verdict_lines(self.out, told.get("verdict")),
             *score_lines(told),
             ("next", f"constraintmatch predict {shlex.quote(str(self.out))} NEW_IMAGES --out new.csv"),
         ]
+
+
+def _verdict_lines(out: Path, verdict: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    if verdict is None:
+        return []
+    rows = [("kept", f"{verdict['kept']}: {verdict['why']}")]
+    shares = {"must-links": verdict["wrong_must_links"], "cannot-links": verdict["wrong_cannot_links"]}
+    said = ", ".join(f"{share:.1%} of the {kind}" for kind, share in shares.items() if share is not None)
+    if verdict["doubtful"]:
+        n = len(verdict["doubtful"])
+        rows.append(("look again", f"{out / DOUBTFUL} ({n} pairs that look wrong; of all pairs about {said})"))
+    return rows
 
 
 def train(request: Train, reporter: Reporter | None = None) -> TrainResult:
@@ -216,7 +233,7 @@ def train(request: Train, reporter: Reporter | None = None) -> TrainResult:
         )
     except Interrupted as stop:
         raise Interrupted(f"{stop}; the same command with --resume --out {plan.out} goes on from there") from None
-    return _finish(plan, trained.model)
+    return _finish(plan, trained)
 
 
 def _around(plan: Plan, reporter: Reporter) -> Around:
@@ -254,13 +271,12 @@ def _start(plan: Plan, around: Around) -> ClusterModel:
     )
 
 
-def _finish(plan: Plan, model: ClusterModel) -> TrainResult:
+def _finish(plan: Plan, trained: Trained) -> TrainResult:
     """Write what the run found: clusters.csv, evaluation.json and, last, the report."""
     from constraintmatch.report import write_report
-    from constraintmatch.running import method_arguments
     from constraintmatch.training import choose_device
 
-    images, held_out = plan.data.images, plan.data.held_out
+    model, images, held_out = trained.model, plan.data.images, plan.data.held_out
     device = choose_device(plan.settings.device)
     predictions = evaluation.predict(model, images, device=device)
     told = evaluate_images(images, predictions, plan.pairs.held_out if plan.pairs else None)
@@ -268,12 +284,37 @@ def _finish(plan: Plan, model: ClusterModel) -> TrainResult:
         found = evaluation.predict(model, held_out, device=device)
         told |= {"scores": evaluation.scores(held_out.labels, found), "scored_on": f"{len(held_out):,} held-out images"}
     told["skipped"] = [{"name": skip.name, "reason": skip.reason} for skip in images.skipped]
-    if told["warnings"] and "error_rate" in method_arguments(plan.method) and not plan.arguments.get("error_rate"):
-        told["warnings"].append("Wrong pairs merge clusters: if some may be wrong, say how many (--error-rate 0.05).")
+    if told["warnings"] and plan.arguments.get("recipe") == "paper" and not plan.arguments.get("error_rate"):
+        told["warnings"].append("The paper's recipe is not safe with wrong pairs; leave --recipe out.")
+    told["verdict"] = _verdict(trained.log, images.names)
+    if told["verdict"] and told["verdict"]["doubtful"]:
+        write_doubtful(plan.out / DOUBTFUL, told["verdict"]["doubtful"])
     write_clusters(plan.out / "clusters.csv", images.names, predictions)
     write_json(plan.out / "evaluation.json", told)
     write_report(plan.out, images, predictions, constraints=plan.pairs.training if plan.pairs else None)
     return TrainResult(plan.out, told)
+
+
+def _verdict(log: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any] | None:
+    """What the safe recipe kept and why, with the names of the images in doubtful pairs."""
+    if not log or log[-1].get("kind") != "verdict":
+        return None
+    entry = log[-1]
+    pairs = [{**pair, "left": names[pair["left"]], "right": names[pair["right"]]} for pair in entry["doubtful"]]
+    kept = {key: entry[key] for key in ("kept", "why", "wrong_must_links", "wrong_cannot_links")}
+    return {**kept, "doubtful": pairs}
+
+
+def write_doubtful(path: Path | str, pairs: Sequence[Mapping[str, Any]]) -> None:
+    """Write the pairs that look wrong, the likeliest first, as a pairs file."""
+
+    def write(temporary: Path) -> None:
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, ("left", "right", "link"), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows({**pair, "link": f"{pair['link']:g}"} for pair in pairs)
+
+    write_atomically(path, write)
 
 
 # A trained model
@@ -384,8 +425,8 @@ def score_lines(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     """An evaluation as rows of a table."""
     rows = []
     if told["scores"]:
-        said = "  ".join(f"{name.upper()} {value:.4f}" for name, value in told["scores"].items())
-        rows.append(("scores", f"{said}  (on {told['scored_on']})"))
+        said = "  ".join(f"{name.upper()} {100 * value:.1f}" for name, value in told["scores"].items())
+        rows.append(("scores", f"{said}  (in %, on {told['scored_on']})"))
     if told["agreement"]:
         parts = {key: told["agreement"][key] for key in ("must_link", "cannot_link", "balanced")}
         said = ", ".join(f"{k.replace('_', '-')} {v:.3f}" for k, v in parts.items() if v is not None)

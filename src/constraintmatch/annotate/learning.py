@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 from constraintmatch.annotate.starting import begun
 from constraintmatch.answers import Answer
 from constraintmatch.errors import InputError
+from constraintmatch.files import read_json
 from constraintmatch.landscape import Belief
 from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.rounds import anchored, closure_pairs, head_belief, image_belief
+from constraintmatch.rounds import closure_pairs, head_belief, image_belief
 from constraintmatch.runs import OtherRequest
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class Learner:
         self.whole = whole or (lambda model: model)
         self.problem: str | None = None
         self._learnt = 0  # answers that the newest model knows
+        self._steps = 0  # that its round was asked for
         self._training: tuple[int, _Watched] | None = None  # the round under way: its answers, how far it is
         self._newest: ClusterModel = start
         self._belief: Belief | None = None  # of the newest model
@@ -156,7 +158,7 @@ class Learner:
     def is_behind(self) -> bool:
         """Whether there is something to train if no more is answered: on some answers, or longer at the end."""
         last = self._is_last(len(self.answers()))
-        return self.n_left > 0 or (last and self._steps_of_newest() < self._last_steps)
+        return self.n_left > 0 or (last and self._steps < self._last_steps)
 
     def name(self) -> str:
         """The newest model, as the store notes it beside the questions it asked."""
@@ -198,9 +200,8 @@ class Learner:
             before = self._of_newest().probabilities
             first = begun(self.start_model, self.frozen, self.images, answers, settings, before)
             self._ahead = head_belief(first, self.frozen)  # better questions while the network is trained
-            if not self.images.embedded:  # a head alone learns few pairs by heart less easily, and would be held back
-                pairs = anchored(pairs, self.frozen.probabilities(first))
             self._believe(self._trained(first, pairs, settings, len(answers), watched), len(answers))
+            self._steps = int(settings.get("steps", 0))
         finally:
             self._training, self._ahead = None, None
         return True
@@ -215,7 +216,7 @@ class Learner:
 
         place, views = self._round(n_answers), self.views or ViewChoice()
         given: dict[str, Any] = {
-            "arguments": self.learning.arguments,
+            "arguments": {"recipe": "safe", **self.learning.arguments},
             "settings": method_settings("constraintmatch", settings),
             "around": Around(place, reporter=reporter, views=views, held_out=self.held_out, resume=True),
         }
@@ -280,9 +281,6 @@ class Learner:
         total = self.learning.total
         return self._last_steps > 0 and total is not None and n_answers >= total
 
-    def _steps_of_newest(self) -> int:
-        return int(self._newest.config.trained[-1]["steps"]) if self._learnt else 0
-
     def _round(self, n_answers: int) -> Path:
         alone, last = "-head" if self.images.embedded else "", "-last" if self._is_last(n_answers) else ""
         return self.folder / "rounds" / f"{n_answers:04d}{alone}{last}"
@@ -303,6 +301,7 @@ class Learner:
                 model = load_model(path)
                 if _kind(model) == _kind(self.start_model):
                     self._newest, self._learnt = model.to(self.start_model.device), n_answers
+                    self._steps = int(read_json(path / "run.json")["request"]["settings"]["steps"])
                     return
 
 

@@ -73,7 +73,9 @@ def train(
     from_run: Annotated[Path | None, option("Repeat the choices of a run.json; flags given here win.")] = None,
     quiet: QuietFlag = False,
     columns: Columns = None,
-    on_conflict: Annotated[Conflict, option("What to do with contradictions. (error)", panel="Pairs")] = Conflict.error,
+    on_conflict: Annotated[
+        Conflict | None, option("What to do with contradictions: error, drop, keep. (drop)", panel="Pairs")
+    ] = None,
     close: Annotated[
         bool, option("Add the pairs that they imply, or not. (no)", "--close/--no-close", panel="Pairs")
     ] = False,
@@ -113,7 +115,7 @@ def train(
         test=test,
         class_folders=class_folders(labels),
         columns=columns,
-        on_conflict=on_conflict.value,
+        on_conflict=None if on_conflict is None else on_conflict.value,
         close=close,
         holdout_pairs=holdout_pairs,
         flip=flip,

@@ -2,7 +2,8 @@
 
 from constraintmatch.constraints import Constraints
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.pairs import Before, train_on_pairs
+from constraintmatch.methods.careful import train_by_recipe
+from constraintmatch.methods.pairs import Before
 from constraintmatch.methods.preparation import Job, Trained, ViewChoice
 from constraintmatch.models import ClusterModel
 from constraintmatch.training import TrainSettings
@@ -19,6 +20,7 @@ def constrained(
     error_rate: float = 0.0,
     merge: bool = False,
     head_steps: int = 0,
+    recipe: str = "paper",
     pairs_per_step: int = 200,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
@@ -30,10 +32,11 @@ def constrained(
     With `merge` clusters that the pairs join are merged first (decision 038), with `head_steps` the head alone learns
     first (decision 034).
     """
-    return train_on_pairs(
+    return train_by_recipe(
         model,
         images,
         constraints,
+        recipe=recipe,
         title="constrained",
         unconstrained=None,
         objective=objective,

@@ -5,7 +5,8 @@ from torch import Tensor
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.pairs import Before, Selection, Unconstrained, check_error_rate, train_on_pairs
+from constraintmatch.methods.careful import train_by_recipe
+from constraintmatch.methods.pairs import Before, Selection, Unconstrained, check_error_rate
 from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_share
 from constraintmatch.models import ClusterModel
 from constraintmatch.objectives import all_pairs_loss, hard_links, soft_links
@@ -34,6 +35,7 @@ def constraintmatch(
     pseudo_error_rate: float | None = None,
     merge: bool = False,
     head_steps: int = 0,
+    recipe: str = "paper",
     pairs_per_step: int = 200,
     images_per_step: int = 600,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
@@ -76,10 +78,11 @@ def constraintmatch(
         warm_up,
         flip_between,
     )
-    return train_on_pairs(
+    return train_by_recipe(
         model,
         images,
         constraints,
+        recipe=recipe,
         title="constraintmatch",
         unconstrained=term,
         objective=objective,

@@ -15,9 +15,10 @@ from torch import Tensor
 from constraintmatch.batches import PairBatch, PairSource, Shuffled, Views, derive_seed, unconstrained_rows
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
-from constraintmatch.evaluation import pseudo_quality
+from constraintmatch.evaluation import predict, pseudo_quality
 from constraintmatch.files import read_json, write_json
 from constraintmatch.images import ImageSet
+from constraintmatch.judging import Guard
 from constraintmatch.methods.heads import teach_head
 from constraintmatch.methods.merging import merge_clusters
 from constraintmatch.methods.preparation import (
@@ -32,18 +33,31 @@ from constraintmatch.methods.preparation import (
 )
 from constraintmatch.models import ClusterModel, with_clusters
 from constraintmatch.norms import passes
-from constraintmatch.objectives import confident, flip_modes, informative, kcl, pair_loss, swap_clusters
+from constraintmatch.objectives import (
+    confident,
+    flip_modes,
+    informative,
+    kcl,
+    pair_loss,
+    soft_cross_entropy,
+    swap_clusters,
+)
 from constraintmatch.training import TrainSettings, choose_device, fit, frozen_statistics
 
 __all__ = [
     "PAIR_OBJECTIVES",
     "Before",
+    "PairTask",
     "Selection",
     "SemiBatch",
     "Unconstrained",
+    "begin",
     "check_error_rate",
+    "checked_task",
     "constrained_term",
+    "judged",
     "train_on_pairs",
+    "train_task",
     "unconstrained_term",
 ]
 
@@ -114,7 +128,7 @@ class Before:
 
 
 @dataclass(frozen=True)
-class _Task:
+class PairTask:
     """What is learnt from: the pairs, and how; the term of the unconstrained images, where there is one."""
 
     title: str
@@ -125,7 +139,7 @@ class _Task:
     pairs_per_step: int
 
 
-def train_on_pairs(
+def checked_task(
     model: ClusterModel,
     images: ImageSet,
     constraints: Constraints,
@@ -135,24 +149,33 @@ def train_on_pairs(
     objective: str,
     error_rate: float,
     pairs_per_step: int,
+) -> PairTask:
+    """What is learnt from; what cannot be used is an InputError."""
+    _check(constraints, images, unconstrained, title)
+    _check_objective(objective, error_rate)
+    if model.config.n_heads > 1:
+        raise InputError(f"{title} needs a model with one head, not {model.config.n_heads}; let scan choose one first")
+    check_model(model, images)
+    return PairTask(title, constraints, unconstrained, objective, error_rate, pairs_per_step)
+
+
+def train_on_pairs(
+    model: ClusterModel,
+    images: ImageSet,
+    task: PairTask,
+    *,
     before: Before,
     settings: TrainSettings,
     views: ViewChoice,
     job: Job,
 ) -> Trained:
     """The model trained on the pairs, and on the unconstrained images where there is a term for them."""
-    _check(constraints, images, unconstrained, title)
-    _check_objective(objective, error_rate)
-    if model.config.n_heads > 1:
-        raise InputError(f"{title} needs a model with one head, not {model.config.n_heads}; let scan choose one first")
-    task = _Task(title, constraints, unconstrained, objective, error_rate, pairs_per_step)
-    check_model(model, images)
-    model = _begun(model, images, task, before, settings, job)
-    return Trained(model, _train(model, images, task, settings, views, job))
+    model = begin(model, images, task, before, settings, job)
+    return Trained(model, train_task(model, images, task, settings, views, job))
 
 
-def _begun(
-    model: ClusterModel, images: ImageSet, task: _Task, before: Before, settings: TrainSettings, job: Job
+def begin(
+    model: ClusterModel, images: ImageSet, task: PairTask, before: Before, settings: TrainSettings, job: Job
 ) -> ClusterModel:
     """The model that the network's training begins with; a resumed one has its weights in the checkpoint."""
     resumes, device = job.run is not None and job.run.checkpoint.exists(), choose_device(settings.device)
@@ -162,21 +185,23 @@ def _begun(
         alone, own = replace(task, title=f"{task.title}, head alone"), _of_head(settings, before.head_steps)
         around = Job(reporter=job.reporter)
         teach_head(
-            model, images, lambda head, seen: _train(head, seen, alone, own, ViewChoice(), around), device=device
+            model, images, lambda head, seen: train_task(head, seen, alone, own, ViewChoice(), around), device=device
         )
     return model
 
 
-def _train(
-    model: ClusterModel, images: ImageSet, task: _Task, settings: TrainSettings, views: ViewChoice, job: Job
+def train_task(
+    model: ClusterModel, images: ImageSet, task: PairTask, settings: TrainSettings, views: ViewChoice, job: Job
 ) -> list[dict[str, Any]]:
     """Train the model in place; the log."""
     bench = prepare(model, images, settings)
     unconstrained = task.unconstrained
     batches = _Batches(bench, images, task, views, settings.steps, model.config.n_clusters)
     pair_objective = PAIR_OBJECTIVES[task.objective]
-    told = {"error_rate": task.error_rate} if task.error_rate else {}
+    told = _expected(task.error_rate, job.guard)
     from_pairs = bench.compiled(constrained_term)
+    hold = job.guard.hold if job.guard else 0.0
+    beliefs = torch.from_numpy(job.guard.beliefs).to(bench.device) if job.guard else None
     if unconstrained is not None:  # its loss alone: thresholds would be compiled in, each value anew
         unconstrained = replace(unconstrained, loss=bench.compiled(unconstrained.loss))
 
@@ -191,9 +216,11 @@ def _train(
             weak = network(batch.free.weak)
         paired, strong = passes(network, model, both, batch.free.strong, joint=bench.compile)
         pseudo = unconstrained_term(weak, strong, batch.flip, unconstrained)
+        held = {} if beliefs is None else {"hold": hold * soft_cross_entropy(strong, beliefs[batch.free.rows])}
         return {
             "constrained": from_pairs(paired, pairs.link, pairs.weight, pair_objective, **told),
             "pseudo": batch.ramp * unconstrained.weight * pseudo,
+            **held,
         }
 
     return fit(
@@ -204,10 +231,27 @@ def _train(
         title=task.title,
         run=job.run,
         measure=_measure(model, images, unconstrained) if unconstrained else None,
-        evaluate=lambda: evaluate_now(model, images, job),
+        evaluate=lambda: {**evaluate_now(model, images, job), **judged(model, images, job.guard)},
+        keep_best="held_out" if job.guard else None,
         prefetch=bench.prefetch,
         reporter=job.reporter,
     )
+
+
+def _expected(error_rate: float, guard: Guard | None) -> dict[str, Any]:
+    """The share of wrong links that the pair loss expects: as asked, or as the guard has estimated."""
+    if error_rate or guard is None:
+        return {"error_rate": error_rate} if error_rate else {}
+    return {"error_rate": tuple(guard.rates)}
+
+
+def judged(model: ClusterModel, images: ImageSet, guard: Guard | None) -> dict[str, Any]:
+    """How much better held-out pairs say the model is than what it began with, and whether it has fallen."""
+    if guard is None:
+        return {}
+    seen = predict(model, images.take(guard.judge.rows))
+    verdict = guard.judge.compare(guard.begun, guard.judge.losses(seen.probabilities))
+    return {"held_out": verdict.surely, "held_out_gain": verdict.gain, "fallen": verdict.has_fallen}
 
 
 def _merged(
@@ -232,7 +276,7 @@ def _of_head(settings: TrainSettings, steps: int) -> TrainSettings:
 
 
 def constrained_term(
-    logits: Tensor, link: Tensor, weight: Tensor, objective: Callable[..., Tensor], **told: float
+    logits: Tensor, link: Tensor, weight: Tensor, objective: Callable[..., Tensor], **told: float | tuple[float, float]
 ) -> Tensor:
     """L^cons on the logits (2n, k) of n pairs: all left ones, then all right ones."""
     left, right = logits.float().softmax(-1).chunk(2)
@@ -261,7 +305,7 @@ class _Batches:
         self,
         bench: Bench,
         images: ImageSet,
-        task: _Task,
+        task: PairTask,
         views: ViewChoice,
         steps: int,
         n_clusters: int,

@@ -22,6 +22,7 @@ from constraintmatch.evaluation import (
     scores,
 )
 from constraintmatch.images import ImageSet, kind_of
+from constraintmatch.judging import Guard
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.models import ClusterModel
 from constraintmatch.progress import Quiet, Reporter
@@ -101,6 +102,7 @@ class Job:
     reporter: Reporter = field(default_factory=Quiet)
     held_out: ImageSet | None = None  # images to evaluate on; labels where known
     held_out_constraints: Constraints | None = None  # over the rows of held_out, or of the training images without it
+    guard: Guard | None = None  # None: as published, whatever comes of it
 
 
 class Trained(NamedTuple):

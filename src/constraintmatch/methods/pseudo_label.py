@@ -2,7 +2,8 @@
 
 from constraintmatch.constraints import Constraints
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.pairs import Before, Selection, Unconstrained, train_on_pairs
+from constraintmatch.methods.careful import train_by_recipe
+from constraintmatch.methods.pairs import Before, Selection, Unconstrained
 from constraintmatch.methods.preparation import Job, Trained, ViewChoice
 from constraintmatch.models import ClusterModel
 from constraintmatch.objectives import pseudo_label_loss, soft_links
@@ -27,6 +28,7 @@ def pseudo_label(
     error_rate: float = 0.0,
     merge: bool = False,
     head_steps: int = 0,
+    recipe: str = "paper",
     pairs_per_step: int = 200,
     images_per_step: int = 600,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
@@ -51,10 +53,11 @@ def pseudo_label(
         warm_up,
         flip_between,
     )
-    return train_on_pairs(
+    return train_by_recipe(
         model,
         images,
         constraints,
+        recipe=recipe,
         title="pseudo_label",
         unconstrained=term,
         objective=objective,
