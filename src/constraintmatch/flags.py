@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 # What `pretrain` can run; `train` runs the other methods.
-STAGES = ("simclr", "byol", "simsiam", "k_means", "linear_scan", "scan", "self_label")
+STAGES = ("simclr", "byol", "simsiam", "k_means", "linear_scan", "scan", "self_label", "neighbour_label")
 _NOT_FLAGS = {"n_clusters", "settings", "views", "job"}  # n_clusters is --clusters
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
 _MEANINGS = {
@@ -77,6 +77,8 @@ _MEANINGS = {
     "pseudo_error_rate": "Share of the pseudo-constraints thought to be wrong; as --error-rate without it.",
     "pseudo_weight": "λ: weight of the unconstrained images' loss.",
     "reach": "How far what is known of an image counts: nearer to 1, further.",
+    "reliable": "Share of each cluster's images whose labels teach: those whose neighbours agree.",
+    "rest_weight": "Weight of the images that the model is sure of.",
     "schedule": "Learning rate over time: cosine-7/16, cosine, cosine-warm or constant.",
     "seed": "Seed of everything random in the run.",
     "selection": "Images that take part, by entropy or confidence.",
