@@ -260,8 +260,8 @@ def test_class_folders_are_scored_by_their_names(tmp_path: Path, stripes: ImageS
     ("flags", "message"),
     [
         (("--n-neighbours-linear-scan", 0), "n_neighbours is 0; linear_scan needs 1 or more"),
-        (("--epochs-self-label", 0), "epochs is 0; self_label needs 1 or more"),
-        (("--tolerance-scan", 2), "tolerance is 2.0; it must lie in [0, 1]"),
+        (("--epochs-neighbour-label", 0), "epochs is 0; neighbour_label needs 1 or more"),
+        (("--tolerance-neighbour-label", 2), "tolerance is 2.0; it must lie in [0, 1]"),
         (("--seed", 2**64), "seed 18446744073709551616 is not a whole number from 0 to 2**64 - 1"),
     ],
 )
