@@ -1,4 +1,4 @@
-"""Labels that neighbours agree on teach strong views: self-labelling that cannot lose a cluster."""
+"""Labels that neighbours agree on teach strong views: self-labelling in which every cluster is taught."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
