@@ -84,6 +84,7 @@ INSIDE = {
         "linear_scan",
         "scan",
         "self_label",
+        "neighbour_label",
         "propagate",
         "constrained",
         "pseudo_label",

@@ -260,8 +260,8 @@ def test_class_folders_are_scored_by_their_names(tmp_path: Path, stripes: ImageS
     ("flags", "message"),
     [
         (("--n-neighbours-linear-scan", 0), "n_neighbours is 0; linear_scan needs 1 or more"),
-        (("--epochs-self-label", 0), "epochs is 0; self_label needs 1 or more"),
-        (("--tolerance-scan", 2), "tolerance is 2.0; it must lie in [0, 1]"),
+        (("--epochs-neighbour-label", 0), "epochs is 0; neighbour_label needs 1 or more"),
+        (("--tolerance-neighbour-label", 2), "tolerance is 2.0; it must lie in [0, 1]"),
         (("--seed", 2**64), "seed 18446744073709551616 is not a whole number from 0 to 2**64 - 1"),
     ],
 )
@@ -301,15 +301,14 @@ def test_a_resumed_run_goes_on_as_it_was_told(trained: tuple[Path, Any], tmp_pat
 
 
 def test_pretrain_leaves_a_model_that_train_takes(folder: Path, tmp_path: Path) -> None:
-    epochs = ("--epochs-byol", 2, "--hidden-byol", 64, "--epochs-scan", 2, "--epochs-self-label", 2)
-    epochs += ("--n-tries-scan", 2, "--n-tries-linear-scan", 2)
+    epochs = ("--epochs-byol", 2, "--hidden-byol", 64, "--epochs-neighbour-label", 2, "--n-tries-linear-scan", 2)
     words = ("pretrain", folder / "in", "--clusters", 3, "--out", tmp_path / "s", "--side", 8, "--device", "cpu")
     result = run(*words, *epochs)
     assert {path.name for path in (tmp_path / "s").glob("[!.]*")} == {
         "byol",
-        "scan",
-        "self_label",
         "linear_scan",
+        "neighbour_label",
+        "linear_scan-2",
         "model",
     }
     assert f"--model {tmp_path / 's'}" in result.stdout
@@ -339,8 +338,11 @@ def test_a_chain_is_chosen_by_its_name(folder: Path, tmp_path: Path) -> None:
     run(*words, "--out", tmp_path / "s", "--chain", "short", *few)
     assert {path.name for path in (tmp_path / "s").glob("[!.]*")} == {"simclr", "linear_scan", "model"}
     mistaken = refused(*words, "--out", tmp_path / "t", "--epochs-simclr", 2)
-    assert "--epochs-simclr is of simclr, which does not run; the stages are byol, scan, self_label" in mistaken
-    assert "known are scan, byol, short" in refused(*words, "--out", tmp_path / "t", "--chain", "propos")
+    assert (
+        "--epochs-simclr is of simclr, which does not run; the stages are byol, linear_scan, neighbour_label"
+        in mistaken
+    )
+    assert "known are scan, byol, own, short" in refused(*words, "--out", tmp_path / "t", "--chain", "propos")
     assert not (tmp_path / "t").exists()
 
 

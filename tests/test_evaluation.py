@@ -447,16 +447,23 @@ def test_importing_evaluation_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_cluster_quality_is_agreement_times_clusters_in_use() -> None:
+def test_cluster_quality_is_what_neighbours_tell_times_clusters_in_use() -> None:
+    from sklearn.metrics import mutual_info_score
+
     rng = np.random.default_rng(0)
     p = rng.dirichlet(np.ones(4), size=30)
     near = rng.integers(0, 30, (30, 3))
-    agreement = np.mean([p[i] @ p[j] for i in range(30) for j in near[i]])
-    mean = p.mean(0)
-    used = np.exp(-sum(share * np.log(share) for share in mean)) / 4
-    assert evaluation.cluster_quality(p, near) == pytest.approx(agreement * used)
-    one = np.tile([0.0, 1.0, 0.0, 0.0], (30, 1))
-    assert evaluation.cluster_quality(one, near) == pytest.approx(1 / 4)  # collapsed
+    clusters = p.argmax(1)
+    one, other = np.repeat(clusters, 3), clusters[near].ravel()
+    told = mutual_info_score(np.concatenate((one, other)), np.concatenate((other, one))) / np.log(4)
+    shares = np.bincount(clusters, minlength=4) / 30
+    used = np.exp(-sum(share * np.log(share) for share in shares)) / 4
+    assert evaluation.cluster_quality(p, near) == pytest.approx(told * used)
+    alone = np.tile([0.0, 1.0, 0.0, 0.0], (30, 1))
+    assert evaluation.cluster_quality(alone, near) == 0  # collapsed
     even = np.eye(4)[np.arange(28) % 4]
     same = (np.arange(28)[:, None] + [4, 8]) % 28
     assert evaluation.cluster_quality(even, same) == pytest.approx(1)
+    assert evaluation.cluster_quality(0.2 * even + 0.2, same) == pytest.approx(1)  # how sure they are does not count
+    lost = np.eye(4)[np.arange(28) % 4 // 2]
+    assert evaluation.cluster_quality(lost, same) == pytest.approx(1 / 4)  # half the information, half in use

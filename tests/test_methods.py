@@ -259,7 +259,7 @@ def test_the_start_finds_the_stripes_without_labels(stripes: ImageSet) -> None:
     assert scores(stripes.labels, predict(after, stripes))["acc"] > 0.6
 
 
-@pytest.mark.parametrize("name", ["scan", "self_label"])
+@pytest.mark.parametrize("name", ["scan", "self_label", "neighbour_label"])
 def test_a_falling_quality_keeps_earlier_weights_unless_it_is_tolerated(
     name: str, stripes: ImageSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +269,8 @@ def test_a_falling_quality_keeps_earlier_weights_unless_it_is_tolerated(
 
     module = importlib.import_module(f"constraintmatch.methods.{name}")
     monkeypatch.setattr(module, "quality_judge", worse_and_worse)
-    asked = {"scan": {"n_clusters": 3, "n_tries": 0}, "self_label": {"min_confidence": 0.1}}[name]
+    own = {"scan": {"n_clusters": 3, "n_tries": 0}, "self_label": {"min_confidence": 0.1}}
+    asked = own.get(name, {})
     settings, few = replace(QUICK, evaluate_every=1), stripes.take(np.arange(15))
     kept = []
     for tolerance in ({}, {"tolerance": 0.5}, {"tolerance": 1.0}):

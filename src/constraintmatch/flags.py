@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 # What `pretrain` can run; `train` runs the other methods.
-STAGES = ("simclr", "byol", "simsiam", "k_means", "linear_scan", "scan", "self_label")
+STAGES = ("simclr", "byol", "simsiam", "k_means", "linear_scan", "scan", "self_label", "neighbour_label")
 _NOT_FLAGS = {"n_clusters", "settings", "views", "job"}  # n_clusters is --clusters
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
 _MEANINGS = {
@@ -78,6 +78,8 @@ _MEANINGS = {
     "pseudo_weight": "λ: weight of the unconstrained images' loss.",
     "recipe": "safe: keep the start unless held-out pairs say that training is better; paper: as published.",
     "reach": "How far what is known of an image counts: nearer to 1, further.",
+    "reliable": "Share of each cluster's images whose labels teach: those whose neighbours agree.",
+    "rest_weight": "Weight of the images that the model is sure of.",
     "schedule": "Learning rate over time: cosine-7/16, cosine, cosine-warm or constant.",
     "seed": "Seed of everything random in the run.",
     "selection": "Images that take part, by entropy or confidence.",

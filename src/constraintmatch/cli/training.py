@@ -155,7 +155,8 @@ def pretrain(
         str | None,
         option(
             "scan: simclr,scan,self_label, as the paper; byol: byol,scan,self_label,linear_scan; "
-            "short: simclr,linear_scan. (scan for the paper's data sets, else byol)"
+            "own: byol,linear_scan,neighbour_label,linear_scan; short: simclr,linear_scan. "
+            "(scan for the paper's data sets, else own)"
         ),
     ] = None,
     stages: Annotated[str, option(f"Instead of a chain: some of {', '.join(STAGES)}.")] = "",
@@ -175,7 +176,7 @@ def pretrain(
     arguments: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
-    """Make a full self-supervised start: a pretext task, SCAN, self-labelling.
+    """Make a full self-supervised start: a pretext task, clusters, self-labelling.
 
     The same command again goes on where it stopped.
     """

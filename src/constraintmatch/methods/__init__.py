@@ -8,6 +8,7 @@ from constraintmatch.methods.constraintmatch import constraintmatch
 from constraintmatch.methods.fully_constrained import fully_constrained
 from constraintmatch.methods.k_means import k_means
 from constraintmatch.methods.linear_scan import linear_scan
+from constraintmatch.methods.neighbour_label import neighbour_label
 from constraintmatch.methods.preparation import Job, Trained, ViewChoice
 from constraintmatch.methods.propagate import propagate
 from constraintmatch.methods.pseudo_label import pseudo_label
@@ -27,6 +28,7 @@ METHODS: dict[str, Callable[..., Trained]] = {
     "linear_scan": linear_scan,
     "scan": scan,
     "self_label": self_label,
+    "neighbour_label": neighbour_label,
     "propagate": propagate,
     "constrained": constrained,
     "pseudo_label": pseudo_label,

@@ -17,7 +17,6 @@ from constraintmatch.evaluation import (
     agreement,
     cluster_quality,
     collapse_warnings,
-    embed,
     predict,
     scores,
 )
@@ -191,11 +190,21 @@ def check_images(model: ClusterModel, images: ImageSet) -> None:
         raise InputError(f"the model takes {takes}, these are {given}; {mend}")
 
 
-def quality_judge(model: ClusterModel, images: ImageSet, device: torch.device) -> Callable[[ClusterModel], float]:
-    """A function that tells the `cluster_quality` of a model, by the neighbours that the images have in this one."""
+def quality_judge(images: ImageSet, device: torch.device) -> Callable[[ClusterModel], float]:
+    """A function that tells the `cluster_quality` of a model, by the neighbours that the images have in its features.
+
+    In those of the model that a stage began with they would speak for the beginning (decision 041). Of small sets each
+    image gets fewer neighbours, a quarter of what a cluster has on average.
+    """
     sample = images.take(spread(len(images), 5_000))
-    near = nearest_neighbours(embed(model, sample, device=device), 20, device=device)
-    return lambda other: cluster_quality(predict(other, sample).probabilities, near)
+
+    def quality(model: ClusterModel) -> float:
+        seen = predict(model, sample, features=True)
+        assert seen.features is not None
+        few = max(1, len(sample) // (4 * seen.n_clusters))
+        return cluster_quality(seen.probabilities, nearest_neighbours(seen.features, min(20, few), device=device))
+
+    return quality
 
 
 def spread(n_images: int, most: int) -> NDArray[np.int64]:

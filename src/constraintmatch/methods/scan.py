@@ -71,7 +71,7 @@ def scan(
     check_least("scan", epochs=(epochs, 1), images_per_step=(images_per_step, 1), n_neighbours=(n_neighbours, 1))
     check_least("scan", n_heads=(n_heads, 1), n_tries=(n_tries, 0))
     bench = prepare(model, images, settings, need_clusters=False)
-    quality = quality_judge(model, images, bench.device)
+    quality = quality_judge(images, bench.device)
     features = torch.from_numpy(embed(model, images, device=bench.device))
     batches = _NeighbourSource(bench, features, n_neighbours, images_per_step, views.scan_strong(images))
     settings = by_epochs(settings, epochs, batches.rows)

@@ -61,7 +61,7 @@ def self_label(
         said = f"self_label: no image is surer than {min_confidence}; the model is kept as it was"
         job.reporter.say(said)
         return Trained(model, [{"step": 0, "kind": "evaluation", "warnings": [said], "seconds": 0.0}])
-    quality = quality_judge(model, images, bench.device)
+    quality = quality_judge(images, bench.device)
     rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
     settings = by_epochs(settings, epochs, rows)
     if settings.ema is None and averaged * settings.steps > 1:
@@ -89,7 +89,7 @@ def self_label(
         run=job.run,
         evaluate=lambda: {**evaluate_now(model, images, job), "quality": quality(model)},
         keep_best="quality",
-        tolerance=tolerance,  # it falls a little while the clusters get better: neighbours are the start's
+        tolerance=tolerance,
         prefetch=bench.prefetch,
         reporter=job.reporter,
     )
