@@ -6,6 +6,7 @@ rates are separate: of 20 kinds, one wrong answer in twenty cannot-links outnumb
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -149,7 +150,7 @@ class Judge:
 
     pairs: Constraints
 
-    @property
+    @cached_property
     def rows(self) -> NDArray[np.int64]:
         return np.unique(np.concatenate([self.pairs.left, self.pairs.right]))
 

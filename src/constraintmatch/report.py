@@ -94,6 +94,7 @@ def report_html(
     read, shown = _read(Path(run)), clustering(images, predictions, constraints)
     title = title or _title(read)
     sections = [
+        ("kept", "What was kept", _kept(read.log)),
         ("curves", "Curves", _curves(read.log)),
         ("sizes", "Cluster sizes", sizes(shown)),
         ("clusters", "Clusters", galleries(shown)),
@@ -113,6 +114,21 @@ def report_html(
     )
     nav = f'<nav aria-label="Sections">{links}</nav>'
     return _page(title, f"{head}\n{_alerts(read, shown)}{nav}\n<main>{body}</main>{_footer(read)}")
+
+
+def _kept(log: Sequence[Mapping[str, Any]]) -> str:
+    """The verdict of the safe recipe, and how many answers look wrong; nothing for other runs."""
+    verdict = next((entry for entry in reversed(log) if entry.get("kind") == "verdict"), None)
+    if verdict is None:
+        return ""
+    shares = {"must-links": verdict.get("wrong_must_links"), "cannot-links": verdict.get("wrong_cannot_links")}
+    said = " and ".join(f"{share:.1%} of the {kind}" for kind, share in shares.items() if isinstance(share, float))
+    kept = f"<p>{text(str(verdict.get('kept')).capitalize())}: {text(str(verdict.get('why')))}.</p>"
+    doubts = f"<p>About {said} look wrong to this model.</p>" if said else ""
+    if n := len(verdict.get("doubtful", ())):
+        again = "the first ones under “Constraints violated”, and all of them in doubtful.csv"
+        doubts += f"<p>Look at {n} pairs again: {again}.</p>"
+    return kept + doubts
 
 
 def _page(title: str, body: str) -> str:

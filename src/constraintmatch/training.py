@@ -151,9 +151,10 @@ def fit(
     `network` is the module, compiled where that pays. `measure(batch)` adds values to each log line, `evaluate()` to
     the lines of `evaluate_every` and of the end. `keep_best` names a value of the evaluations: the weights that had the
     highest one are left in the module, not the last ones; with a `tolerance`, the latest weights that were not lower
-    than the highest by more than that share. The weights at the beginning are judged too: a stage that only does harm
-    leaves them. An evaluation that says `fallen` takes the kept weights back and lowers the rate; the second one ends
-    the training. With a run folder the loop resumes from its checkpoint.
+    than the highest by more than that share, or by more than the slack that the evaluation names (`…_slack`). The
+    weights at the beginning are judged too: a stage that only does harm leaves them. An evaluation that says `fallen`
+    takes the kept weights back and lowers the rate; the second one ends the training. With a run folder the loop
+    resumes from its checkpoint.
     """
     device = choose_device(settings.device)
     settings = settings.resolved(device)
@@ -287,7 +288,8 @@ class _Loop(Generic[B]):
             return
         score = float(values[self.keep_best])
         highest = score if self.best is None else max(score, self.best.highest)
-        if self.best is None or score >= highest - self.tolerance * abs(highest):
+        slack = self.tolerance * abs(highest) + float(values.get(f"{self.keep_best}_slack", 0.0))
+        if self.best is None or score >= highest - slack:
             weights = {name: value.detach().clone() for name, value in self.module.state_dict().items()}
             self.best = _Best(score, highest, done, weights)
 
@@ -323,7 +325,7 @@ class _Loop(Generic[B]):
     def _log(self, done: int, values: Mapping[str, Any], kind: str = "training") -> None:
         entry = {"step": done, "kind": kind, **values, "seconds": round(time.monotonic() - self.began, 3)}
         self.log.append(entry)
-        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        numbers = {key: value for key, value in values.items() if type(value) in (int, float) and "slack" not in key}
         if self.run_folder is not None:
             self.run_folder.log(entry)
         if self.writer is not None:

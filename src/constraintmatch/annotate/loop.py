@@ -209,20 +209,23 @@ def _learn_the_rest(here: _Open) -> None:
 
 
 def _say_round(here: _Open) -> None:
-    told = ", ".join(f"{key.upper()} {100 * value:.1f}" for key, value in _scores(here).items())
+    told = _score_line(here)
     here.reporter.say(f"{here.learner.n_learnt:,} answers" + (f": {told}" if told else ""))
 
 
-def _scores(here: _Open) -> dict[str, float]:
-    """ACC, NMI and ARI on held-out images, or on all, where labels are known."""
+def _score_line(here: _Open) -> str:
+    """ACC, NMI and ARI in %, and of which images: of --test, or of those that were asked about; "" without labels."""
     from constraintmatch.evaluation import predict, scores
 
     held_out = here.data.held_out
-    target = held_out if held_out is not None and held_out.labels is not None else here.data.images
+    tested = held_out is not None and held_out.labels is not None
+    target = held_out if tested and held_out is not None else here.data.images
     if target.labels is None or not here.learner.newest.config.n_clusters:
-        return {}
+        return ""
     told = scores(target.labels, predict(here.learner.newest, target))
-    return {key: told[key] for key in ("acc", "nmi", "ari")}
+    where = "held-out images" if tested else "images that it has seen; --test names others"
+    said = ", ".join(f"{key.upper()} {100 * told[key]:.1f}" for key in ("acc", "nmi", "ari"))
+    return f"{said} (in %, on {len(target):,} {where})"
 
 
 def _ended(here: _Open) -> list[tuple[str, str]]:
@@ -249,8 +252,8 @@ def _ended(here: _Open) -> list[tuple[str, str]]:
         rows.append(("last training", f"not yet; --questions {counts.answered} takes these answers for all"))
     if clashes := here.store.n_clashes():
         rows.append(("contradictions", f"{clashes:,}; what contradicts more or heavier answers was left out"))
-    if told := _scores(here):
-        rows.append(("scores", ", ".join(f"{key.upper()} {100 * value:.1f}" for key, value in told.items())))
+    if told := _score_line(here):
+        rows.append(("scores", told))
     quoted = shlex.quote(str(out / "model"))
     return [*rows, ("next", f"constraintmatch predict {quoted} NEW-IMAGES --out clusters.csv")]
 

@@ -67,6 +67,7 @@ def loop(
     terminal: Annotated[bool, option("Ask in the terminal, not on a page.", "--terminal")] = False,
     oracle: Annotated[str | None, option("labels: let the labels answer, for experiments.")] = None,
     error: Annotated[float, option("Share of wrong answers with --oracle. (0)")] = 0.0,
+    test: Annotated[str | None, option("Held-out images, or a data set, for scores.")] = None,
     seed: Annotated[int, option("Seed of everything random. (0)")] = 0,
     device: Device = None,
     quiet: QuietFlag = False,
@@ -102,6 +103,7 @@ def loop(
         class_folders=class_folders(labels),
         strict=strict,
         pictures=pictures,
+        test=test,
         flip=flip,
         without=words(without),
     )

@@ -37,7 +37,7 @@ __all__ = ["RECIPES", "calm_head", "train_by_recipe"]
 RECIPES = ("safe", "paper")
 SUREST = 0.85  # mean confidence of a network that begins to learn: a surer head sends gradients that ruin its features
 AVERAGED = 0.1  # share of the steps, the last ones, whose weights are averaged
-AS_MANY = 1_000  # pairs that what the start believes weighs as much as
+AS_MANY = 100  # pairs that what the start believes weighs as much as
 DOUBTED = 12  # pairs that somebody is asked to look at again
 FEW_ANSWERS = 30  # pairs of an annotator from which on a rate of their own is estimated
 
@@ -102,12 +102,12 @@ class _Careful:
         task = self._weighed(network, rates)
         log = train_task(network, self.images, task, self._settings(), self.views, job)
         verdict = self.judge.compare(losses, self._losses(network))
-        said = f"{len(self.judge.pairs):,} held-out pairs: {verdict.gain:+.3f} ± {verdict.error:.3f} nats a pair"
+        said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats a pair, on {len(self.judge.pairs):,} held-out pairs"
         if verdict.surely > 0:
             step = next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"])
             return self._kept(network, f"the network of step {step:,}", f"better than {begun} by {said}", log, step)
         kept = start if begun == "the start" else self._told(start, self.pairs)
-        return self._kept(kept, begun, f"the training was no better by {said}", log, log[-1]["step"])
+        return self._kept(kept, begun, f"no step of the training was surely better ({said})", log, 0)
 
     def _reason_to_leave(self, start: ClusterModel) -> str | None:
         """Why nothing can be trained safely; None if it can."""

@@ -1,0 +1,141 @@
+"""Is a training ever worse than what it began with? Pairs at random, right or wrong, by the safe or the paper's recipe.
+
+    python benchmarks/safety.py photos/train photos/test --start starts/photos --name stl10 --out results
+    python benchmarks/safety.py train.npz test.npz --start scan --name cifar10-features --wrong all:0.1 both:0.1
+
+Every cell is what `constraintmatch train` does with the same pairs: test accuracy, what was kept, seconds. A cell that
+is in the result already is not run again. `--wrong` names which links are wrong and their share: `all` of them alike,
+`both` as many must-links as cannot-links, `same` only wrong must-links.
+"""
+
+import argparse
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+from constraintmatch.constraints import Constraints
+from constraintmatch.datasets import DATASETS, load_dataset
+from constraintmatch.evaluation import predict, scores
+from constraintmatch.files import read_json
+from constraintmatch.images import ImageSet, load_images
+from constraintmatch.methods import ViewChoice
+from constraintmatch.models import ClusterModel, build_model, load_model
+from constraintmatch.pretraining import pretrain, training_size
+from constraintmatch.running import Around, method_settings, run_method, split_options
+from constraintmatch.runs import write_result
+from constraintmatch.training import choose_device
+
+
+def main() -> None:
+    asked = arguments()
+    train, test = (opened(source, part, asked) for source, part in ((asked.train, "train"), (asked.test, "test")))
+    assert train.labels is not None
+    start, cpu = started(asked, train), choose_device().type == "cpu"
+    file = asked.out / f"safety-{asked.name}.json"
+    done: dict[str, Any] = read_json(file) if file.is_file() else {"start": accuracy(start, test), "cells": []}
+    known = {key_of(cell) for cell in done["cells"]}
+    print(f"start {100 * done['start']:.1f}", flush=True)
+    for recipe in asked.recipes.split(","):
+        for method in asked.methods.split(","):
+            for wrong in asked.wrong:
+                for n in asked.pairs:
+                    for sample in range(asked.samples):
+                        cell: dict[str, Any] = {"recipe": recipe, "method": method, "wrong": wrong, "pairs": n}
+                        cell["sample"] = sample
+                        if key_of(cell) in known:
+                            continue
+                        pairs = drawn(train, n, wrong, sample)
+                        cell |= trained(cell, start, train, test, pairs, asked, cpu)
+                        done["cells"].append(cell)
+                        print(cell, flush=True)
+                        sizes = {"data": asked.name, "images": len(train), "test_images": len(test)}
+                        write_result(file, {**sizes, **{key: done[key] for key in ("start", "cells")}})
+
+
+def key_of(cell: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells a cell apart from the others."""
+    return tuple(cell[key] for key in ("recipe", "method", "wrong", "pairs", "sample"))
+
+
+def drawn(images: ImageSet, n: int, wrong: str, sample: int) -> Constraints:
+    """A sample of pairs, some of them turned round."""
+    assert images.labels is not None
+    pairs = Constraints.sample(images.labels, n, seed=sample)
+    kind, _, share = wrong.partition(":")
+    if kind == "all" and float(share or 0):
+        return pairs.flip(float(share), seed=sample)
+    if kind == "both":  # as many must-links as cannot-links: a share of the must-links
+        part = float(share) * pairs.n_must_links
+        pairs = pairs.flip(float(share), seed=sample, only="must-link")
+        return pairs.flip(part / max(pairs.n_cannot_links, 1), seed=sample + 1_000, only="cannot-link")
+    if kind == "same":  # wrong "same" alone: so many of all pairs
+        return pairs.flip(float(share), seed=sample, only="cannot-link")
+    return pairs
+
+
+def trained(
+    cell: dict[str, Any],
+    start: ClusterModel,
+    train: ImageSet,
+    test: ImageSet,
+    pairs: Constraints,
+    asked: argparse.Namespace,
+    cpu: bool,
+) -> dict[str, Any]:
+    """The scores of one training."""
+    size = training_size(len(train), cpu=cpu or train.embedded)
+    if asked.steps:
+        size["steps"] = asked.steps
+    if cell["method"] == "constrained":
+        size = {key: value for key, value in size.items() if key not in ("images_per_step", "warm_up")}
+    chosen, changes = split_options(cell["method"], {**size, "recipe": cell["recipe"]})
+    settings = method_settings(cell["method"], {**changes, "evaluate_every": max(1, changes["steps"] // 10)})
+    row, began = DATASETS.get(asked.train), time.monotonic()
+    views = ViewChoice(flip=row is None or row.flip, without=tuple(sorted(row.without)) if row else ())
+    given = {"arguments": chosen, "settings": settings, "around": Around(views=views)}
+    model, log = run_method(cell["method"], copy.deepcopy(start), train, pairs, **given)
+    verdict = log[-1] if log[-1]["kind"] == "verdict" else {}
+    found = {"acc": accuracy(model, test), "seconds": round(time.monotonic() - began, 1), "steps": settings.steps}
+    said = {key: verdict.get(key) for key in ("kept", "why", "wrong_must_links", "wrong_cannot_links")}
+    return {**found, **(said if verdict else {})}
+
+
+def accuracy(model: ClusterModel, images: ImageSet) -> float:
+    assert images.labels is not None
+    return round(scores(images.labels, predict(model, images, device=choose_device()))["acc"], 4)
+
+
+def opened(source: str, part: str, asked: argparse.Namespace) -> ImageSet:
+    return load_dataset(source, part, asked.data_dir) if source in DATASETS else load_images(source)
+
+
+def started(asked: argparse.Namespace, train: ImageSet) -> ClusterModel:
+    """The model of a folder, or for embeddings linear heads."""
+    if asked.start != "scan":
+        return load_model(asked.start, device=choose_device())
+    mean, std = train.moments()
+    fresh = build_model(n_clusters=0, side=1, channels=train.channels, mean=mean, std=std)
+    return pretrain(fresh, train, asked.clusters, stages=["linear_scan"], settings={"device": "cpu", "seed": 0})
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("train", help="a folder, a file of embeddings or a data set")
+    parser.add_argument("test")
+    parser.add_argument("--start", required=True, help="a model folder, or scan: linear heads on embeddings")
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--clusters", type=int, default=10)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--pairs", type=int, nargs="*", default=[300, 1000, 3000])
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--methods", default="constrained,constraintmatch")
+    parser.add_argument("--recipes", default="safe")
+    parser.add_argument("--wrong", nargs="*", default=["none"])
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
