@@ -224,6 +224,24 @@ def _networks(names: Iterable[str], sizes: Sequence[int]) -> list[str]:
     return lines
 
 
+def safety_table() -> str:
+    """Test ACC by the safe and the paper's recipe, with right and wrong pairs."""
+    found = json.loads((ROOT / "results" / "safety-cifar100-20-features.json").read_text(encoding="utf-8"))
+    cells: dict[tuple[str, str, int], list[float]] = {}
+    for cell in found["cells"]:
+        cells.setdefault((cell["recipe"], cell["wrong"], cell["pairs"]), []).append(100 * cell["acc"])
+    sizes = sorted({key[2] for key in cells})
+    titles = {"none": "all right", "all:0.1": "a tenth of all wrong", "both:0.1": "a tenth wrong, alike"}
+    lines = [f"| | {' | '.join(f'{n:,} pairs' for n in sizes)} |", "|---|" + "--:|" * len(sizes)]
+    start = f"{100 * found['start']:.1f}"
+    lines.append(f"| the start | {' | '.join([start] * len(sizes))} |")
+    for wrong, said in titles.items():
+        for recipe, name in (("paper", "the paper's recipe"), ("safe", "**safe**")):
+            row = [_mean(cells[recipe, wrong, n]) if (recipe, wrong, n) in cells else "–" for n in sizes]
+            lines.append(f"| {said}, {name} | {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
 def wrong_table() -> str:
     """Test ACC on the digits with some pairs wrong, the loss told of it or not."""
     found = json.loads((ROOT / "results" / "wrong-pairs-digits.json").read_text(encoding="utf-8"))
@@ -315,6 +333,7 @@ def filled(text: str) -> str:
     parts = {
         "demo table": demo_table,
         "answers table": answers_table,
+        "safety table": safety_table,
         "wrong table": wrong_table,
         "merging table": merging_table,
         "embeddings table": embeddings_table,

@@ -221,9 +221,10 @@ def test_a_folder_with_one_image_has_nothing_to_compare(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
-def test_ctrl_c_ends_cleanly_and_tells_what_to_do_next(folder: Path) -> None:
+def test_pairs_are_asked_again_first_and_ctrl_c_ends_cleanly_and_tells_what_to_do_next(folder: Path) -> None:
     save_model(build_model(n_clusters=3, side=8, channels=1), folder.parent / "m")
     words = ["annotate", "photos", "--model", "m", "--db", "a b.db", "--port", "0", "--no-browser", "--kind", "pair"]
+    words += ["--again", str(write_pairs(folder, "03.png,07.png,1"))]
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *words],
         cwd=folder.parent,
@@ -238,6 +239,7 @@ def test_ctrl_c_ends_cleanly_and_tells_what_to_do_next(folder: Path) -> None:
             said = server.stderr.readline()
             assert said, server.wait()
         question = ask(found[0])
+        assert {"03.png", "07.png"} == set(re.findall(r"\d+\.png", json.dumps(question)))  # asked first
         body = {"question": question["id"], "choice": 0, "annotator": "anna", "milliseconds": 10}
         assert post(found[0] + "api/answers", body)["state"]["counts"]["same"] == 1
         server.send_signal(signal.SIGINT)

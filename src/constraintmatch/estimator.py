@@ -65,7 +65,8 @@ class ConstraintMatch(  # type: ignore[call-arg]
     ----------
     n_clusters : 2 or more.
     method : "constraintmatch", "constrained" or "pseudo_label"; "propagate" trains nothing and tells the head what
-        answers in groups say; "supervised" and "fully_constrained" learn from labels.
+        answers in groups say; "supervised" and "fully_constrained" learn from labels. The first three keep the start
+        unless held-out pairs say that the training is better; options={"recipe": "paper"} trains as published.
     backbone : "tiny", "resnet18", "resnet34" or "timm:NAME"; None chooses by the side of the images. Embeddings
         need none.
     start : what training starts from: "self-supervised" (SimCLR and linear heads, kept short),

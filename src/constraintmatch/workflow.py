@@ -205,6 +205,9 @@ def _verdict_lines(out: Path, verdict: Mapping[str, Any] | None) -> list[tuple[s
     if verdict["doubtful"]:
         n = len(verdict["doubtful"])
         rows.append(("look again", f"{out / DOUBTFUL} ({n} pairs that look wrong; of all pairs about {said})"))
+        rows.append(
+            ("", f"constraintmatch annotate DATA --again {shlex.quote(str(out / DOUBTFUL))} asks them on the page")
+        )
     return rows
 
 

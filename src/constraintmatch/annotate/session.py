@@ -25,9 +25,9 @@ from constraintmatch.datasets import DATASETS
 from constraintmatch.errors import InputError
 from constraintmatch.files import check_target
 from constraintmatch.progress import Quiet, Reporter, watched
-from constraintmatch.questions import Belief
+from constraintmatch.questions import Belief, Question
 from constraintmatch.rounds import image_belief
-from constraintmatch.sources import Data, open_at
+from constraintmatch.sources import Data, open_at, read_pairs
 
 if TYPE_CHECKING:
     from constraintmatch.images import ImageSet
@@ -61,6 +61,7 @@ class Sitting:
     strict: bool = False
     device: str | None = None
     pictures: Path | None = None
+    again: Path | None = None  # a pairs file whose pairs are asked first
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,14 @@ def serve_page(sitting: Sitting, door: Door, reporter: Reporter | None = None) -
         check_target(sitting.db)
         data = _open_images(sitting, reporter)
         data.images.to_look_at()
+        again = [] if sitting.again is None else _questions_of(sitting.again, data.images)
         believe = _believer(sitting, data.images, reporter)
         with _opened_store(sitting, data, reporter) as store:
+            if again:
+                n = store.add_questions(again, model=str(sitting.again), urgent=True)
+                reporter.say(
+                    f"{n:,} of the {len(again):,} pairs of {sitting.again} are asked first; the others are known"
+                )
             belief = believe()
             serve_app(
                 sock,
@@ -96,6 +103,12 @@ def serve_page(sitting: Sitting, door: Door, reporter: Reporter | None = None) -
                 model=lambda: None if sitting.model is None else str(sitting.model),
             )
             return following(sitting, store, belief)
+
+
+def _questions_of(file: Path, images: ImageSet) -> list[Question]:
+    """The pairs of a file as questions: same or different?"""
+    pairs = read_pairs(file, images).merged()
+    return [Question(left, (right,)) for left, right in zip(pairs.left.tolist(), pairs.right.tolist(), strict=True)]
 
 
 def listening(door: Door) -> socket.socket:

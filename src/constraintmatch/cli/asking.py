@@ -64,6 +64,7 @@ def annotate(
     choose: Annotated[
         Choosing, option("How questions are chosen: recommended, uncertain, random. (recommended)")
     ] = Choosing.recommended,
+    again: Annotated[Path | None, option("Ask the pairs of this file first: doubtful.csv of a run, say.")] = None,
     seed: Annotated[int, option("Seed of random questions. (0)")] = 0,
     device: Device = None,
     quiet: QuietFlag = False,
@@ -108,6 +109,7 @@ def annotate(
         strict=strict,
         device=device,
         pictures=pictures,
+        again=again,
     )
     if export is not None and import_ is not None:
         raise InputError("--export and --import go one after the other; give one of them")
