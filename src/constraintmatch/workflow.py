@@ -45,7 +45,6 @@ __all__ = [
     "score_lines",
     "train",
     "write_clusters",
-    "write_doubtful",
     "write_run_report",
 ]
 
@@ -185,30 +184,19 @@ class TrainResult:
 
     def lines(self) -> list[tuple[str, str]]:
         """The closing summary as rows of a table."""
-        told = self.evaluation
+        told, kept = self.evaluation, []
+        if verdict := told.get("verdict"):
+            kept = [("kept", f"{verdict['kept']}: {verdict['why']}")]
+            if n := verdict["doubtful"]:
+                kept.append(("look again", f"{n} pairs look wrong: annotate DATA --again {self.out / DOUBTFUL}"))
         return [
             ("clusters", f"{self.out / 'clusters.csv'} ({told['images']:,} images in {told['clusters']} clusters)"),
             ("model", str(self.out / "model")),
             ("report", str(self.out / "report.html")),
-            *_verdict_lines(self.out, told.get("verdict")),
+            *kept,
             *score_lines(told),
             ("next", f"constraintmatch predict {shlex.quote(str(self.out))} NEW_IMAGES --out new.csv"),
         ]
-
-
-def _verdict_lines(out: Path, verdict: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    if verdict is None:
-        return []
-    rows = [("kept", f"{verdict['kept']}: {verdict['why']}")]
-    shares = {"must-links": verdict["wrong_must_links"], "cannot-links": verdict["wrong_cannot_links"]}
-    said = ", ".join(f"{share:.1%} of the {kind}" for kind, share in shares.items() if share is not None)
-    if verdict["doubtful"]:
-        n = len(verdict["doubtful"])
-        rows.append(("look again", f"{out / DOUBTFUL} ({n} pairs that look wrong; of all pairs about {said})"))
-        rows.append(
-            ("", f"constraintmatch annotate DATA --again {shlex.quote(str(out / DOUBTFUL))} asks them on the page")
-        )
-    return rows
 
 
 def train(request: Train, reporter: Reporter | None = None) -> TrainResult:
@@ -289,35 +277,23 @@ def _finish(plan: Plan, trained: Trained) -> TrainResult:
     told["skipped"] = [{"name": skip.name, "reason": skip.reason} for skip in images.skipped]
     if told["warnings"] and plan.arguments.get("recipe") == "paper" and not plan.arguments.get("error_rate"):
         told["warnings"].append("The paper's recipe is not safe with wrong pairs; leave --recipe out.")
-    told["verdict"] = _verdict(trained.log, images.names)
-    if told["verdict"] and told["verdict"]["doubtful"]:
-        write_doubtful(plan.out / DOUBTFUL, told["verdict"]["doubtful"])
+    told["verdict"] = _judged(trained.log, images, plan.out)
     write_clusters(plan.out / "clusters.csv", images.names, predictions)
     write_json(plan.out / "evaluation.json", told)
     write_report(plan.out, images, predictions, constraints=plan.pairs.training if plan.pairs else None)
     return TrainResult(plan.out, told)
 
 
-def _verdict(log: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any] | None:
-    """What the safe recipe kept and why, with the names of the images in doubtful pairs."""
+def _judged(log: Sequence[Mapping[str, Any]], images: ImageSet, out: Path) -> dict[str, Any] | None:
+    """What the safe recipe kept and why; the pairs that look wrong are written to doubtful.csv."""
     if not log or log[-1].get("kind") != "verdict":
         return None
-    entry = log[-1]
-    pairs = [{**pair, "left": names[pair["left"]], "right": names[pair["right"]]} for pair in entry["doubtful"]]
-    kept = {key: entry[key] for key in ("kept", "why", "wrong_must_links", "wrong_cannot_links")}
-    return {**kept, "doubtful": pairs}
-
-
-def write_doubtful(path: Path | str, pairs: Sequence[Mapping[str, Any]]) -> None:
-    """Write the pairs that look wrong, the likeliest first, as a pairs file."""
-
-    def write(temporary: Path) -> None:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, ("left", "right", "link"), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({**pair, "link": f"{pair['link']:g}"} for pair in pairs)
-
-    write_atomically(path, write)
+    found = log[-1]["doubtful"]
+    if found:
+        columns = ([pair[key] for pair in found] for key in ("left", "right", "link"))
+        Constraints.from_arrays(*columns, n_images=len(images)).write(out / DOUBTFUL, names=images.names)
+    kept = {key: log[-1][key] for key in ("kept", "why", "wrong_must_links", "wrong_cannot_links")}
+    return {**kept, "doubtful": len(found)}
 
 
 # A trained model

@@ -106,8 +106,7 @@ class _Careful:
         if verdict.surely > 0:
             step = next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"])
             return self._kept(network, f"the network of step {step:,}", f"better than {begun} by {said}", log, step)
-        kept = start if begun == "the start" else self._told(start, self.pairs)
-        return self._kept(kept, begun, f"no step of the training was surely better ({said})", log, 0)
+        return self._kept(first, begun, f"no step of the training was surely better ({said})", log, 0)
 
     def _reason_to_leave(self, start: ClusterModel) -> str | None:
         """Why nothing can be trained safely; None if it can."""

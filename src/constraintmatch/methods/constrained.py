@@ -30,7 +30,7 @@ def constrained(
 
     `error_rate` is the share of the constraints thought to be wrong: the loss then expects them (decision 032).
     With `merge` clusters that the pairs join are merged first (decision 038), with `head_steps` the head alone learns
-    first (decision 034).
+    first (decision 034). `recipe` is paper, or safe: the start is kept unless held-out pairs say otherwise (042).
     """
     return train_by_recipe(
         model,

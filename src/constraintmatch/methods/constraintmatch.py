@@ -50,11 +50,10 @@ def constraintmatch(
     (the paper has none): pairs first, where the start is weak. ρ = `flip_fraction` of the guesses have two clusters
     swapped: `flip_between` the two largest, as the paper says, or any two, as its published code does.
     `error_rate` is the share of the constraints thought to be wrong, `pseudo_error_rate` that of the pseudo-constraints
-    (None: the same): the losses then expect them (decision 032). `merge` and `head_steps`: see `constrained`.
+    (None: the same). `merge`, `head_steps` and `recipe`: see `constrained`.
     """
-    if pseudo_error_rate is not None:
-        check_error_rate("pseudo_error_rate", pseudo_error_rate)
     expected = error_rate if pseudo_error_rate is None else pseudo_error_rate
+    check_error_rate("error_rate" if pseudo_error_rate is None else "pseudo_error_rate", expected)
     if links not in ("soft", "hard"):
         raise InputError(f"unknown links {links!r}; known are soft, hard")
     check_share("hard_threshold", hard_threshold)
