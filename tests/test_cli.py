@@ -86,13 +86,13 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def trained(quick_heads_throughout: None, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:  # noqa: ARG001
-    """A run folder from `train`, made with its own start, and what the command printed."""
+    """A run folder from `train`, made with its own start by the paper's recipe, and what the command printed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         out = folder / "run"
         data = ("train", folder / "in", "--pairs", folder / "pairs.csv", "--clusters", 3, "--out", out)
         size = ("--side", 8, "--steps", 12, "--pairs-per-step", 10, "--images-per-step", 20)
-        return out, run(*data, *size, "--holdout-pairs", 0.2, "--device", "cpu")
+        return out, run(*data, *size, "--holdout-pairs", 0.2, "--recipe", "paper", "--device", "cpu")
 
 
 # The main way
@@ -185,7 +185,8 @@ def test_evaluate_prints_scores_and_writes_json(trained: tuple[Path, Any], tmp_p
     shown = run("evaluate", trained[0], *words).stdout
     told = json.loads((tmp_path / "e.json").read_text())
     for name in ("ACC", "NMI", "ARI", "ECE"):
-        assert f"{name} {told['scores'][name.lower()]:.4f}" in shown
+        assert f"{name} {100 * told['scores'][name.lower()]:.1f}  " in shown
+    assert "(in %, on 60 images)" in shown
     assert "(on 2 pairs)" in shown
     assert re.search(r"^sizes +0: \d+  1: \d+  2: \d+$", shown, re.MULTILINE)
 
@@ -406,10 +407,12 @@ def test_an_unknown_image_in_the_pairs_is_refused(words: Callable[..., list[obje
 def test_contradictory_pairs_are_refused_with_their_chain(words: Callable[..., list[object]], tmp_path: Path) -> None:
     a, b, c = "deep/00.png", "01.jpg", "02.webp"
     (tmp_path / "p.csv").write_text(f"left,right,link\n{a},{b},1\n{b},{c},1\n{a},{c},0\n")
-    said = refused(*words(pairs=tmp_path / "p.csv"))
-    assert f"{a} – {b} – {c}" in said
-    assert "--on-conflict drop" in said
-    run(*words(pairs=tmp_path / "p.csv", on_conflict="drop"))
+    for strict in ({"recipe": "paper"}, {"on_conflict": "error"}):
+        said = refused(*words(pairs=tmp_path / "p.csv", **strict))
+        assert f"{a} – {b} – {c}" in said
+        assert "--on-conflict drop" in said
+    run(*words(pairs=tmp_path / "p.csv", recipe="paper", on_conflict="drop", out=tmp_path / "dropped"))
+    assert "1 of 3 pairs contradict others and are left out" in run(*words(pairs=tmp_path / "p.csv")).stderr
 
 
 def test_fewer_images_than_clusters_are_refused(words: Callable[..., list[object]]) -> None:
@@ -443,10 +446,10 @@ def test_a_corrupt_checkpoint_is_refused_and_kept(
 
     with monkeypatch.context() as patch:
         patch.setattr("constraintmatch.running.save_model", fail)
-        run(*words(), code=130)
+        run(*words(recipe="paper"), code=130)
     checkpoint = tmp_path / "new" / "checkpoint.safetensors"
     checkpoint.write_bytes(b"broken")
-    assert "not a checkpoint of this run" in refused(*words(), "--resume")
+    assert "not a checkpoint of this run" in refused(*words(recipe="paper"), "--resume")
     assert checkpoint.read_bytes() == b"broken"
 
 

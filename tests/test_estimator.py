@@ -20,7 +20,7 @@ from constraintmatch.models import build_model, save_model
 from constraintmatch.pretraining import short_start, training_size
 from constraintmatch.views import from_function
 
-SMALL = {"pairs_per_step": 10, "images_per_step": 20}
+SMALL = {"pairs_per_step": 10, "images_per_step": 20, "recipe": "paper"}  # which trains on any pairs
 QUICK: dict[str, Any] = {"n_clusters": 3, "start": None, "steps": 3, "device": "cpu", "random_state": 0, "flip": False}
 QUICK |= {"options": SMALL}
 
@@ -425,7 +425,7 @@ def test_options_reach_the_method_the_settings_and_the_views(stripes: ImageSet, 
         seen.append(len(images))
         return torch.zeros_like(images)
 
-    options = {"images_per_step": 17, "lr": 0.5, "log_every": 1, "own_strong": from_function("black", black)}
+    options = {"recipe": "paper", "images_per_step": 17, "lr": 0.5, "log_every": 1, "own_strong": from_function("black", black)}
     made = ConstraintMatch(**QUICK | {"options": options}).fit(stripes, pairs)
     assert set(seen) == {17}
     training = [entry for entry in made.log_ if entry["kind"] == "training"]
@@ -441,13 +441,27 @@ def test_batches_steps_and_rate_suit_the_size_of_the_set() -> None:
 
     sizes = training_size(1_200, cpu=True)
     small = plan(1_200, device="cpu")
-    assert small.arguments == {name: sizes[name] for name in ("images_per_step", "pairs_per_step", "warm_up")}
+    own = {name: sizes[name] for name in ("images_per_step", "pairs_per_step", "warm_up")}
+    assert small.arguments == {"recipe": "safe", **own}
     assert (small.settings.steps, small.settings.lr) == (sizes["steps"], sizes["lr"])
     assert small.recipe == short_start(1_200, cpu=True)
     options = {"lr": 0.5, "images_per_step": 9, "scan": {"lr": 0.1, "epochs": 2}}
     asked = plan(1_200, steps=7, options=options)
     assert (asked.settings.steps, asked.settings.lr, asked.arguments["images_per_step"]) == (7, 0.5, 9)
     assert asked.recipe["scan"] == {"lr": 0.1, "epochs": 2}
+    assert plan(1_200, options={"recipe": "paper"}).arguments["recipe"] == "paper"
+    assert {training_size(n, cpu=cpu)["lr"] for n in (60, 50_000) for cpu in (False, True)} == {0.01}
+
+
+def test_pairs_that_can_teach_nothing_safely_leave_the_start_as_it_was(stripes: ImageSet) -> None:
+    start = build_model(n_clusters=3, side=8, channels=1, seed=4)
+    must = Constraints.from_lists(n_images=60, must_link=[(i, i + 3) for i in range(57)])
+    options = {name: value for name, value in SMALL.items() if name != "recipe"}
+    made = ConstraintMatch(**QUICK | {"start": start, "options": options}).fit(stripes, must)
+    for name, value in made.model_.state_dict().items():
+        assert torch.equal(value, start.state_dict()[name])
+    assert made.log_[-1]["kept"] == "the start"
+    assert "57 must-links and 0 cannot-links are too few to judge" in made.log_[-1]["why"]
 
 
 def test_verbose_shows_progress_and_quiet_shows_none(

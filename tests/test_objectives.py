@@ -30,6 +30,7 @@ from constraintmatch.objectives import (
     pair_scores,
     pseudo_label_loss,
     scan_loss,
+    soft_cross_entropy,
     soft_links,
     swap_clusters,
 )
@@ -100,6 +101,35 @@ def test_an_error_rate_gives_the_likelihood_of_links_of_which_some_were_turned_r
     one, other = (index.flatten() for index in torch.meshgrid(torch.arange(20), torch.arange(20), indexing="ij"))
     each = pair_loss(left[one], left[other], soft_links(right).flatten(), error_rate=rate)
     torch.testing.assert_close(everything, each)
+
+
+@pytest.mark.parametrize(("missed", "invented"), [(0.2, 0.0), (0.0, 0.1), (0.3, 0.05), (0.0, 0.0)])
+def test_two_error_rates_give_the_likelihood_of_links_missed_and_invented(missed: float, invented: float) -> None:
+    left, right, link = rows(30, 4, 1), rows(30, 4, 2), (numbers(30, 3) < 0.5).double()
+    same = (left.numpy() * right.numpy()).sum(1)
+    says_same = same * (1 - missed) + (1 - same) * invented
+    expected = -np.where(link.numpy() == 1, np.log(says_same), np.log(1 - says_same))
+    found = pair_loss(left, right, link, error_rate=(missed, invented))
+    assert float(found) == pytest.approx(expected.mean(), rel=1e-9)
+    torch.testing.assert_close(found, F.binary_cross_entropy(torch.from_numpy(says_same), link), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.4])
+def test_two_equal_error_rates_are_the_one(rate: float) -> None:
+    left, right, link = rows(20, 4, 1), rows(20, 4, 2), numbers(20, 3)
+    one, two = (pair_loss(left, right, link, error_rate=told) for told in (rate, (rate, rate)))
+    torch.testing.assert_close(two, one)
+
+
+@pytest.mark.parametrize(("told", "link"), [((0.1, 0.0), 0.0), ((0.0, 0.1), 1.0)])
+def test_an_error_of_one_kind_is_expected_of_that_kind_only(told: tuple[float, float], link: float) -> None:
+    together, apart = (torch.tensor([at], requires_grad=True) for at in ([30.0, 0.0, 0.0], [0.0, 30.0, 0.0]))
+    fixed = torch.tensor([[30.0, 0.0, 0.0]]).softmax(-1)
+    contradicted, other = (together, apart) if link == 0 else (apart, together)
+    for logits, said, pulled in ((contradicted, link, False), (other, 1 - link, True)):
+        loss = pair_loss(logits.softmax(-1), fixed, torch.tensor([said]), error_rate=told)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        assert (gradient.abs().max().item() > 0.3) == pulled
 
 
 def test_an_expected_error_pulls_no_sure_pair_apart() -> None:
@@ -393,6 +423,29 @@ def test_pseudo_label_loss_is_cross_entropy_over_the_batch_or_the_selected() -> 
         assert pseudo_label_loss(logits[:0], guess[:0], keep[:0], over_selected=over) == 0
 
 
+def test_soft_cross_entropy_is_torchs_with_probabilities_as_targets() -> None:
+    logits = torch.randn(8, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    belief = rows(8, 5, 1)
+    found = soft_cross_entropy(logits, belief)
+    torch.testing.assert_close(found, F.cross_entropy(logits, belief), rtol=1e-12, atol=1e-12)
+    p = np.exp(logits.numpy()) / np.exp(logits.numpy()).sum(1, keepdims=True)
+    assert float(found) == pytest.approx(-(belief.numpy() * np.log(p)).sum(1).mean())
+    hard = torch.eye(5, dtype=torch.float64)[[0, 4, 2, 1, 3, 0, 1, 2]]
+    torch.testing.assert_close(soft_cross_entropy(logits, hard), F.cross_entropy(logits, hard.argmax(-1)))
+
+
+def test_soft_cross_entropy_rests_where_the_belief_is_and_is_zero_for_none() -> None:
+    belief = rows(6, 4, 1)
+    logits = belief.log().requires_grad_()
+    (gradient,) = torch.autograd.grad(soft_cross_entropy(logits, belief), logits)
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-12, rtol=0)
+    sure = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
+    value = soft_cross_entropy(sure, torch.tensor([[0.0, 1.0, 0.0]]))
+    assert torch.isfinite(value)
+    assert torch.isfinite(torch.autograd.grad(value, sure)[0]).all()
+    assert soft_cross_entropy(logits[:0], belief[:0]) == 0
+
+
 def test_balanced_cross_entropy_weighs_the_clusters_present_equally() -> None:
     guess = torch.tensor([[0.995, 0.005, 0], [1, 0, 0], [1, 0, 0], [0, 1, 0], [0.5, 0.3, 0.2]], dtype=torch.float64)
     logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -476,12 +529,14 @@ LINKS = soft_links(rows(6, 4, 7))
 SMOOTH = {
     "pair_loss": lambda x: pair_loss(x.softmax(-1), Q, LINK),
     "pair_loss of both": lambda x: pair_loss(x.softmax(-1), x.roll(1, 0).softmax(-1), LINK, mean=False),
+    "pair_loss with two rates": lambda x: pair_loss(x.softmax(-1), Q, LINK, error_rate=(0.2, 0.05)),
     "kcl": lambda x: kcl(x.softmax(-1), Q, LINK),
     "normalized_entropy": lambda x: normalized_entropy(x.softmax(-1)),
     "soft_links": lambda x: soft_links(x.softmax(-1), Q),
     "all_pairs_loss": lambda x: all_pairs_loss(x.softmax(-1), LINKS, KEEP),
     "flip_modes": lambda x: flip_modes(x.softmax(-1), KEEP),
     "pseudo_label_loss": lambda x: pseudo_label_loss(x, Q, KEEP),
+    "soft_cross_entropy": lambda x: soft_cross_entropy(x, Q),
     "nt_xent": lambda x: nt_xent(x, Q, temperature=0.5),
     "scan_loss": lambda x: scan_loss(x.softmax(-1), Q).total,
     "balanced_confident_cross_entropy": lambda x: balanced_confident_cross_entropy(x, Q, min_confidence=0.5),
@@ -533,6 +588,7 @@ FUNCTIONS = {
     "flip_modes": lambda b: flip_modes(b.p, b.keep),
     "swap_clusters": lambda b: swap_clusters(b.p, torch.stack((b.keep.long(), 2 * b.keep.long()), 1)),
     "pseudo_label_loss": lambda b: pseudo_label_loss(b.logits, b.q, b.keep),
+    "soft_cross_entropy": lambda b: soft_cross_entropy(b.logits, b.q),
     "nt_xent": lambda b: nt_xent(b.logits, b.q, temperature=0.1),
     "scan_loss": lambda b: scan_loss(b.p, b.q).total,
     "balanced_confident_cross_entropy": lambda b: balanced_confident_cross_entropy(b.logits, b.q, min_confidence=0.5),

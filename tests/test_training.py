@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -284,12 +285,14 @@ def test_foreign_checkpoints_are_refused_and_left_alone(tmp_path: Path) -> None:
         assert file.read_bytes() == before
 
 
-def judged(module: nn.Module, scores: list[float], seen: list[dict[str, Tensor]]) -> Callable[[], dict[str, float]]:
+def judged(
+    module: nn.Module, scores: list[float], seen: list[dict[str, Tensor]], **more: float
+) -> Callable[[], dict[str, float]]:
     """An evaluation that gives one score after the other and notes the weights of each."""
 
     def evaluate() -> dict[str, float]:
         seen.append(weights(module))
-        return {"quality": scores[len(seen) - 1]}
+        return {"quality": scores[len(seen) - 1], **more}
 
     return evaluate
 
@@ -349,6 +352,120 @@ def test_a_resumed_run_remembers_the_best(tmp_path: Path) -> None:
         fit(late, numbers, squares, settings, run=run, evaluate=again, keep_best="quality")
     assert_equal(weights(late), seen[1])
     assert read_log(tmp_path) == log
+
+
+Fall = tuple[float, bool]  # a quality, and whether it has fallen
+FALLS: list[Fall] = [(0.0, False), (0.5, False), (0.1, True), (0.6, False), (0.2, True), (0.9, False), (0.9, False)]
+FALLING = replace(CPU, steps=18, evaluate_every=3, log_every=1, checkpoint_every=4, ema=0.8)
+
+
+def falling(module: nn.Module, told: list[Fall], seen: list[dict[str, Tensor]]) -> Callable[[], dict[str, object]]:
+    """An evaluation that says when the training has fallen."""
+
+    def evaluate() -> dict[str, object]:
+        seen.append(weights(module))
+        quality, fallen = told[len(seen) - 1]
+        return {"quality": quality, "fallen": fallen}
+
+    return evaluate
+
+
+def rates(log: list[dict[str, object]]) -> dict[object, object]:
+    return {entry["step"]: entry["lr"] for entry in log if entry["kind"] == "training"}
+
+
+def test_a_fallen_training_goes_back_to_the_kept_weights_and_goes_on_more_slowly() -> None:
+    told, settings = [*FALLS[:4], (0.7, False)], replace(FALLING, steps=12, schedule="constant", ema=None)
+    module, seen, begun = network(), [], []
+
+    def spy(forward: Callable[..., Tensor], batch: Numbers) -> dict[str, Tensor]:
+        begun.append(weights(module))
+        return squares(forward, batch)
+
+    log = fit(module, numbers, spy, settings, evaluate=falling(module, told, seen), keep_best="quality")
+    assert_equal(begun[6], seen[1])  # step 7 begins where step 3 ended
+    assert [(entry["step"], entry["back_to"]) for entry in log if entry["kind"] == "back"] == [(6, 3)]
+    assert rates(log) == pytest.approx({step: 0.1 if step < 7 else 0.03 for step in range(1, 13)})
+    assert_equal(weights(module), seen[4])
+    fresh = network()
+    fresh.load_state_dict(seen[1])  # from there on it is a training of its own: the momentum is forgotten
+    calm = replace(settings, steps=3, lr=0.03)
+    fit(fresh, lambda step: numbers(step + 6), squares, calm)
+    assert_equal(weights(fresh), seen[3])
+
+
+def test_a_training_that_falls_twice_ends_with_the_kept_weights() -> None:
+    for settings in (FALLING, replace(FALLING, ema=None, optimizer="adam", lr=0.01)):
+        module, seen = network(), []
+        log = fit(module, numbers, squares, settings, evaluate=falling(module, FALLS, seen), keep_best="quality")
+        assert [(entry["step"], entry["back_to"]) for entry in log if entry["kind"] == "back"] == [(6, 3), (12, 9)]
+        assert max(rates(log)) == 12
+        assert len(seen) == 5
+        assert_equal(weights(module), seen[3])
+        assert log[-1]["kind"] == "kept"
+        assert log[-1]["kept_step"] == 9
+
+
+def test_a_fall_at_the_end_needs_no_further_step() -> None:
+    told, settings = [(0.5, False), (0.1, True)], replace(FALLING, evaluate_every=None)
+    module, seen = network(), []
+    log = fit(module, numbers, squares, settings, evaluate=falling(module, told, seen), keep_best="quality")
+    assert "back" not in {entry["kind"] for entry in log}
+    assert_equal(weights(module), seen[0])
+
+
+@pytest.mark.parametrize("at", [7, 10])  # after the first fall, with a checkpoint from before it and with one that knows of it
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_resumed_run_remembers_that_it_fell(tmp_path: Path, at: int, optimizer: str) -> None:
+    settings, whole, seen = replace(FALLING, optimizer=optimizer, lr=0.02), network(), []
+    with open_run(tmp_path / "whole", {}) as run:
+        fit(whole, numbers, squares, settings, run=run, evaluate=falling(whole, FALLS, seen), keep_best="quality")
+
+    def failing(step: int) -> Numbers:
+        if step == at:
+            raise OSError("gone")
+        return numbers(step)
+
+    first, resumed, again = network(), network(), []
+    with pytest.raises(OSError, match="gone"), open_run(tmp_path / "parts", {}) as run:
+        fit(first, failing, squares, settings, run=run, evaluate=falling(first, FALLS, []), keep_best="quality")
+    left = at // 4 * 4  # the step of the last checkpoint
+    told = falling(resumed, FALLS[1 + left // 3 :], again)
+    with open_run(tmp_path / "parts", {}, resume=True) as run:
+        fit(resumed, numbers, squares, settings, run=run, evaluate=told, keep_best="quality")
+    assert_equal(weights(resumed), weights(whole))
+    plain, other = (
+        [{k: v for k, v in entry.items() if k != "seconds"} for entry in read_log(tmp_path / name)]
+        for name in ("whole", "parts")
+    )
+    assert plain == other
+
+
+def test_a_run_that_fell_twice_makes_no_step_when_it_is_resumed(tmp_path: Path) -> None:
+    module, seen = network(), []
+    with open_run(tmp_path, {}) as run:
+        fit(module, numbers, squares, FALLING, run=run, evaluate=falling(module, FALLS, seen), keep_best="quality")
+    with safe_open(tmp_path / "checkpoint.safetensors", framework="pt") as file:
+        assert (file.metadata()["step"], file.metadata()["falls"]) == ("12", "2")
+    record = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**record, "status": "running"}))  # killed before it was noted
+
+    def nothing(step: int) -> Numbers:
+        raise AssertionError(f"step {step}")
+
+    late = network()
+    with open_run(tmp_path, {}, resume=True) as run:
+        fit(late, nothing, squares, FALLING, run=run, evaluate=falling(late, [], []), keep_best="quality")
+    assert_equal(weights(late), weights(module))
+
+
+def test_the_latest_weights_within_the_slack_of_an_evaluation_are_kept() -> None:
+    settings, scores = replace(CPU, evaluate_every=3), [0.0, 0.9, 0.8, 0.6, 0.1]
+    for slack, kept in ((0.0, 1), (0.15, 2), (0.35, 3)):
+        module, seen = network(), []
+        evaluate = judged(module, scores, seen, quality_slack=slack)
+        fit(module, numbers, squares, settings, evaluate=evaluate, keep_best="quality")
+        assert_equal(weights(module), seen[kept])
 
 
 def test_a_warning_is_said_when_it_comes_up() -> None:

@@ -412,9 +412,9 @@ def test_a_run_folder_under_a_file_is_refused(asked: Train, tmp_path: Path) -> N
         plan_training(replace(asked, out=tmp_path / "p.csv" / "run"), Quiet())
 
 
-@pytest.mark.parametrize("arguments", [{}, {"error_rate": 0.1}])
+@pytest.mark.parametrize("arguments", [{"recipe": "paper"}, {"recipe": "paper", "error_rate": 0.1}, {}])
 def test_merged_clusters_raise_the_question_of_wrong_pairs(
-    asked: Train, tmp_path: Path, arguments: dict[str, float]
+    asked: Train, tmp_path: Path, arguments: dict[str, object]
 ) -> None:
     merged = build_model(n_clusters=3, side=8, channels=1, seed=0)
     with torch.no_grad():
@@ -425,7 +425,8 @@ def test_merged_clusters_raise_the_question_of_wrong_pairs(
     request = replace(asked, model=tmp_path / "merged", method="constrained", arguments=arguments, settings=still)
     rows = workflow.train(request).lines()
     assert any("2 of 3 clusters are empty" in text for _, text in rows)
-    assert any("--error-rate" in text for name, text in rows if name == "warning") == (not arguments)
+    said = any("leave --recipe out" in text for name, text in rows if name == "warning")
+    assert said == (arguments == {"recipe": "paper"})
 
 
 def test_default_run_folders_count_up(tmp_path: Path) -> None:

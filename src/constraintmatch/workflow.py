@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 DOUBTFUL = "doubtful.csv"  # in a run folder: pairs that look wrong
+VERDICT = ("kept", "why", "wrong_must_links", "wrong_cannot_links")
 
 
 # Pairs
@@ -288,12 +289,10 @@ def _judged(log: Sequence[Mapping[str, Any]], images: ImageSet, out: Path) -> di
     """What the safe recipe kept and why; the pairs that look wrong are written to doubtful.csv."""
     if not log or log[-1].get("kind") != "verdict":
         return None
-    found = log[-1]["doubtful"]
-    if found:
+    if found := log[-1]["doubtful"]:
         columns = ([pair[key] for pair in found] for key in ("left", "right", "link"))
         Constraints.from_arrays(*columns, n_images=len(images)).write(out / DOUBTFUL, names=images.names)
-    kept = {key: log[-1][key] for key in ("kept", "why", "wrong_must_links", "wrong_cannot_links")}
-    return {**kept, "doubtful": len(found)}
+    return {key: log[-1][key] for key in VERDICT} | {"doubtful": len(found)}
 
 
 # A trained model

@@ -16,7 +16,7 @@ from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import predict
 from constraintmatch.images import ImageSet
-from constraintmatch.judging import Guard, Judge, Rates, doubts, hide_images, repeat_rate
+from constraintmatch.judging import LEAST, SHARE, Guard, Judge, Rates, doubts, hide_images, repeat_rate
 from constraintmatch.methods.pairs import (
     Before,
     PairTask,
@@ -112,7 +112,7 @@ class _Careful:
         """Why nothing can be trained safely; None if it can."""
         if not self.judge.can_judge or not self.task.constraints.weight.any():
             kinds = f"{self.pairs.n_must_links:,} must-links and {self.pairs.n_cannot_links:,} cannot-links"
-            return f"{kinds} are too few to judge a training by; about 20 of each are enough"
+            return f"{kinds} are too few to judge a training by; about {round(1.2 * LEAST / SHARE)} of each are enough"
         everything = Judge(self.pairs)
         same = everything.same(self._say(start, everything.rows))
         must, cannot = same[self.pairs.link > 0.5], same[self.pairs.link < 0.5]
