@@ -97,7 +97,7 @@ def test_score_takes_labels_as_numbers_words_or_from_the_set(good: ConstraintMat
 
 
 def test_every_method_for_clusters_can_be_named(stripes: ImageSet, pairs: Constraints) -> None:
-    by_pairs, by_images = ({name: SMALL[name]} for name in SMALL)
+    by_pairs, by_images = ({name: SMALL[name]} for name in ("pairs_per_step", "images_per_step"))
     for method, given, options in (
         ("constrained", pairs, by_pairs),
         ("pseudo_label", pairs, SMALL),
@@ -425,7 +425,13 @@ def test_options_reach_the_method_the_settings_and_the_views(stripes: ImageSet, 
         seen.append(len(images))
         return torch.zeros_like(images)
 
-    options = {"recipe": "paper", "images_per_step": 17, "lr": 0.5, "log_every": 1, "own_strong": from_function("black", black)}
+    options = {
+        "recipe": "paper",
+        "images_per_step": 17,
+        "lr": 0.5,
+        "log_every": 1,
+        "own_strong": from_function("black", black),
+    }
     made = ConstraintMatch(**QUICK | {"options": options}).fit(stripes, pairs)
     assert set(seen) == {17}
     training = [entry for entry in made.log_ if entry["kind"] == "training"]
@@ -461,7 +467,7 @@ def test_pairs_that_can_teach_nothing_safely_leave_the_start_as_it_was(stripes: 
     for name, value in made.model_.state_dict().items():
         assert torch.equal(value, start.state_dict()[name])
     assert made.log_[-1]["kept"] == "the start"
-    assert "57 must-links and 0 cannot-links are too few to judge" in made.log_[-1]["why"]
+    assert "to judge a training" in made.log_[-1]["why"]
 
 
 def test_verbose_shows_progress_and_quiet_shows_none(

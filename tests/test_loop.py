@@ -23,6 +23,7 @@ from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import accuracy, embed, predict
+from constraintmatch.files import read_json
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.heads import put_back, seen_by, taken_off
 from constraintmatch.models import ClusterModel, build_model, load_model, save_model
@@ -359,12 +360,13 @@ def test_labels_answer_until_the_questions_are_used_up(start: Path, tmp_path: Pa
 
 def test_a_loop_that_has_ended_may_end_again_with_a_longer_training(start: Path, tmp_path: Path) -> None:
     ask_labels(a_loop(start, tmp_path))
-    before = weights_hash(load_model(tmp_path / "model"))
     rows = dict(ask_labels(a_loop(start, tmp_path, last_steps=5)))
     assert rows["model"].endswith("(has learnt from 12 answers)")
-    model = load_model(tmp_path / "model")
-    assert model.config.trained[-1]["steps"] == 5
-    assert weights_hash(model) != before
+    steps = {name: read_json(tmp_path / "rounds" / name / "run.json") for name in ("0006", "0012", "0012-last")}
+    assert [run["request"]["settings"]["steps"] for run in steps.values()] == [2, 2, 5]
+    again = dict(ask_labels(a_loop(start, tmp_path, last_steps=5)))  # there is nothing left to do
+    assert again == rows
+    assert {name: read_json(tmp_path / "rounds" / name / "run.json") for name in steps} == steps
     with pytest.raises(InputError, match="--last-steps is 0; it must be 1 or more"):
         a_loop(start, tmp_path, last_steps=0)
 

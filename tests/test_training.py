@@ -414,7 +414,9 @@ def test_a_fall_at_the_end_needs_no_further_step() -> None:
     assert_equal(weights(module), seen[0])
 
 
-@pytest.mark.parametrize("at", [7, 10])  # after the first fall, with a checkpoint from before it and with one that knows of it
+@pytest.mark.parametrize(
+    "at", [7, 10]
+)  # after the first fall, with a checkpoint from before it and with one that knows of it
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_a_resumed_run_remembers_that_it_fell(tmp_path: Path, at: int, optimizer: str) -> None:
     settings, whole, seen = replace(FALLING, optimizer=optimizer, lr=0.02), network(), []

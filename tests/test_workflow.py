@@ -19,7 +19,7 @@ from constraintmatch.evaluation import Predictions
 from constraintmatch.files import folder_lock
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS
-from constraintmatch.models import build_model, save_model
+from constraintmatch.models import build_model, load_model, save_model
 from constraintmatch.planning import Train, plan_training
 from constraintmatch.progress import Quiet
 from constraintmatch.running import method_arguments
@@ -427,6 +427,69 @@ def test_merged_clusters_raise_the_question_of_wrong_pairs(
     assert any("2 of 3 clusters are empty" in text for _, text in rows)
     said = any("leave --recipe out" in text for name, text in rows if name == "warning")
     assert said == (arguments == {"recipe": "paper"})
+
+
+def test_pairs_that_look_wrong_are_written_as_a_pairs_file(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    labels = np.arange(120) % 3
+    numbers = (6 * np.eye(3, 4)[labels] + rng.normal(size=(120, 4))).astype(np.float32)
+    names = [f"image, {row}" for row in range(120)]
+    np.savez(tmp_path / "x.npz", images=numbers, names=names)
+    right = Constraints.sample(labels, 200, seed=0)
+    turned = right.flip(0.02, seed=1)
+    turned.write(tmp_path / "p.csv", names=names)
+    head = build_model(n_clusters=3, side=1, channels=4)
+    with torch.no_grad():
+        head.head.weight.copy_(3 * torch.eye(3, 4))
+        head.head.bias.zero_()
+    save_model(head, tmp_path / "start")
+    request = Train(str(tmp_path / "x.npz"), tmp_path / "p.csv", 3, tmp_path / "run", model=tmp_path / "start")
+    result = workflow.train(replace(request, settings={"device": "cpu", "steps": 2, "lr": 1e-9}, on_conflict="keep"))
+    doubtful = Constraints.read(tmp_path / "run" / "doubtful.csv", names=names)
+    wrong = np.flatnonzero(right.link != turned.link)
+    planted, found = (
+        set(zip(pairs.left.tolist(), pairs.right.tolist(), pairs.link.tolist(), strict=True))
+        for pairs in (turned.take(wrong), doubtful)
+    )
+    assert planted == found
+    rows = dict(result.lines())
+    assert rows["kept"].startswith("the start: no step of the training was surely better")
+    assert "doubtful.csv" in rows["look again"]
+    told = json.loads((tmp_path / "run" / "evaluation.json").read_text())["verdict"]
+    assert told["kept"] == "the start"
+    assert f"the start: {told['why']}" == rows["kept"]
+
+
+@pytest.mark.usefixtures("few_digits", "small_batches")
+def test_training_on_digits_says_what_was_kept(tmp_path: Path) -> None:
+    workflow.sample_pairs("digits", tmp_path / "p.csv", n=60)
+    model = build_model(n_clusters=10, side=8, channels=1, backbone="tiny")
+    save_model(model, tmp_path / "start")
+    request = Train("digits", tmp_path / "p.csv", out=tmp_path / "run", model=tmp_path / "start")
+    rows = dict(workflow.train(replace(request, settings={"device": "cpu", "steps": 2})).lines())
+    assert rows["kept"].startswith("the start: ")
+    assert "to judge a training" in rows["kept"]
+    assert "(in %, on " in rows["scores"]
+    for name, value in load_model(tmp_path / "run").state_dict().items():
+        assert torch.equal(value, model.state_dict()[name])
+    paper = {"arguments": {"recipe": "paper"}, "out": tmp_path / "paper"}
+    request = replace(request, **paper, settings={"device": "cpu", "steps": 1})
+    assert "kept" not in dict(workflow.train(request).lines())
+
+
+def test_contradictions_are_dropped_by_the_safe_recipe_alone(asked: Train, tmp_path: Path) -> None:
+    rows = [("00.png", "01.png", 1), ("01.png", "02.png", 1), ("00.png", "02.png", 0)]
+    asked, told = replace(asked, pairs=write_pairs(tmp_path / "q.csv", rows)), Told()
+    plan = plan_training(asked, told)
+    assert plan.arguments["recipe"] == "safe"
+    assert plan.pairs is not None
+    assert len(plan.pairs.training) == 2
+    assert "1 of 3 pairs contradict others and are left out" in told.lines
+    for strict in ({"arguments": {"recipe": "paper"}}, {"on_conflict": "error"}):
+        with pytest.raises(InputError, match="--on-conflict drop"):
+            plan_training(replace(asked, **strict), Quiet())
+    with pytest.raises(InputError, match="unknown recipe 'quick'; known are safe, paper"):
+        plan_training(replace(asked, arguments={"recipe": "quick"}, on_conflict="drop"), Quiet())
 
 
 def test_default_run_folders_count_up(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class Rates(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """By how much a model is better than another, in nats a pair, and the standard error of that."""
+    """By how much a model is better than another, in nats, on the mean over images, and the standard error of that."""
 
     gain: float
     error: float
@@ -124,29 +124,29 @@ def doubts(same: Floats, link: Floats, rates: Rates) -> Floats:
 def hide_images(constraints: Constraints, *, share: float = SHARE, seed: int = 0) -> tuple[Constraints, Constraints]:
     """The pairs in two parts: those without hidden images to train on, and about this share of them to judge by.
 
-    Every pair of a hidden image is held out, so nothing that training pairs imply is among them. An image of many pairs
-    stays: hiding it would hold out most of them.
+    Every pair of a hidden image is held out, so nothing that training pairs imply is among them. A pair has two images:
+    half the share of the images is hidden. An image of many pairs stays: hiding it would hold out most of them.
     """
-    n, wanted = len(constraints), share * len(constraints)
+    n = len(constraints)
     ends = np.concatenate([constraints.left, constraints.right])
     rows = np.tile(np.arange(n), 2)
     order = np.argsort(ends, kind="stable")
     images, first, degree = np.unique(ends[order], return_index=True, return_counts=True)
-    held, count = np.zeros(n, bool), 0
-    for at in draws.permutation(draws.stream(seed, Purpose.HOLD_OUT), len(images)).tolist():
-        if count >= wanted:
-            break
-        touched = rows[order[first[at] : first[at] + degree[at]]]
-        if degree[at] > max(1.0, wanted / 8):
-            continue
-        count += int((~held[touched]).sum())
-        held[touched] = True
+    few = degree <= max(1.0, 4 * degree.mean())
+    drawn = draws.permutation(draws.stream(seed, Purpose.HOLD_OUT), len(images))
+    hidden = drawn[few[drawn]][: round(share / 2 * len(images))]
+    held = np.zeros(n, bool)
+    for at in hidden.tolist():
+        held[rows[order[first[at] : first[at] + degree[at]]]] = True
     return constraints.take(~held), constraints.take(held)
 
 
 @dataclass(frozen=True, eq=False)
 class Judge:
-    """Pairs to judge models by; `rows` are their images, and models are judged by what they say of these."""
+    """Pairs to judge models by; `rows` are their images, and models are judged by what they say of these.
+
+    The pairs of one image are one piece of evidence, however many an answer implies: each image counts once.
+    """
 
     pairs: Constraints
 
@@ -154,10 +154,33 @@ class Judge:
     def rows(self) -> NDArray[np.int64]:
         return np.unique(np.concatenate([self.pairs.left, self.pairs.right]))
 
+    @cached_property
+    def units(self) -> NDArray[np.int64]:
+        """The image that each pair is evidence about, numbered from 0: of its two images the one with more pairs."""
+        degree = np.bincount(np.concatenate([self.pairs.left, self.pairs.right]), minlength=1)
+        left, right = self.pairs.left, self.pairs.right
+        return np.unique(np.where(degree[left] >= degree[right], left, right), return_inverse=True)[1]
+
+    @cached_property
+    def weight(self) -> Floats:
+        """The weight of each pair: those of one image have the mean of their weights together."""
+        weight = self.pairs.weight.astype(float)
+        return weight / np.maximum(np.bincount(self.units, minlength=1), 1)[self.units]
+
+    @property
+    def n_must_links(self) -> int:
+        """Images with a must-link."""
+        return len(np.unique(self.units[self.pairs.link > 0.5]))
+
+    @property
+    def n_cannot_links(self) -> int:
+        """Images with a cannot-link."""
+        return len(np.unique(self.units[self.pairs.link < 0.5]))
+
     @property
     def can_judge(self) -> bool:
-        """Whether there are enough pairs of both kinds."""
-        return min(self.pairs.n_must_links, self.pairs.n_cannot_links) >= LEAST
+        """Whether there are enough pairs of both kinds, of different images."""
+        return min(self.n_must_links, self.n_cannot_links) >= LEAST
 
     def losses(self, probabilities: NDArray[np.float32]) -> Floats:
         """The loss of each pair, from what a model says of `rows` (m, k), its sureness and the rates fitted to them."""
@@ -168,13 +191,13 @@ class Judge:
         return self._fitted(probabilities)[1]
 
     def _fitted(self, probabilities: NDArray[np.float32]) -> tuple[Floats, Rates]:
-        link, weight = (column.astype(float) for column in (self.pairs.link, self.pairs.weight))
+        link = self.pairs.link.astype(float)
         found = []
         for temperature in TEMPERATURES:
             same = self.same(probabilities, temperature)
-            rates = estimate_rates(same, link, weight)
+            rates = estimate_rates(same, link, self.pairs.weight.astype(float))
             found.append((link_losses(same, link, rates), rates))
-        return min(found, key=lambda one: float(np.dot(one[0], weight)))
+        return min(found, key=lambda one: float(np.dot(one[0], self.weight)))
 
     def same(self, probabilities: NDArray[np.float32], temperature: float = 1.0) -> Floats:
         """The probability that each pair is the same, with the model's sureness at this temperature."""
@@ -186,10 +209,11 @@ class Judge:
 
     def compare(self, before: Floats, after: Floats) -> Verdict:
         """How much better a model is than one before, from the losses of both."""
-        weight = self.pairs.weight / self.pairs.weight.sum()
-        gains = before - after
-        gain = float(np.dot(weight, gains))
-        return Verdict(gain, float(np.sqrt(np.dot(weight**2, (gains - gain) ** 2))))
+        total = np.bincount(self.units, self.weight, minlength=1)
+        gains = np.bincount(self.units, self.weight * (before - after), minlength=1) / np.maximum(total, 1e-300)
+        share = total / max(total.sum(), 1e-300)
+        gain = float(np.dot(share, gains))
+        return Verdict(gain, float(np.sqrt(np.dot(share**2, (gains - gain) ** 2))))
 
 
 @dataclass(frozen=True, eq=False)

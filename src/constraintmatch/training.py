@@ -284,7 +284,7 @@ class _Loop(Generic[B]):
         return settings.lr * CALMER**self.falls * SCHEDULES[settings.schedule](step / settings.steps)
 
     def _note_best(self, done: int, values: Mapping[str, Any]) -> None:
-        if self.keep_best is None:
+        if self.keep_best is None or (values.get("fallen") and self.best is not None):
             return
         score = float(values[self.keep_best])
         highest = score if self.best is None else max(score, self.best.highest)

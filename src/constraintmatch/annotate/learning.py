@@ -11,6 +11,7 @@ A thread is enough: torch lets go of the interpreter while it computes, and an a
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import shutil
@@ -200,6 +201,8 @@ class Learner:
             before = self._of_newest().probabilities
             first = begun(self.start_model, self.frozen, self.images, answers, settings, before)
             self._ahead = head_belief(first, self.frozen)  # better questions while the network is trained
+            if self.start_model.config.n_clusters:  # what it begins with is judged by answers that it has not been told
+                first = copy.deepcopy(self.start_model)
             self._believe(self._trained(first, pairs, settings, len(answers), watched), len(answers))
             self._steps = int(settings.get("steps", 0))
         finally:

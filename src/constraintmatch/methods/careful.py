@@ -16,7 +16,7 @@ from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import predict
 from constraintmatch.images import ImageSet
-from constraintmatch.judging import LEAST, SHARE, Guard, Judge, Rates, doubts, hide_images, repeat_rate
+from constraintmatch.judging import CAUTION, LEAST, Guard, Judge, Rates, doubts, hide_images, repeat_rate
 from constraintmatch.methods.pairs import (
     Before,
     PairTask,
@@ -37,6 +37,7 @@ __all__ = ["RECIPES", "calm_head", "train_by_recipe"]
 RECIPES = ("safe", "paper")
 SUREST = 0.85  # mean confidence of a network that begins to learn: a surer head sends gradients that ruin its features
 AVERAGED = 0.1  # share of the steps, the last ones, whose weights are averaged
+KNOWN = 0.5  # share of the kinds that answers know apart, from which on they teach the head by themselves
 AS_MANY = 100  # pairs that what the start believes weighs as much as
 DOUBTED = 12  # pairs that somebody is asked to look at again
 FEW_ANSWERS = 30  # pairs of an annotator from which on a rate of their own is estimated
@@ -92,6 +93,11 @@ class _Careful:
         start = start.to(self.device)
         if (reason := self._reason_to_leave(start)) is not None:
             return self._kept(start, "the start", reason, [], 0)
+        if (reason := self._reason_not_to_train()) is not None:
+            kept, what = (
+                (self._told(start, self.pairs), "the head alone") if self._leads(start) else (start, "the start")
+            )
+            return self._kept(kept, what, reason, [], 0)
         first, begun = self._begun(start)
         network = calm_head(copy.deepcopy(first), self.images)
         losses = self._losses(network)
@@ -102,24 +108,34 @@ class _Careful:
         task = self._weighed(network, rates)
         log = train_task(network, self.images, task, self._settings(), self.views, job)
         verdict = self.judge.compare(losses, self._losses(network))
-        said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats a pair, on {len(self.judge.pairs):,} held-out pairs"
+        said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {len(self.judge.pairs):,} held-out pairs"
         if verdict.surely > 0:
             step = next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"])
             return self._kept(network, f"the network of step {step:,}", f"better than {begun} by {said}", log, step)
         return self._kept(first, begun, f"no step of the training was surely better ({said})", log, 0)
 
     def _reason_to_leave(self, start: ClusterModel) -> str | None:
-        """Why nothing can be trained safely; None if it can."""
-        if not self.judge.can_judge or not self.task.constraints.weight.any():
-            kinds = f"{self.pairs.n_must_links:,} must-links and {self.pairs.n_cannot_links:,} cannot-links"
-            return f"{kinds} are too few to judge a training by; about {round(1.2 * LEAST / SHARE)} of each are enough"
+        """Why the pairs say nothing that could be used; None if they do."""
         everything = Judge(self.pairs)
         same = everything.same(self._say(start, everything.rows))
         must, cannot = same[self.pairs.link > 0.5], same[self.pairs.link < 0.5]
+        if min(len(must), len(cannot)) < LEAST:
+            return None
         apart = must.mean() - cannot.mean()
         if apart < -2 * np.sqrt(must.var() / len(must) + cannot.var() / len(cannot)):
             return "the pairs say the opposite of what the images show; are same and different mixed up?"
         return None
+
+    def _reason_not_to_train(self) -> str | None:
+        """Why no training could be judged; None if it could."""
+        if self.judge.can_judge and self.task.constraints.weight.any():
+            return None
+        kinds = f"{self.judge.n_must_links:,} images with a must-link, {self.judge.n_cannot_links:,} with a cannot-link"
+        return f"held out are {kinds}; to judge a training takes {LEAST} of each, so nothing more was trained"
+
+    def _leads(self, start: ClusterModel) -> bool:
+        """Whether the answers know so many kinds apart that a head told by them is the better beginning."""
+        return len(known_groups(self.pairs)) >= max(2, KNOWN * start.config.n_clusters)
 
     def _begun(self, start: ClusterModel) -> tuple[ClusterModel, str]:
         """What the network's training begins with, and its name: the start, or its head told what groups say."""
@@ -127,7 +143,8 @@ class _Careful:
             return start, "the start"
         taught = self._told(start, self.task.constraints)
         verdict = self.judge.compare(self._losses(start), self._losses(taught))
-        return (taught, "the head alone") if verdict.surely > 0 else (start, "the start")
+        least = -verdict.error if self._leads(start) else CAUTION * verdict.error
+        return (taught, "the head alone") if verdict.gain > least else (start, "the start")
 
     def _told(self, start: ClusterModel, pairs: Constraints) -> ClusterModel:
         return told(start, self._frozen(start), known_groups(pairs)).to(self.device)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from constraintmatch.batches import PairBatch, PairSource, Shuffled, Views, derive_seed, unconstrained_rows
@@ -30,6 +31,7 @@ from constraintmatch.methods.preparation import (
     check_share,
     evaluate_now,
     prepare,
+    spread,
 )
 from constraintmatch.models import ClusterModel, with_clusters
 from constraintmatch.norms import passes
@@ -55,6 +57,7 @@ __all__ = [
     "check_error_rate",
     "checked_task",
     "constrained_term",
+    "has_lost_a_cluster",
     "judged",
     "train_on_pairs",
     "train_task",
@@ -63,6 +66,7 @@ __all__ = [
 
 Network = Callable[..., Tensor]
 MERGED = "merged.json"  # in a run folder: how many clusters there are after a merge
+LOST = 0.25  # share of its images under which a cluster counts as lost
 LATER = 0.5  # standard errors by which a later step may look worse: accuracy rises on while the likelihood is flat
 HEAD_RATE = 0.03  # the learning rate of a head alone, on features of one scale
 PAIR_OBJECTIVES: dict[str, Callable[..., Tensor]] = {"mcl": pair_loss, "kcl": kcl}
@@ -253,7 +257,18 @@ def judged(model: ClusterModel, images: ImageSet, guard: Guard | None) -> dict[s
     seen = predict(model, images.take(guard.judge.rows))
     verdict = guard.judge.compare(guard.begun, guard.judge.losses(seen.probabilities))
     slack = LATER * verdict.error if verdict.gain > 0 else 0.0
-    return {"held_out": verdict.gain, "held_out_slack": slack, "fallen": verdict.has_fallen}
+    fallen = verdict.has_fallen or has_lost_a_cluster(model, images, guard.beliefs)
+    return {"held_out": verdict.gain, "held_out_slack": slack, "fallen": fallen}
+
+
+def has_lost_a_cluster(model: ClusterModel, images: ImageSet, beliefs: NDArray[np.float32]) -> bool:
+    """Whether a cluster of some size in the beliefs (n, k) has lost most of its images to others."""
+    rows, k = spread(len(images), 2_000), beliefs.shape[1]
+    before, now = (
+        np.bincount(said.argmax(1), minlength=k)
+        for said in (beliefs[rows], predict(model, images.take(rows)).probabilities)
+    )
+    return bool(((before >= len(rows) / (4 * k)) & (now < LOST * before)).any())
 
 
 def _merged(
