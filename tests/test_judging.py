@@ -185,6 +185,15 @@ def test_an_image_of_many_pairs_stays() -> None:
         assert (training.left == 0).all()
 
 
+def test_pairs_of_a_few_images_that_are_all_known_can_be_held_out() -> None:
+    """What answers about 30 images imply: every pair of them."""
+    left, right = np.triu_indices(30, 1)
+    closed = Constraints.from_arrays(left, right, LABELS[left] == LABELS[right], n_images=30)
+    training, held_out = hide_images(closed)
+    assert 0 < len(held_out) < 0.4 * len(closed)
+    assert np.isnan(training.implied(held_out.left, held_out.right)).all()
+
+
 # What is judged
 
 
@@ -256,3 +265,13 @@ def test_a_judge_needs_pairs_of_both_kinds(must: int, cannot: int, can: bool) ->
     links = [(i, i + 1) for i in range(0, 160, 2)]
     pairs = Constraints.from_lists(n_images=160, must_link=links[:must], cannot_link=links[must : must + cannot])
     assert Judge(pairs).can_judge == can
+
+
+def test_the_pairs_of_one_image_are_one_piece_of_evidence() -> None:
+    star = [(0, i) for i in range(1, 41)]
+    few = [(i, i + 1) for i in range(50, 66, 2)]
+    by = Judge(Constraints.from_lists(n_images=70, must_link=few, cannot_link=star))
+    assert (by.n_must_links, by.n_cannot_links) == (8, 1)
+    assert not by.can_judge
+    gains = np.concatenate([np.ones(8), np.full(40, -1.0)])
+    assert by.compare(gains, np.zeros(48)).gain == pytest.approx((8 - 1) / 9)

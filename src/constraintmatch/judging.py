@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 
 SHARE = 0.2  # of the pairs, held out to judge by
 LEAST = 8  # must-links, and cannot-links, that a judge needs
-CAUTION = 1.0  # standard errors by which a more trained model must be better: of equals the less trained one is kept
+CAUTION = 0.5  # standard errors by which a more trained model must be better: of equals the less trained one is kept
 FALLEN = 2.0  # standard errors by which a model must be worse for a training to go back
 MOST_WRONG = 0.4  # of either kind: answers of which half are wrong say nothing
 USUAL = 0.02, 50.0  # the rate of wrong answers that is expected before any is seen, and how many answers that weighs

@@ -412,6 +412,12 @@ def _recorded(request: Train) -> Train:
     return _filled(replace(request, from_run=file), asked, file.with_name("pairs.csv"))
 
 
+def _recorded_arguments(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a recorded run; one of before there were recipes was trained by the paper's."""
+    has_recipe = "recipe" in method_arguments(str(asked["method"]))
+    return {**({"recipe": "paper"} if has_recipe else {}), **asked["arguments"]}
+
+
 def _filled(request: Train, asked: Mapping[str, Any], pairs: Path) -> Train:
     data, model, start = asked["data"], asked["model"], asked["data"].get("start", {})
     same_method = request.method in (None, asked["method"])
@@ -436,6 +442,6 @@ def _filled(request: Train, asked: Mapping[str, Any], pairs: Path) -> Train:
         on_conflict="keep" if recorded_pairs else request.on_conflict,  # settled when the run was made
         flip=request.flip if request.flip is not None else asked["views"]["flip"],
         without=request.without or tuple(asked["views"]["without"]),
-        arguments={**(asked["arguments"] if same_method else {}), **request.arguments},
+        arguments={**(_recorded_arguments(asked) if same_method else {}), **request.arguments},
         settings={**asked["settings"], **request.settings},
     )
