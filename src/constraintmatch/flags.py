@@ -98,7 +98,7 @@ _FITTED = {
     "evaluate_every": "a tenth of the steps",
     "images_per_step": "an eighth of the images, 150 to 600",
     "log_every": "a twentieth of the steps, at most 100",
-    "lr": "0.01 to 0.03, the higher the fewer steps",
+    "lr": "0.01",
     "pairs_per_step": "a third of the images in a step",
     "recipe": "safe",
     "steps": "500 to 20,000, by the number of images",

@@ -33,6 +33,7 @@ Floats = NDArray[np.float64]
 SHARE = 0.2  # of the pairs, held out to judge by
 LEAST = 8  # must-links, and cannot-links, that a judge needs
 CAUTION = 0.5  # standard errors by which a more trained model must be better: of equals the less trained one is kept
+LEAST_GAIN = 0.001  # nats: less is no reason to change anything
 FALLEN = 2.0  # standard errors by which a model must be worse for a training to go back
 MOST_WRONG = 0.4  # of either kind: answers of which half are wrong say nothing
 USUAL = 0.02, 50.0  # the rate of wrong answers that is expected before any is seen, and how many answers that weighs
@@ -190,13 +191,20 @@ class Judge:
         """How often the pairs are wrong, as far as the model can tell."""
         return self._fitted(probabilities)[1]
 
-    def _fitted(self, probabilities: NDArray[np.float32]) -> tuple[Floats, Rates]:
+    def doubts(self, probabilities: NDArray[np.float32]) -> Floats:
+        """The probability that each pair is wrong: as sure as the model is, or as the links make it, whichever is more."""
+        _, rates, same = self._fitted(probabilities)
+        link = self.pairs.link.astype(float)
+        return np.maximum(doubts(same, link, rates), doubts(self.same(probabilities), link, rates))
+
+    def _fitted(self, probabilities: NDArray[np.float32]) -> tuple[Floats, Rates, Floats]:
+        """Losses, rates and the probability of "same", with the sureness that makes the links likeliest."""
         link = self.pairs.link.astype(float)
         found = []
         for temperature in TEMPERATURES:
             same = self.same(probabilities, temperature)
             rates = estimate_rates(same, link, self.pairs.weight.astype(float))
-            found.append((link_losses(same, link, rates), rates))
+            found.append((link_losses(same, link, rates), rates, same))
         return min(found, key=lambda one: float(np.dot(one[0], self.weight)))
 
     def same(self, probabilities: NDArray[np.float32], temperature: float = 1.0) -> Floats:

@@ -298,7 +298,7 @@ class _Loop(Generic[B]):
         if best is None or best.step == self.settings.steps:
             return
         self.module.load_state_dict(best.weights)
-        if self.log and self.log[-1]["kind"] == "kept":  # resumed after its last step: it is said already
+        if any(entry["kind"] == "kept" for entry in self.log):  # resumed after its last step: it is said already
             return
         where = "was highest" if best.score == best.highest else f"was still near its highest, {best.highest:.3g}"
         said = f"{title}: kept the weights of step {best.step:,}, where {self.keep_best} {where} ({best.score:.3g})"

@@ -48,8 +48,7 @@ __all__ = [
     "write_run_report",
 ]
 
-DOUBTFUL = "doubtful.csv"  # in a run folder: pairs that look wrong
-VERDICT = ("kept", "why", "wrong_must_links", "wrong_cannot_links")
+DOUBTFUL, VERDICT = "doubtful.csv", ("kept", "why", "wrong_must_links", "wrong_cannot_links")
 
 
 # Pairs
@@ -287,8 +286,9 @@ def _finish(plan: Plan, trained: Trained) -> TrainResult:
 
 def _judged(log: Sequence[Mapping[str, Any]], images: ImageSet, out: Path) -> dict[str, Any] | None:
     """What the safe recipe kept and why; the pairs that look wrong are written to doubtful.csv."""
-    if not log or log[-1].get("kind") != "verdict":
+    if log[-1].get("kind") != "verdict":
         return None
+    (out / DOUBTFUL).unlink(missing_ok=True)
     if found := log[-1]["doubtful"]:
         columns = ([pair[key] for pair in found] for key in ("left", "right", "link"))
         Constraints.from_arrays(*columns, n_images=len(images)).write(out / DOUBTFUL, names=images.names)

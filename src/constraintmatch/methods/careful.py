@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
-from constraintmatch.evaluation import predict
+from constraintmatch.evaluation import embed, predict
 from constraintmatch.images import ImageSet
-from constraintmatch.judging import CAUTION, LEAST, Guard, Judge, Rates, doubts, hide_images, repeat_rate
+from constraintmatch.judging import CAUTION, LEAST, LEAST_GAIN, Guard, Judge, Rates, hide_images, repeat_rate
 from constraintmatch.methods.pairs import (
     Before,
     PairTask,
@@ -30,6 +30,7 @@ from constraintmatch.methods.preparation import Job, Trained, ViewChoice, spread
 from constraintmatch.methods.propagate import Frozen, told
 from constraintmatch.models import ClusterModel
 from constraintmatch.propagation import known_groups
+from constraintmatch.runs import read_log
 from constraintmatch.training import TrainSettings, choose_device
 
 __all__ = ["RECIPES", "calm_head", "train_by_recipe"]
@@ -38,6 +39,7 @@ RECIPES = ("safe", "paper")
 SUREST = 0.85  # mean confidence of a network that begins to learn: a surer head sends gradients that ruin its features
 AVERAGED = 0.1  # share of the steps, the last ones, whose weights are averaged
 KNOWN = 0.5  # share of the kinds that answers know apart, from which on they teach the head by themselves
+ALIKE = 0.9  # share of the images that two heads must agree on for one to stand for the other
 AS_MANY = 100  # pairs that what the start believes weighs as much as
 DOUBTED = 12  # pairs that somebody is asked to look at again
 FEW_ANSWERS = 30  # pairs of an annotator from which on a rate of their own is estimated
@@ -74,7 +76,8 @@ def train_by_recipe(
     )
     if recipe == "paper":
         return train_on_pairs(model, images, task, before=before, settings=settings, views=views, job=job)
-    return _Careful(images, task, settings, views, job).train(begin(model, images, task, before, settings, job))
+    start = begin(model, images, task, before, settings, replace(job, run=None))  # anew when resumed: it is judged
+    return _Careful(images, task, settings, views, job).train(start)
 
 
 class _Careful:
@@ -105,14 +108,15 @@ class _Careful:
         beliefs = self._say(network, np.arange(len(self.images)))
         hold = min(1.0, AS_MANY / len(self.task.constraints))
         job = replace(self.job, guard=Guard(rates, self.judge, losses, beliefs, hold))
-        task = self._weighed(network, rates)
+        task = self._weighed(network)
         log = train_task(network, self.images, task, self._settings(), self.views, job)
         verdict = self.judge.compare(losses, self._losses(network))
         said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {len(self.judge.pairs):,} held-out pairs"
-        if verdict.surely > 0:
+        if verdict.surely > LEAST_GAIN:
             step = next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"])
             return self._kept(network, f"the network of step {step:,}", f"better than {begun} by {said}", log, step)
-        return self._kept(first, begun, f"no step of the training was surely better ({said})", log, 0)
+        kept = first if first is start else self._refined(start, first)
+        return self._kept(kept, begun, f"no step of the training was surely better ({said})", log, 0)
 
     def _reason_to_leave(self, start: ClusterModel) -> str | None:
         """Why the pairs say nothing that could be used; None if they do."""
@@ -149,6 +153,12 @@ class _Careful:
     def _told(self, start: ClusterModel, pairs: Constraints) -> ClusterModel:
         return told(start, self._frozen(start), known_groups(pairs)).to(self.device)
 
+    def _refined(self, start: ClusterModel, first: ClusterModel) -> ClusterModel:
+        """The head told by all pairs, if it says nearly the same as the judged one, which was told by some of them."""
+        told_all = self._told(start, self.pairs)
+        one, other = (self._frozen(start).probabilities(model).argmax(1) for model in (first, told_all))
+        return told_all if (one == other).mean() >= ALIKE else first
+
     def _frozen(self, start: ClusterModel) -> Frozen:
         if not hasattr(self, "_seen"):
             self._seen = Frozen.of(start, self.images, device=self.device)
@@ -167,13 +177,13 @@ class _Careful:
         everything = Judge(self.pairs)
         return everything.rates(self._say(model, everything.rows))
 
-    def _weighed(self, model: ClusterModel, rates: Rates) -> PairTask:
+    def _weighed(self, model: ClusterModel) -> PairTask:
         """The task with less weight on the pairs of annotators who err more often than others."""
         pairs = self.task.constraints
         if pairs.annotator is None or len(set(pairs.annotator)) < 2 or self.task.error_rate:
             return self.task
         of = Judge(pairs)
-        wrong = doubts(of.same(self._say(model, of.rows)), pairs.link.astype(float), rates)
+        wrong = of.doubts(self._say(model, of.rows))
         who, number = np.unique(np.array(pairs.annotator), return_inverse=True)
         count = np.bincount(number, minlength=len(who))
         rate = np.where(count >= FEW_ANSWERS, np.bincount(number, wrong) / np.maximum(count, 1), wrong.mean())
@@ -190,9 +200,7 @@ class _Careful:
     def _kept(self, model: ClusterModel, what: str, why: str, log: list[dict[str, Any]], step: int) -> Trained:
         """The model and the log with the verdict, which also goes to the run folder and to whoever watches."""
         everything = Judge(self.pairs)
-        said = self._say(model, everything.rows)
-        rates = self._rates(model) if len(self.pairs) else Rates()
-        wrong = doubts(everything.same(said), self.pairs.link.astype(float), rates)
+        wrong = everything.doubts(self._say(model, everything.rows))
         order = np.argsort(-wrong, kind="stable")[:DOUBTED]
         entry = {
             "step": log[-1]["step"] if log else 0,
@@ -214,16 +222,18 @@ class _Careful:
             "seconds": log[-1]["seconds"] if log else 0.0,
         }
         self.job.reporter.say(f"kept {what}: {why}")
-        if self.job.run is not None:
-            self.job.run.log(entry)
+        run = self.job.run
+        if run is not None and not any(line["kind"] == "verdict" for line in read_log(run.path)):  # resumed at its end
+            run.log(entry)
         return Trained(model, [*log, entry])
 
 
 def calm_head(model: ClusterModel, images: ImageSet) -> ClusterModel:
     """The model with its head made less sure, in place, if it is surer on the mean than a training can begin with."""
     assert model.head is not None
-    seen = predict(model, images.take(spread(len(images), 2_000))).probabilities
-    logs = torch.from_numpy(seen).clamp(min=1e-30).log()
+    seen = torch.from_numpy(embed(model, images.take(spread(len(images), 2_000)))).to(model.device)
+    with torch.no_grad():
+        logs = model.classify(seen)
     factor = 1.0
     while float((factor * logs).softmax(-1).amax(-1).mean()) > SUREST and factor > 1e-3:
         factor *= 0.95
