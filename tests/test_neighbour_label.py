@@ -30,9 +30,11 @@ def stripes(n: int = 60) -> ImageSet:
     return ImageSet.from_arrays(pixels.astype(np.uint8), labels=kind)
 
 
-def started(images: ImageSet) -> ClusterModel:
+@pytest.fixture(scope="module")
+def started() -> ClusterModel:
+    """Linear heads on the stripes; a copy is to be trained."""
     model = build_model(n_clusters=0, side=8, channels=1, seed=0)
-    return METHODS["linear_scan"](model, images, n_clusters=3, n_tries=8, settings=CPU).model
+    return METHODS["linear_scan"](model, stripes(), n_clusters=3, n_tries=8, settings=CPU).model
 
 
 def test_images_whose_neighbours_disagree_are_not_reliable() -> None:
@@ -58,7 +60,7 @@ def test_a_large_cluster_gives_no_more_than_its_even_part_and_a_small_one_someth
     assert np.array_equal(labels, p[rows].argmax(1))
 
 
-def test_a_step_teaches_every_cluster_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_teaches_every_cluster_as_often(started: ClusterModel, monkeypatch: pytest.MonkeyPatch) -> None:
     module, images = importlib.import_module("constraintmatch.methods.neighbour_label"), stripes()
     seen: list[TaughtBatch] = []
 
@@ -69,16 +71,15 @@ def test_a_step_teaches_every_cluster_as_often(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "fit", watch)
     kinds = np.array([0] * 30 + [1] * 6)
     monkeypatch.setattr(module, "reliable_labels", lambda *_: (np.arange(36), kinds))
-    METHODS["neighbour_label"](started(images), images, settings=CPU)
+    METHODS["neighbour_label"](copy.deepcopy(started), images, settings=CPU)
     taught = torch.cat([batch.label for batch in seen])
     assert len(taught) == 20 * 60
     assert 0.4 < taught.float().mean() < 0.6  # 6 of 36 would be a sixth
     assert not torch.equal(seen[0].label, seen[1].label)
 
 
-def test_no_cluster_is_lost_where_confidence_alone_loses_one() -> None:
-    images = stripes()
-    model = started(images)
+def test_no_cluster_is_lost_where_confidence_alone_loses_one(started: ClusterModel) -> None:
+    images, model = stripes(), copy.deepcopy(started)
     with torch.no_grad():
         assert model.head is not None
         model.head.weight.mul_(20)
@@ -109,8 +110,8 @@ def test_the_judge_looks_for_neighbours_in_the_model_that_is_judged(monkeypatch:
 
 
 def test_arguments_are_checked() -> None:
-    images = stripes(12)
+    images, model = stripes(12), build_model(n_clusters=3, side=8, channels=1)
     with pytest.raises(InputError, match=r"reliable is 2; it must lie in \[0, 1\]"):
-        METHODS["neighbour_label"](started(images), images, reliable=2)
+        METHODS["neighbour_label"](model, images, reliable=2)
     with pytest.raises(InputError, match="n_neighbours is 0; neighbour_label needs 1 or more"):
-        METHODS["neighbour_label"](started(images), images, n_neighbours=0)
+        METHODS["neighbour_label"](model, images, n_neighbours=0)

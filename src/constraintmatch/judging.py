@@ -192,7 +192,7 @@ class Judge:
         return self._fitted(probabilities)[1]
 
     def doubts(self, probabilities: NDArray[np.float32]) -> Floats:
-        """The probability that each pair is wrong: as sure as the model is, or as the links make it, whichever is more."""
+        """The probability that each pair is wrong, as sure as the model is or as the links make it: the larger one."""
         _, rates, same = self._fitted(probabilities)
         link = self.pairs.link.astype(float)
         return np.maximum(doubts(same, link, rates), doubts(self.same(probabilities), link, rates))
