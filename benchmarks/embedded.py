@@ -28,7 +28,7 @@ def parser_of(text: str) -> argparse.ArgumentParser:
 def trained(
     method: str, start: ClusterModel, train: ImageSet, pairs: Constraints, *, merge: bool = False
 ) -> tuple[ClusterModel, int]:
-    """A copy of the start trained on a CPU as `constraintmatch train` does it there, and in how many steps."""
+    """A copy of the start trained on a CPU by the paper's recipe, and in how many steps."""
     size = training_size(len(train), cpu=True)
     if method == "constrained":
         size = {key: value for key, value in size.items() if key not in ("images_per_step", "warm_up")}

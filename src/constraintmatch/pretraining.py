@@ -77,9 +77,9 @@ def training_size(n_images: int, *, cpu: bool) -> dict[str, Any]:
     """Batches, steps, rate and warm-up of a training on pairs, for a set of this size where nothing else is known.
 
     An eighth of the images a step, from 150 to the paper's 600 (on a CPU 150), and a third as many pairs; a hundred
-    passes over the images, from 500 steps to the paper's 20,000 (on a CPU 1,000); the paper's rate of 0.01, up to 0.03,
-    the top of its grid, where the steps are few. Pairs come first and pseudo-constraints by and by: a short start is a
-    weak one, and pseudo-constraints confirm what it has wrong (docs/lab-notes.md).
+    passes over the images, from 500 steps to the paper's 20,000 (on a CPU 1,000); the paper's rate of 0.01, since 0.03
+    ruins a strong start (decision 042). Pairs come first and pseudo-constraints by and by: a short start is a weak one,
+    and pseudo-constraints confirm what it has wrong (docs/lab-notes.md).
     """
     batch = min(150 if cpu else 600, max(150, n_images // 8))
     steps = int(min(1_000 if cpu else 20_000, max(500, 100 * n_images / batch)))

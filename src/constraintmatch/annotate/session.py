@@ -236,7 +236,7 @@ def following(sitting: Sitting, store: Store, belief: Belief) -> list[tuple[str,
     )
     rows = [("answers", f"{sitting.db} ({counts.answered:,}: {kinds})")]
     if clashes := store.n_clashes():
-        rows.append(("contradictions", f"{clashes:,}; settle them on the page, or train with --on-conflict drop"))
+        rows.append(("contradictions", f"{clashes:,}; settle them on the page, or train leaves some of them out"))
     if not counts.answered:
         return rows
     split = "" if sitting.split is None else f" --split {sitting.split}"
