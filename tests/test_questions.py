@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from constraintmatch.answers import known_from
+from constraintmatch.answers import known_from, links_of, stated_constraints
 from constraintmatch.errors import InputError
 from constraintmatch.exemplars import find_exemplars
 from constraintmatch.landscape import ranks, spread
@@ -23,10 +23,8 @@ from constraintmatch.questions import (
     Belief,
     Question,
     certain_share,
-    constraints_of,
     implied_groups,
     landscape_of,
-    links_of,
     next_questions,
     question_about,
 )
@@ -127,7 +125,7 @@ def test_impossible_questions_and_answers_are_refused(
 
 def test_an_answer_about_an_image_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InputError, match="image 10 does not exist"):
-        constraints_of([Answer(Question(3, (10,)), 0)], 10)
+        stated_constraints([Answer(Question(3, (10,)), 0)], 10)
 
 
 answers_by_labels = st.builds(
@@ -157,20 +155,9 @@ def test_groups_are_what_must_links_join(answers: list[Answer]) -> None:
 @few
 @given(answers_by_labels)
 def test_true_answers_never_contradict_each_other_even_where_two_of_a_kind_were_shown(answers: list[Answer]) -> None:
-    constraints = constraints_of(answers, 12)
+    constraints = stated_constraints(answers, 12)
     assert not len(constraints.conflict_rows())
     assert constraints.n_must_links == sum(answer.choice >= 0 for answer in answers)
-
-
-def test_a_cannot_link_that_only_follows_is_given_up_when_the_two_turn_out_to_be_the_same() -> None:
-    chosen = Answer(Question(0, (1, 2, 3)), 0)
-    assert constraints_of([chosen], 4).n_cannot_links == 2
-    later = constraints_of([chosen, Answer(Question(2, (1,)), 0)], 4)
-    assert list(zip(later.left.tolist(), later.right.tolist(), later.link.tolist(), strict=True)) == [
-        (0, 1, 1.0),
-        (0, 3, 0.0),
-        (2, 1, 1.0),
-    ]
 
 
 def test_a_contradiction_does_not_stop_the_questions() -> None:
