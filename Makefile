@@ -7,24 +7,21 @@ PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 
 unexport PYTHONDONTWRITEBYTECODE  # the tests start Python dozens of times: what is compiled is kept
 
-.PHONY: demo test test-browser check format requirements clean
+.PHONY: demo test test-browser format requirements clean
 
 demo: $(READY)  ## start, constrained and ConstraintMatch on the bundled digits
 	$(BIN)/constraintmatch demo --out demo
 
-test: $(READY)  ## the default suite
+test: $(READY)  ## what a commit must pass: format, lint, types, the suite
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy --no-error-summary
 	$(PYTEST) -n 2 --dist worksteal
 
 test-browser: $(READY)  ## the page in a real Chromium, the API fuzzed; installs Playwright and schemathesis
 	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode -r requirements-browser.txt
 	$(BIN)/python -c "import shutil, sys; sys.exit(not any(map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))))" || $(BIN)/playwright install chromium
 	$(BIN)/python -m pytest -m browser tests/browser
-
-check: $(READY)  ## what a commit must pass
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(PYTEST) -n 2 --dist worksteal
 
 format: $(READY)
 	$(BIN)/ruff format .

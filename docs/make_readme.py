@@ -308,7 +308,8 @@ def tree() -> str:
         lines.insert(_after(lines, "  methods/"), f"{'    ' + path.name:26}{_first_line(path)}")
     others = {
         "tests/": "mirrors the package",
-        "benchmarks/": "tables of ratios and long runs",
+        "benchmarks/": "tables of ratios and curves",
+        "research/": "experiments that no table shows",
         "results/": "one JSON per finished run: the only source of published numbers",
         "weights/": "models worth keeping, fp16",
         "docs/": "architecture, commands, decisions, lab notes",

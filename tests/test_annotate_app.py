@@ -463,7 +463,11 @@ def test_the_page_needs_nothing_that_its_policy_forbids() -> None:
 
 def test_every_image_of_the_page_has_an_alternative_and_every_button_a_type() -> None:
     html = (PAGE / "index.html").read_text(encoding="utf-8")
-    assert all("alt=" in tag for tag in re.findall(r"<img[^>]*>", html))
+    pictures, buttons = (re.findall(rf"<{tag}\b[^>]*>", html) for tag in ("img", "button"))
+    assert pictures
+    assert all("alt=" in tag for tag in pictures)
+    assert buttons
+    assert all("type=" in tag for tag in buttons)
     assert 'aria-live="polite"' in html
     assert '<html lang="en">' in html
 

@@ -21,7 +21,7 @@ from constraintmatch.evaluation import embed, predict, scores
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS, Job, Trained, ViewChoice
 from constraintmatch.methods.byol import OnlineAndTarget, TargetBatch, byol, momentum_at
-from constraintmatch.methods.k_means import k_means
+from constraintmatch.methods.linear_scan import linear_scan
 from constraintmatch.models import ClusterModel, build_model, with_projection
 from constraintmatch.objectives import cosine_loss
 from constraintmatch.pretraining import pretrain
@@ -91,8 +91,8 @@ def test_the_loss_falls_and_the_features_do_not_collapse(stripes: ImageSet, trai
     assert spread(model, same) < 0.01
 
 
-def test_k_means_after_it_finds_the_stripes(stripes: ImageSet, trained: Trained) -> None:
-    model, _ = k_means(trained.model, stripes, n_clusters=3, settings=TrainSettings(device="cpu"))
+def test_linear_heads_after_it_find_the_stripes(stripes: ImageSet, trained: Trained) -> None:
+    model, _ = linear_scan(trained.model, stripes, n_clusters=3, n_tries=4, settings=TrainSettings(device="cpu"))
     assert scores(stripes.labels, predict(model, stripes))["acc"] > 0.8
 
 

@@ -201,6 +201,52 @@ def test_a_finished_run_is_resumed_without_training_again(trained: tuple[Path, A
     assert (out / "model" / "model.safetensors").stat().st_mtime_ns == weights
 
 
+def old_record(out: Path, place: Path, **arguments: object) -> Path:
+    """A copy of a finished run as an earlier version wrote it, with arguments that there were then."""
+    shutil.copytree(out, place)
+    record = json.loads((place / "run.json").read_text())
+    record["request"]["arguments"] |= {"objective": "mcl", "pool": "all", **arguments}
+    record["request"]["model"]["n_heads"] = 1
+    (place / "run.json").write_text(json.dumps(record))
+    return place
+
+
+def test_a_run_of_an_earlier_version_is_opened(trained: tuple[Path, Any], tmp_path: Path) -> None:
+    out, first = trained
+    old = old_record(out, tmp_path / "old")
+    assert run("train", "--resume", "--out", old, "--device", "cpu").stdout.replace(str(old), str(out)) == first.stdout
+    words = ("train", "--from-run", old_record(out, tmp_path / "older"), "--out", tmp_path / "again", "--steps", 1)
+    run(*words, "--device", "cpu", "-q")
+    assert "pool" not in json.loads((tmp_path / "again" / "run.json").read_text())["request"]["arguments"]
+
+
+def test_a_run_that_used_what_is_gone_says_so(trained: tuple[Path, Any], tmp_path: Path) -> None:
+    old = old_record(trained[0], tmp_path / "old", pool="combined")
+    before = (old / "run.json").read_bytes()
+    for words in (("--resume", "--out", old), ("--from-run", old, "--out", tmp_path / "again")):
+        said = refused("train", *words, "--device", "cpu")
+        assert "run.json: made with pool = 'combined', which is gone: unconstrained images are drawn from all" in said
+    assert (old / "run.json").read_bytes() == before
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train x --pool combined", "--pool is gone: unconstrained images are drawn from all images"),
+        ("train x --objective kcl", "--objective is gone: pairs are learned by the paper's loss, MCL"),
+        ("train x --no-over-selected", "--no-over-selected is gone: pseudo-labels are averaged over all images"),
+        ("train x --pseudo-error-rate 0.1", "--pseudo-error-rate is gone: --error-rate is for pairs and pseudo-"),
+        ("pretrain x --out y --n-heads-scan 3", "--n-heads-scan is gone: --n-tries-scan tries several"),
+        ("pretrain x --out y --least-share-self-label 0.1", "is gone: the stage neighbour_label teaches"),
+        ("pretrain x --out y --restarts-k-means 3", "--restarts-k-means is gone: the stage linear_scan"),
+        ("pretrain x --out y --epochs-simsiam 3", "--epochs-simsiam is gone: the stage byol"),
+    ],
+)
+def test_a_flag_of_an_earlier_version_says_what_there_is_now(words: str, said: str) -> None:
+    assert said in refused(*words.split())
+
+
 def test_from_run_repeats_a_run_to_the_same_weights(trained: tuple[Path, Any], tmp_path: Path) -> None:
     run("train", "--from-run", trained[0] / "run.json", "--out", tmp_path / "again", "--device", "cpu", "-q")
     first, second = (load_model(place).state_dict() for place in (trained[0], tmp_path / "again"))
@@ -736,7 +782,10 @@ def test_help_fits_narrow_terminals_and_has_an_example(
 
 def test_help_of_train_has_a_flag_for_each_argument_of_its_methods() -> None:
     shown = run("train", "--help").stdout
-    for method in set(methods()) - set(STAGES):
+    owners = set(methods()) - set(STAGES)
+    assert "constraintmatch" in owners
+    for method in owners:
+        assert methods()[method]
         for name in methods()[method]:
             assert f"--{name.replace('_', '-')} " in shown
 

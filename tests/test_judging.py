@@ -163,7 +163,6 @@ def test_every_held_out_pair_has_an_image_that_no_training_pair_has(n_images: in
     seen = set(training.left.tolist()) | set(training.right.tolist())
     for left, right in zip(held_out.left.tolist(), held_out.right.tolist(), strict=True):
         assert left not in seen or right not in seen
-    assert np.isnan(training.implied(held_out.left, held_out.right)).all()
 
 
 def test_the_same_pairs_are_held_out_every_time_and_about_the_share() -> None:
@@ -191,7 +190,8 @@ def test_pairs_of_a_few_images_that_are_all_known_can_be_held_out() -> None:
     closed = Constraints.from_arrays(left, right, LABELS[left] == LABELS[right], n_images=30)
     training, held_out = hide_images(closed)
     assert 0 < len(held_out) < 0.4 * len(closed)
-    assert np.isnan(training.implied(held_out.left, held_out.right)).all()
+    seen = {*training.left.tolist(), *training.right.tolist()}
+    assert not any({one, other} <= seen for one, other in zip(held_out.left, held_out.right, strict=True))
 
 
 # What is judged

@@ -47,8 +47,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     row, folder = DATASETS["digits"], tmp_path_factory.mktemp("start") / "model"
     size = {"n_clusters": 10, "side": 8, "channels": 1, "backbone": "tiny"}
     model = build_model(mean=row.mean, std=row.std, **size)
-    images, settings = load_dataset("digits", "train"), method_settings("k_means", {"device": "cpu"})
-    save_model(run_method("k_means", model, images, arguments={"n_clusters": 10}, settings=settings).model, folder)
+    images, settings = load_dataset("digits", "train"), method_settings("linear_scan", {"device": "cpu"})
+    asked = {"n_clusters": 10, "n_tries": 4}
+    save_model(run_method("linear_scan", model, images, arguments=asked, settings=settings).model, folder)
     return folder
 
 

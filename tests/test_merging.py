@@ -10,13 +10,12 @@ import pytest
 from sklearn.cluster import KMeans
 
 from constraintmatch.constraints import Constraints
-from constraintmatch.errors import InputError
 from constraintmatch.evaluation import accuracy, embed, predict
 from constraintmatch.files import read_json
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.linear_heads import regression_head
 from constraintmatch.methods.merging import EMPTY, merge_clusters, merged_groups
-from constraintmatch.models import ClusterModel, build_model, with_clusters, with_head
+from constraintmatch.models import ClusterModel, build_model, with_head
 from constraintmatch.progress import Quiet
 from constraintmatch.running import Around, run_method
 from constraintmatch.training import TrainSettings
@@ -137,9 +136,6 @@ def test_a_merged_model_has_fewer_clusters_and_finds_the_kinds(stripes: ImageSet
 def test_a_model_stays_as_it_is_where_nothing_is_merged(stripes: ImageSet, wide: ClusterModel) -> None:
     apart = Constraints.from_lists(n_images=60, cannot_link=[(0, 1), (0, 2), (1, 2)])
     assert merge_clusters(wide, stripes, apart) is wide
-    several = with_clusters(wide, 3, n_heads=2)
-    with pytest.raises(InputError, match="constrained needs a model with one head, not 2"):
-        run_method("constrained", several, stripes, apart, settings=TrainSettings(steps=1, device="cpu"))
 
 
 @pytest.mark.parametrize("method", ["constrained", "pseudo_label", "constraintmatch"])

@@ -90,8 +90,8 @@ def test_new_heads_keep_the_backbone_and_leave_the_given_model_alone() -> None:
     model = build_model(n_clusters=4, side=8, channels=1)
     projected = with_projection(model, 16)
     assert projected.project(pixels(2, 1, 8)).shape == (2, 16)
-    clustered = with_clusters(projected, 6, n_heads=3).eval()
-    assert clustered(pixels(2, 1, 8)).shape == (2, 3, 6)
+    clustered = with_clusters(projected, 6).eval()
+    assert clustered(pixels(2, 1, 8)).shape == (2, 6)
     assert clustered.projection is None
     for ours, theirs in zip(model.backbone.parameters(), clustered.backbone.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -166,10 +166,21 @@ WRONG_FIELDS = {
     "mean": [0.5, ["a"], [float("nan")], [10**400]],
     "std": [0.25, [0], [-1.0], [float("inf")]],
     "n_clusters": ["4", -1, 10**12],
-    "n_heads": [0, None],
     "projection": [{}, 1.5],
     "trained": [{}, ["simclr"], "scan"],
 }
+
+
+def test_a_model_of_before_with_one_head_opens_and_one_with_several_says_what_to_do(tmp_path: Path) -> None:
+    save_model(build_model(n_clusters=4, side=8, channels=1), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("n_heads") == 1  # versions that knew several heads ask for it
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_model(tmp_path).config.n_clusters == 4
+    for heads in (3, 0, None):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "n_heads": heads}))
+        with pytest.raises(InputError, match=rf"config\.json: n_heads is {heads}; a model has one cluster head: keep"):
+            load_model(tmp_path)
 
 
 @pytest.mark.parametrize("field", WRONG_FIELDS)

@@ -409,18 +409,16 @@ def test_swap_clusters_swaps_the_two_of_each_row(p: Tensor, seed: int) -> None:
 # Pseudo-labels, self-labels
 
 
-def test_pseudo_label_loss_is_cross_entropy_over_the_batch_or_the_selected() -> None:
+def test_pseudo_label_loss_is_cross_entropy_over_the_batch() -> None:
     logits, guess = torch.randn(8, 5, generator=torch.Generator().manual_seed(0)).double(), rows(8, 5, 1)
     keep = torch.tensor([1, 0, 1, 1, 0, 0, 0, 1]).bool()
     total = F.cross_entropy(logits[keep], guess[keep].argmax(-1), reduction="sum")
     torch.testing.assert_close(pseudo_label_loss(logits, guess, keep), total / 8)
-    torch.testing.assert_close(pseudo_label_loss(logits, guess, keep, over_selected=True), total / 4)
-    for over in (False, True):
-        logits = logits.requires_grad_()
-        nothing = pseudo_label_loss(logits, guess, torch.zeros(8), over_selected=over)
-        assert nothing == 0
-        assert (torch.autograd.grad(nothing, logits)[0] == 0).all()
-        assert pseudo_label_loss(logits[:0], guess[:0], keep[:0], over_selected=over) == 0
+    logits = logits.requires_grad_()
+    nothing = pseudo_label_loss(logits, guess, torch.zeros(8))
+    assert nothing == 0
+    assert (torch.autograd.grad(nothing, logits)[0] == 0).all()
+    assert pseudo_label_loss(logits[:0], guess[:0], keep[:0]) == 0
 
 
 def test_soft_cross_entropy_is_torchs_with_probabilities_as_targets() -> None:
@@ -651,21 +649,3 @@ def test_the_losses_can_be_captured_in_a_cuda_graph() -> None:
         loss = step()
     graph.replay()
     torch.testing.assert_close(loss.cpu(), all_pairs_loss(q.cpu(), soft_links(p.cpu()), informative(p.cpu(), 0.5)))
-
-
-@given(seed=st.integers(0, 10_000), share=st.floats(0.05, 1.0))
-@settings(max_examples=30, deadline=None)
-def test_the_surest_share_of_every_cluster_takes_part(seed: int, share: float) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    guess = torch.rand(24, 4, generator=generator).softmax(-1)  # nobody is sure
-    logits = torch.randn(24, 4, generator=generator)
-    target, confidence = guess.argmax(-1), guess.amax(-1)
-    means = []
-    for cluster in target.unique():
-        rows = torch.nonzero(target == cluster).squeeze(1)
-        order = rows[confidence[rows].argsort(descending=True)]
-        kept = order[: max(1, math.ceil(share * len(rows) - 1e-6))]
-        means.append(F.cross_entropy(logits[kept], target[kept]))
-    found = balanced_confident_cross_entropy(logits, guess, min_confidence=0.99, least_share=share)
-    torch.testing.assert_close(found, torch.stack(means).mean(), rtol=1e-5, atol=1e-5)
-    assert float(balanced_confident_cross_entropy(logits, guess, min_confidence=0.99)) == 0

@@ -16,7 +16,7 @@ from paper_results import content, write, write_cells
 
 from constraintmatch.datasets import DATASETS
 from constraintmatch.errors import InputError
-from constraintmatch.paper.cells import PAPER_SETS, PUBLISHED_MEAN, Cell, grid_cells
+from constraintmatch.paper.cells import PAPER_SETS, Cell, grid_cells
 from constraintmatch.paper.published import METRICS, SETS, TABLE_1, TABLE_2, TABLE_3, PublishedRow, published
 from constraintmatch.paper.results import Comparison, Result, Row, compare, find_rows, read_results
 from constraintmatch.paper.tables import markdown, table1, table2, table3
@@ -337,16 +337,6 @@ def test_the_gain_over_the_start_stands_beside_the_papers(tmp_path: Path) -> Non
     assert table_cells(gain, "ConstraintMatch")[:4] == ["ConstraintMatch", "10,000", "+17.00", "+11.25"]
 
 
-def test_pseudo_labelling_as_the_published_code_has_it_is_a_row_of_its_own(tmp_path: Path) -> None:
-    plain = Cell("cifar100-20", "pseudo_label", 10_000)
-    cells = [plain, replace(plain, options=PUBLISHED_MEAN)]
-    text = table2(find_rows(read_results(write_cells(tmp_path, cells))), ["cifar100-20"])
-    assert table_cells(text, "Pseudo-labelling")[3:5] == ["53.00", "55.38"]
-    assert table_cells(text, "Pseudo-labelling, mean over the selected")[3:5] == ["53.00", "55.38"]
-    alone = table2(find_rows(read_results(write_cells(tmp_path / "alone", cells[:1]))), ["cifar100-20"])
-    assert "mean over the selected" not in alone
-
-
 def test_overclustering_with_the_head_first_is_a_row_and_a_comparison_of_its_own(tmp_path: Path) -> None:
     cells = [cell for cell in grid_cells("table3", sets=["cifar10"], folds=[0, 1]) if cell.method != "scan"]
     text = table3(find_rows(read_results(write_cells(tmp_path, cells))), ["cifar10"])
@@ -367,8 +357,8 @@ def test_a_cut_row_is_marked_and_not_set_beside_the_papers(tmp_path: Path) -> No
 def test_cut_variants_are_rows_of_their_own(tmp_path: Path) -> None:
     cells = grid_cells("table2", "table3", sets=["digits"], folds=[0], steps=3)
     rows = find_rows(read_results(write_cells(tmp_path, cells)))
-    mean = table_cells(table2(rows, ["digits"]), "Pseudo-labelling, mean over the selected, cut (3 steps)")
-    assert mean[2:4] == ["1", "53.00"]
+    plain = table_cells(table2(rows, ["digits"]), "Pseudo-labelling, cut (3 steps)")
+    assert plain[2:4] == ["1", "53.00"]
     wide = table3(rows, ["digits"])
     for said in ("the head first (ours)", "clusters merged first (ours)"):
         assert table_cells(wide, f"ConstraintMatch, {said}, cut (3 steps)")[2:6] == ["1", "57.00", "–", "–"]

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from constraintmatch.errors import InputError
-from constraintmatch.evaluation import predict, scores
 from constraintmatch.images import ImageSet
 from constraintmatch.methods import METHODS, Trained, ViewChoice
-from constraintmatch.methods.k_means import k_means
+from constraintmatch.methods.linear_scan import linear_scan
 from constraintmatch.models import ClusterModel, build_model, load_model, with_clusters, with_projection
 from constraintmatch.pretraining import (
     CHAINS,
@@ -105,8 +104,8 @@ def test_results_of_finished_stages_stay_as_they_were_measured(
 
 def test_another_pretext_task_takes_the_place_of_the_first() -> None:
     assert with_pretext(STAGES, "byol") == ("byol", "scan", "self_label")
-    assert with_pretext(("k_means",), "byol") == ("k_means",)
-    with pytest.raises(InputError, match="unknown pretext task 'moco'; known are simclr, byol, simsiam"):
+    assert with_pretext(("linear_scan",), "byol") == ("linear_scan",)
+    with pytest.raises(InputError, match="unknown pretext task 'moco'; known are simclr, byol"):
         with_pretext(STAGES, "moco")
 
 
@@ -144,34 +143,8 @@ def test_self_labelling_averages_its_weights_over_the_last_tenth(
     assert seen[0].steps > 10 >= seen[2].steps
 
 
-def test_k_means_places_what_features_tell_apart(stripes: ImageSet) -> None:
-    settings = TrainSettings(device="cpu", lr=0.2)
-    features = METHODS["simclr"](fresh(), stripes, epochs=8, projection=16, settings=settings).model
-    model, log = k_means(features, stripes, n_clusters=3, settings=TrainSettings(device="cpu"))
-    assert scores(stripes.labels, predict(model, stripes))["acc"] > 0.8
-    assert log[-1]["acc"] == scores(stripes.labels, predict(model, stripes))["acc"]
-    for ours, theirs in zip(model.backbone.parameters(), features.backbone.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-    two, _ = k_means(features, stripes, n_clusters=2, settings=TrainSettings(device="cpu"))
-    assert set(predict(two, stripes).clusters.tolist()) == {0, 1}
-
-
-def test_the_head_of_k_means_answers_with_its_clusters(stripes: ImageSet) -> None:
-    """In the features of an untrained network too, the head repeats k-means for nearly every image."""
-    from sklearn.cluster import KMeans
-
-    from constraintmatch.evaluation import accuracy, embed
-
-    start = with_projection(fresh(), 8)
-    model, _ = k_means(start, stripes, n_clusters=4, settings=TrainSettings(device="cpu"))
-    unit = embed(start, stripes, projected=True)
-    unit = unit / np.linalg.norm(unit, axis=1, keepdims=True)
-    best = KMeans(4, n_init=10, random_state=0).fit_predict(unit)
-    assert accuracy(best, predict(model, stripes).clusters) > 0.8
-
-
 def test_scan_keeps_a_head_that_fits(stripes: ImageSet) -> None:
-    start, _ = k_means(with_projection(fresh(), 8), stripes, n_clusters=3, settings=TrainSettings(device="cpu"))
+    start = with_clusters(fresh(), 3)
     before = start.head.weight.clone()
     still = TrainSettings(device="cpu", optimizer="sgd", lr=1e-12, weight_decay=0.0)
     after = METHODS["scan"](start, stripes, n_clusters=3, epochs=1, settings=still).model
@@ -196,8 +169,9 @@ def test_a_resumed_chain_says_the_same(stripes: ImageSet, made: tuple[Path, Clus
 
 
 def test_a_stage_that_comes_again_is_made_anew_in_a_folder_of_its_own(stripes: ImageSet, tmp_path: Path) -> None:
-    twice = ("k_means", "self_label", "k_means")
-    options = {"recipe": {"self_label": {"min_confidence": 0.3, "epochs": 2}}, "settings": CPU}
+    twice = ("linear_scan", "self_label", "linear_scan")
+    quick = {"self_label": {"min_confidence": 0.3, "epochs": 2}, "linear_scan": {"n_tries": 1}}
+    options = {"recipe": quick, "settings": CPU}
     plain = pretrain(fresh(), stripes, 3, stages=twice, **options)
     kept = {**options, "around": Around(tmp_path / "runs"), "results": tmp_path / "results"}
     for _ in range(2):  # the second time all is finished
@@ -205,7 +179,7 @@ def test_a_stage_that_comes_again_is_made_anew_in_a_folder_of_its_own(stripes: I
         assert [entry["method"] for entry in model.config.trained] == list(twice)
         for name, value in plain.state_dict().items():
             assert torch.equal(value, model.state_dict()[name])
-    names = ["start-k_means-2.json", "start-k_means.json", "start-self_label.json"]
+    names = ["start-linear_scan-2.json", "start-linear_scan.json", "start-self_label.json"]
     assert sorted(path.name for path in (tmp_path / "results").iterdir()) == names
 
 
@@ -242,7 +216,7 @@ def test_bad_requests_get_one_line(stripes: ImageSet) -> None:
     with pytest.raises(InputError, match="of one colour"):
         pretrain(fresh(), grey, 3)
     with pytest.raises(InputError, match="61 clusters for 60 images"):
-        k_means(fresh(), stripes, n_clusters=61, settings=TrainSettings(device="cpu"))
+        linear_scan(fresh(), stripes, n_clusters=61, settings=TrainSettings(device="cpu"))
     with pytest.raises(InputError, match="scan has no option 'epoch'"):
         split_options("scan", {"epoch": 3})
     with pytest.raises(InputError, match="scan counts epochs, not steps"):
@@ -253,9 +227,6 @@ def test_bad_requests_get_one_line(stripes: ImageSet) -> None:
         run_method("scan", fresh(), stripes)
     with pytest.raises(InputError, match="constrained has no argument 'tau'"):
         run_method("constrained", fresh(3), stripes, arguments={"tau": 1})
-    same = ImageSet.from_arrays(np.repeat(stripes.images[:1], 20, axis=0))
-    with pytest.raises(InputError, match="tells only 1 kinds"):
-        k_means(fresh(), same, n_clusters=3, settings=TrainSettings(device="cpu"))
 
 
 def test_views_of_the_run_reach_the_methods(stripes: ImageSet) -> None:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from constraintmatch import cli
 
@@ -32,13 +33,28 @@ def test_the_first_commands_are_make_demo_and_make_test() -> None:
 
 
 def test_every_command_and_flag_of_the_readme_exists() -> None:
-    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    names = {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}
-    for line in re.findall(r"^constraintmatch .*$", README, re.MULTILINE):
-        _, name, *words = line.split()
-        assert name in names
-        for word in words:
-            assert not word.startswith("--") or word in page
+    known = commands_and_flags()
+    lines = re.findall(r"(?:^|`)constraintmatch ([a-z][^`\n]*)", README.replace("\\\n", " "), re.MULTILINE)
+    assert len(lines) > 5
+    for line in lines:
+        name, *words = line.split("#")[0].split()
+        assert name in known, line
+        flags = {word.partition("=")[0] for word in words if word.startswith("-")}
+        assert flags <= known[name], f"{line}: {name} has no {sorted(flags - known[name])}"
+
+
+def commands_and_flags() -> dict[str, set[str]]:
+    commands = get_command(cli.app).commands  # type: ignore[attr-defined]
+    return {
+        name: {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+        for name, command in commands.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["train", "loop"])
+def test_flags_that_a_command_lacks_are_not_among_those_it_has(name: str) -> None:
+    assert "--out" in commands_and_flags()[name]
+    assert not {"--", "--ou", "--output"} & commands_and_flags()[name]
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")  # three steps make poor clusters

@@ -243,7 +243,9 @@ def test_large_colour_images_are_reduced(make_run: MakeRun) -> None:
     pixels = np.full((4, 96, 96, 3), (200, 60, 20), np.uint8)
     images = ImageSet.from_arrays(pixels)
     page = Page(report_html(make_run(), images, soft_guess(np.zeros(4, np.int64), 2)))
-    for attributes, picture in embedded(page):
+    shown = list(embedded(page))
+    assert shown
+    for attributes, picture in shown:
         assert picture.size == (64, 64)
         assert np.abs(np.asarray(picture.convert("RGB"), int) - [200, 60, 20]).max() <= 6  # lossy
         assert "class" not in attributes
@@ -463,7 +465,10 @@ def test_headings_and_tables_are_marked_up(make_run: MakeRun, stripes: ImageSet)
     page = Page(html)
     assert len(page.all("h1")) == 1
     levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch(r"h[1-6]", tag)]
+    assert len(levels) > 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
+    for tag in ("th", "svg", "img"):
+        assert page.all(tag), tag
     assert all(attributes.get("scope") in {"row", "col"} for attributes in page.all("th"))
     assert all(attributes.get("aria-label") or attributes.get("aria-hidden") for attributes in page.all("svg"))
     assert all(attributes.get("alt") for attributes in page.all("img"))
@@ -535,7 +540,9 @@ def test_lines_stay_inside_the_drawing(lines: list[list[float]], shares: bool) -
     series = [Series(f"line {n}", tuple(enumerate(values, 1))) for n, values in enumerate(lines)]
     figure = line_chart("Title & more", series, shares=shares)
     Page(figure)
-    for points in re.findall(r'points="([^"]*)"', figure):
+    drawn = re.findall(r'points="([^"]*)"', figure)
+    assert len(drawn) == (len(lines) if max(map(len, lines)) > 1 else 0)  # single values stand as numbers
+    for points in drawn:
         for x, y in (map(float, point.split(",")) for point in points.split()):
             assert 52 <= x <= 468.1
             assert 11.9 <= y <= 200.1

@@ -50,7 +50,9 @@ def test_the_page_is_current() -> None:
 
 def test_its_figures_show_the_numbers_of_the_results() -> None:
     """By the digest in the files: the bytes differ between versions of matplotlib."""
-    for shown in drawings(find_rows(read_results(RESULTS))):
+    every = drawings(find_rows(read_results(RESULTS)))
+    assert every
+    for shown in every:
         for suffix in (".png", ".svg"):
             path = DOCS / "figures" / f"{shown.stem}{suffix}"
             assert path.is_file(), ADVICE

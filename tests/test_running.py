@@ -30,7 +30,7 @@ def run(images: ImageSet, out: Path | None = None, *, resume: bool = False) -> T
         build_model(n_clusters=3, side=8, channels=1, seed=1),
         images,
         Constraints.sample(images.labels, 40, seed=0),
-        arguments={**ARGUMENTS, "pool": "combined"},
+        arguments=ARGUMENTS,
         settings=SETTINGS,
         around=Around(out, resume=resume),
     )

@@ -625,7 +625,7 @@ def test_a_value_that_may_diverge_is_tried_all_the_same(start: Path, tmp_path: P
         ("--grid lr=a", "--grid lr=a: write a name and numbers"),
         ("--grid lr=", "no values for lr"),
         ("--grid lr=-1", "lr is -1.0; it must be a positive number"),
-        ("--grid pool=1", "cannot search over 'pool'; constraintmatch has error_rate, flip_fraction"),
+        ("--grid links=1", "cannot search over 'links'; constraintmatch has error_rate, flip_fraction"),
         ("--method scan", "no search for 'scan'; there is one for constrained, pseudo_label"),
         ("--trials 5", "--trials goes with --sampler tpe; the grid has 240 points"),
         ("--sampler tpe", "say how many trials"),

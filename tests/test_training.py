@@ -501,6 +501,7 @@ def test_prefetched_batches_are_the_same() -> None:
     fit(plain, numbers, squares, CPU)
     fit(ahead, spy, squares, CPU, prefetch=True)
     assert_equal(weights(plain), weights(ahead))
+    assert threads
     assert all(name.startswith("batches") for name in threads)
     assert steps == list(range(CPU.steps))  # none that nobody takes
 

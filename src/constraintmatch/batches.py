@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from constraintmatch.constraints import Constraints
@@ -29,7 +28,6 @@ __all__ = [
     "Views",
     "derive_seed",
     "map_tensors",
-    "unconstrained_rows",
 ]
 
 B = TypeVar("B")
@@ -110,32 +108,27 @@ def _fits(size: int, device: torch.device) -> bool:
 
 
 class Shuffled:
-    """Rows of step t: epoch after epoch of shuffled items, each epoch's last incomplete batch left out.
+    """Rows of step t, of n: epoch after epoch in random order, each epoch's last incomplete batch left out.
 
-    With fewer items than `batch` a step sees all of them. `items` are the rows to draw from, or their number.
+    With fewer rows than `batch` a step sees all of them.
     """
 
-    def __init__(
-        self, items: int | NDArray[np.int64], batch: int, seed: int, device: torch.device | str = "cpu"
-    ) -> None:
-        self.items = torch.arange(items) if isinstance(items, int) else torch.from_numpy(np.ascontiguousarray(items))
-        if len(self.items) == 0:
+    def __init__(self, n: int, batch: int, seed: int, device: torch.device | str = "cpu") -> None:
+        if n == 0:
             raise InputError("there is nothing to draw batches from: the set is empty")
         if batch < 1:
             raise InputError(f"{batch} images or pairs a step: ask for 1 or more")
-        self.batch = min(batch, len(self.items))
-        self.steps_per_epoch = len(self.items) // self.batch
+        self.n, self.batch = n, min(batch, n)
+        self.steps_per_epoch = n // self.batch
         self.seed = seed
         self.device = torch.device(device)
-        self._epoch = -1
-        self._order = self.items
+        self._epoch, self._order = -1, torch.empty(0)
 
     def __call__(self, step: int) -> Tensor:
         epoch, position = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:  # one upload an epoch, none in between
             generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
-            order = torch.randperm(len(self.items), generator=generator)
-            self._order, self._epoch = self.items[order].to(self.device), epoch
+            self._order, self._epoch = torch.randperm(self.n, generator=generator).to(self.device), epoch
         return self._order[position * self.batch : (position + 1) * self.batch]
 
 
@@ -187,10 +180,3 @@ class PairSource:
         images = self.maker(self.view, self.store.take(self.rows(step)), step, "pairs")
         left, right = images.chunk(2)
         return PairBatch(left, right, self.link[chosen], self.weight[chosen])
-
-
-def unconstrained_rows(constraints: Constraints, n_images: int) -> NDArray[np.int64]:
-    """Rows that no constraint names; every row when none is left over."""
-    free = np.ones(n_images, dtype=bool)
-    free[constraints.left] = free[constraints.right] = False
-    return np.flatnonzero(free) if free.any() else np.arange(n_images)

@@ -47,15 +47,6 @@ class Components:
     component: NDArray[np.int64]
     cannot: NDArray[np.int64]
 
-    def implied(self, left: ArrayLike, right: ArrayLike) -> NDArray[np.float32]:
-        """1 where the pairs are settled as must-link, 0 as cannot-link, NaN where nothing is known."""
-        first, second = (self.component[np.asarray(side, np.int64)] for side in (left, right))
-        n = len(self.component)
-        keys = pair_graph.pair_keys(first, second, n)
-        known = np.append(self.cannot[:, 0] * n + self.cannot[:, 1], np.iinfo(np.int64).max)
-        apart = known[np.searchsorted(known, keys)] == keys
-        return np.where(first == second, 1, np.where(apart, 0, np.nan)).astype(np.float32)
-
 
 @dataclass(frozen=True, eq=False)
 class Constraints:
@@ -325,10 +316,6 @@ class Constraints:
         n = max(self.n_images, 1)
         keys = np.unique(pair_graph.pair_keys(first, second, n)[first != second])
         return Components(component, np.stack([keys // n, keys % n], axis=1))
-
-    def implied(self, left: ArrayLike, right: ArrayLike) -> NDArray[np.float32]:
-        """1, 0 or NaN for pairs that are settled as must-link or cannot-link, or not; see `component_constraints`."""
-        return self.component_constraints().implied(left, right)
 
     def close(self, *, max_pairs: int = 10_000_000) -> "Constraints":
         """The merged pairs and all they imply: must-links within components, cannot-links between them.

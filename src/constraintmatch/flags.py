@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from constraintmatch.progress import say_error
+from constraintmatch.runs import GONE
 
 __all__ = [
     "Argument",
@@ -32,8 +33,14 @@ __all__ = [
 ]
 
 # What `pretrain` can run; `train` runs the other methods.
-STAGES = ("simclr", "byol", "simsiam", "k_means", "linear_scan", "scan", "self_label", "neighbour_label")
-_NOT_FLAGS = {"n_clusters", "settings", "views", "job"}  # n_clusters is --clusters
+STAGES = ("simclr", "byol", "linear_scan", "scan", "self_label", "neighbour_label")
+_NOT_FLAGS = {"n_clusters", "settings", "views", "job", "pseudo_error_rate"}  # n_clusters is --clusters
+_INSTEAD = {  # what there is in the place of flags that there were
+    **{name: said for name, (_, said) in GONE.items()},
+    "k_means": "the stage linear_scan finds better clusters as fast",
+    "pseudo_error_rate": "--error-rate is for pairs and pseudo-constraints alike",
+    "simsiam": "the stage byol learns better features",
+}
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
 _MEANINGS = {
     "averaged": "Share of the steps, the last ones, whose weights are averaged.",
@@ -55,7 +62,6 @@ _MEANINGS = {
     "hard_threshold": "μ: links from here on are must-links, with --links hard.",
     "hidden": "Width inside projector and predictor.",
     "images_per_step": "Images in a step.",
-    "least_share": "Share of each cluster's images that take part in any case.",
     "links": "Pseudo-constraints: soft or hard.",
     "log_every": "Steps between lines of log.jsonl.",
     "lr": "Learning rate.",
@@ -64,17 +70,12 @@ _MEANINGS = {
     "min_confidence": "τ: guesses with this confidence or more take part.",
     "momentum": "Momentum of sgd.",
     "most_images": "Images that take part at most.",
-    "n_heads": "Cluster heads; the best one is kept.",
     "n_neighbours": "Neighbours of an image.",
     "n_tries": "Linear heads tried on the frozen features; 0: begin at random.",
-    "objective": "Loss of a pair: mcl or kcl.",
     "optimizer": "sgd or adam.",
-    "over_selected": "Mean over the selected images, not over all of a step.",
     "pairs_per_step": "Constrained pairs in a step.",
-    "pool": "Unconstrained images: all or combined.",
     "projection": "Width of the projection head.",
     "predictor_rate": "The predictor's learning rate as a multiple of the others'.",
-    "pseudo_error_rate": "Share of the pseudo-constraints thought to be wrong; as --error-rate without it.",
     "pseudo_weight": "λ: weight of the unconstrained images' loss.",
     "recipe": "safe: keep the start unless held-out pairs say that training is better; paper: as published.",
     "reach": "How far what is known of an image counts: nearer to 1, further.",
@@ -147,8 +148,17 @@ def _usage_error(error: Exception) -> int:
         typer.echo(said(), err=True)
         return 2
     more = f" (see {context.command_path} --help)" if context is not None else ""
+    flag = str(getattr(error, "option_name", ""))
+    if instead := _instead(flag):
+        return say_error(f"error: {flag} is gone: {instead}{more}", 2)
     text = said().strip().rstrip(".")
     return say_error(f"error: {text[:1].lower()}{text[1:]}{more}", 2)
+
+
+def _instead(flag: str) -> str | None:
+    """What there is in the place of a flag of earlier versions; None for one that never was."""
+    name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+    return next((said for gone, said in _INSTEAD.items() if name.startswith(gone) or name.endswith(f"_{gone}")), None)
 
 
 @dataclass(frozen=True)

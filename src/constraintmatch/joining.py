@@ -125,5 +125,3 @@ def _check(models: Sequence[ClusterModel]) -> None:
                 f"models for {first.side} and {other.side} pixels, {first.channels} and {other.channels} channels "
                 "cannot be joined: they must take the same images"
             )
-    if first.n_heads > 1:
-        raise InputError("the first model has several heads: finish its SCAN first")

@@ -52,7 +52,6 @@ class ModelConfig:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     n_clusters: int = 0  # 0: no cluster head yet (a model fresh from its pretext task)
-    n_heads: int = 1  # several only while SCAN chooses among them
     projection: int = 0  # width of the projection head of a pretext task; 0: none
     trained: tuple[Mapping[str, Any], ...] = ()  # one entry a stage: method, data, steps
 
@@ -68,7 +67,7 @@ class ClusterModel(nn.Module):
         self.config = config
         self.backbone, width = _backbone(config, pretrained)
         self.width = width
-        self.head = nn.Linear(width, config.n_clusters * config.n_heads) if config.n_clusters else None
+        self.head = nn.Linear(width, config.n_clusters) if config.n_clusters else None
         self.projection = _projection(width, config.projection) if config.projection else None
         shape = (1, config.channels, 1, 1)
         most = 1 if config.side == 1 else 255
@@ -88,14 +87,12 @@ class ClusterModel(nn.Module):
         return cast(Tensor, self.backbone(images.float() * scale + shift))
 
     def classify(self, features: Tensor) -> Tensor:
-        """Cluster logits of features: (n, k), or (n, heads, k) while there are several heads."""
+        """Cluster logits (n, k) of features."""
         if self.head is None:
             raise InputError(
                 "this model has no cluster head yet: train it with scan, constrained or constraintmatch first"
             )
-        logits = cast(Tensor, self.head(features))
-        heads, k = self.config.n_heads, self.config.n_clusters
-        return logits if heads == 1 else logits.view(-1, heads, k)
+        return cast(Tensor, self.head(features))
 
     def forward(self, images: Tensor) -> Tensor:
         return self.classify(self.features(images))
@@ -190,9 +187,9 @@ class _Undrawn(TorchFunctionMode):
         return function(*args, **named)
 
 
-def with_clusters(model: ClusterModel, n_clusters: int, *, n_heads: int = 1, seed: int = 0) -> ClusterModel:
+def with_clusters(model: ClusterModel, n_clusters: int, *, seed: int = 0) -> ClusterModel:
     """The same backbone under a fresh cluster head, without a projection; the given model is left as it is."""
-    config = replace(model.config, n_clusters=n_clusters, n_heads=n_heads, projection=0)
+    config = replace(model.config, n_clusters=n_clusters, projection=0)
     return _on_backbone(model, config, seed)
 
 
@@ -208,7 +205,7 @@ def with_head(model: ClusterModel, weight: torch.Tensor, bias: torch.Tensor) -> 
 
 def with_projection(model: ClusterModel, width: int = 128, *, seed: int = 0) -> ClusterModel:
     """The same backbone under a fresh projection head, without clusters."""
-    return _on_backbone(model, replace(model.config, n_clusters=0, n_heads=1, projection=width), seed)
+    return _on_backbone(model, replace(model.config, n_clusters=0, projection=width), seed)
 
 
 def save_model(model: ClusterModel, folder: Path | str, *, half: bool = False) -> None:
@@ -221,7 +218,7 @@ def save_model(model: ClusterModel, folder: Path | str, *, half: bool = False) -
         for name, value in model.state_dict().items()
     }
     write_atomically(folder / "model.safetensors", lambda path: save_file(weights, path, {"format": "pt"}))
-    write_json(folder / "config.json", {"format": FORMAT, **asdict(model.config)})
+    write_json(folder / "config.json", {"format": FORMAT, **asdict(model.config), **_ONE_HEAD})
 
 
 def model_folder(path: Path | str) -> Path:
@@ -280,6 +277,7 @@ def _some(keys: list[str], limit: int = 8) -> str:
     return ", ".join(keys[:limit]) + (f" and {len(keys) - limit} more" if len(keys) > limit else "")
 
 
+_ONE_HEAD = {"n_heads": 1}  # in config.json: versions that knew several ask for it
 _MOST = 1_000_000  # of anything that a network has: what is more is a slip, and would fill the memory
 
 
@@ -300,7 +298,6 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mean": (_numbers, "a list of numbers"),
     "std": (lambda value: _numbers(value, 1 / FLOAT32), "a list of numbers over 0"),
     "n_clusters": _whole(0),
-    "n_heads": _whole(1),
     "projection": _whole(0),
     "trained": (
         lambda value: isinstance(value, list) and all(isinstance(one, dict) for one in value),
@@ -313,6 +310,9 @@ def _read_config(path: Path) -> ModelConfig:
     values = read_json(path)
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
         raise InputError(f"{path}: not a model configuration of format {FORMAT}")
+    if (heads := values.pop("n_heads", 1)) != 1:
+        mend = "keep the rows of one of them in head.weight and head.bias, and set n_heads to 1"
+        raise InputError(f"{path}: n_heads is {reprlib.repr(heads)}; a model has one cluster head: {mend}")
     known = ModelConfig.__dataclass_fields__.keys()
     if values.keys() != known:
         odd = sorted(values.keys() ^ known)

@@ -171,15 +171,12 @@ def swap_clusters(p: Tensor, swap: Tensor) -> Tensor:
     return p.scatter(-1, swap, p.gather(-1, swap.flip(-1)))
 
 
-def pseudo_label_loss(logits: Tensor, guess: Tensor, keep: Tensor, *, over_selected: bool = False) -> Tensor:
+def pseudo_label_loss(logits: Tensor, guess: Tensor, keep: Tensor) -> Tensor:
     """Naive pseudo-labelling, L^CE: cross-entropy of the strong views' logits against argmax of `guess` on kept rows.
 
-    Both are (n, k). Divided by all n rows, as FixMatch does, so that few sure rows pull little; `over_selected` divides
-    by the kept ones.
+    Both are (n, k). Divided by all n rows, as FixMatch does, so that few sure rows pull little.
     """
     losses = _cross_entropies(logits, guess.argmax(-1))
-    if over_selected:
-        return _weighted(losses, keep)
     return (losses * keep.to(losses.dtype)).sum() / max(1, len(losses))
 
 
@@ -209,21 +206,15 @@ def scan_loss(p_anchor: Tensor, p_neighbour: Tensor, *, entropy_weight: float = 
     return ScanTerms(consistency, entropy, consistency - entropy_weight * entropy)
 
 
-def balanced_confident_cross_entropy(
-    logits: Tensor, guess: Tensor, *, min_confidence: float = 0.99, least_share: float = 0.0
-) -> Tensor:
+def balanced_confident_cross_entropy(logits: Tensor, guess: Tensor, *, min_confidence: float = 0.99) -> Tensor:
     """Self-labelling: cross-entropy of strong logits against argmax of `guess` on confident rows, clusters balanced.
 
     Both are (n, k). A row weighs 1 / (confident rows with its target); the weighted mean is then the mean over the
-    clusters present of their mean losses. 0 with a graph if no row is confident. Of each cluster's rows the surest
-    `least_share` take part in any case: a cluster of which no image is sure would else lose them all.
+    clusters present of their mean losses. 0 with a graph if no row is confident.
     """
     target = guess.argmax(-1)
     losses = _cross_entropies(logits, target)
-    chosen = confident(guess, min_confidence)
-    if least_share > 0:
-        chosen = chosen | _surest(guess.amax(-1), target, least_share)
-    keep = chosen.to(losses.dtype)
+    keep = confident(guess, min_confidence).to(losses.dtype)
     clusters = torch.arange(guess.shape[-1], device=guess.device)
     counts = ((target[:, None] == clusters) * keep[:, None]).sum(0)
     return _weighted(losses, keep / counts.clamp(min=1)[target])
@@ -244,13 +235,6 @@ def _lifted(tensor: Tensor) -> Tensor:
 
 def _log(x: Tensor) -> Tensor:
     return x.clamp(torch.finfo(x.dtype).tiny, None).log()
-
-
-def _surest(confidence: Tensor, target: Tensor, share: float) -> Tensor:
-    """Which rows (n,) are among the surest share of those with the same target; ties all are or all are not."""
-    same = target[:, None] == target[None, :]
-    surer = (same & (confidence[None, :] > confidence[:, None])).sum(1)
-    return surer < share * same.sum(1)
 
 
 def _entropy(p: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from constraintmatch.models import ClusterModel, build_model, default_backbone, 
 from constraintmatch.pretraining import ORDER, PRETEXTS, SHORT_STAGES, training_size
 from constraintmatch.progress import Reporter
 from constraintmatch.running import method_arguments, method_settings, rehearse_step
+from constraintmatch.runs import current_request
 from constraintmatch.sources import ClassFolders, Data, OnConflict, Pairs, open_data, open_pairs
 from constraintmatch.training import TrainSettings, choose_device
 from constraintmatch.views import check_operation_names
@@ -409,7 +410,7 @@ def _recorded(request: Train) -> Train:
         raise InputError(f"{file}: not the record of a training; name a run folder or its run.json")
     if request.from_run is None and isinstance(how := run.get("how"), dict):  # of this very run
         request = replace(request, settings={**how, **request.settings})
-    return _filled(replace(request, from_run=file), asked, file.with_name("pairs.csv"))
+    return _filled(replace(request, from_run=file), current_request(asked, file), file.with_name("pairs.csv"))
 
 
 def _recorded_arguments(asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The self-supervised start: a pretext task, clusters (linear heads, k-means or SCAN), self-labelling; each a run."""
+"""The self-supervised start: a pretext task, clusters (linear heads or SCAN), self-labelling; each a run."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -49,8 +49,8 @@ __all__ = [
 
 STAGES = ("simclr", "scan", "self_label")  # the paper's start
 SHORT_STAGES = ("simclr", "linear_scan")  # the one that a training makes by itself
-PRETEXTS = ("simclr", "byol", "simsiam")  # what the features are learnt by; a start has one of them
-ORDER = (*PRETEXTS, "k_means", "linear_scan", "scan", "self_label", "neighbour_label")
+PRETEXTS = ("simclr", "byol")  # what the features are learnt by; a start has one of them
+ORDER = (*PRETEXTS, "linear_scan", "scan", "self_label", "neighbour_label")
 CHAINS = {
     "scan": STAGES,
     "byol": ("byol", "scan", "self_label", "linear_scan"),
@@ -59,7 +59,7 @@ CHAINS = {
 }
 OWN_CHAIN = "own"  # for images that are no data set of the paper: steady on few of them (decisions 023 and 041)
 MOST_LR = 0.02  # of a round; with few answers a higher rate is unstable (docs/lab-notes.md: 0.05 on digits)
-_LENGTHS = ("epochs", "n_tries", "restarts")  # arguments that say how long a stage takes
+_LENGTHS = ("epochs", "n_tries")  # arguments that say how long a stage takes
 Recipe = Mapping[str, Mapping[str, Any]]  # of each stage its arguments and training settings
 
 
@@ -131,7 +131,7 @@ def pretrain(
     for number, stage in enumerate(stages):
         folder = _folder_name(stage, list(stages[:number]).count(stage))
         chosen, changes = split_options(stage, (recipe or {}).get(stage, {}))
-        chosen |= {"n_clusters": n_clusters} if stage in ("k_means", "linear_scan", "scan") else {}
+        chosen |= {"n_clusters": n_clusters} if stage in ("linear_scan", "scan") else {}
         ours = method_settings(stage, {**changes, **(settings or {})})
         place = replace(around.within(folder), resume=True)  # of the same command
         target = None if results is None else results / f"{name}-{folder}.json"
@@ -179,8 +179,9 @@ def _shortened(stage: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options with as little to do as they allow: one epoch, one try; what is too little already stays so."""
     known = method_arguments(stage)
     asked = {key: options.get(key, known[key].default) for key in _LENGTHS if key in known}
-    least = {"least_share": options.get("least_share") or 0.5} if stage == "self_label" else {}  # else none is sure
-    return {**options, **{key: min(value, 1) for key, value in asked.items()}, **least}
+    right = isinstance(options.get("min_confidence", 0.0), int | float)
+    sure = {"min_confidence": 0.0} if stage == "self_label" and right else {}  # else no image of noise is
+    return {**options, **{key: min(value, 1) for key, value in asked.items()}, **sure}
 
 
 def _folder_name(stage: str, before: int) -> str:

@@ -20,10 +20,8 @@ from constraintmatch.answers import (
     Answer,
     Known,
     Question,
-    constraints_of,
     implied_groups,
     known_from,
-    links_of,
 )
 from constraintmatch.draws import Purpose
 from constraintmatch.errors import InputError
@@ -42,10 +40,8 @@ __all__ = [
     "Landscape",
     "Question",
     "certain_share",
-    "constraints_of",
     "implied_groups",
     "landscape_of",
-    "links_of",
     "next_questions",
     "question_about",
 ]
@@ -60,7 +56,7 @@ Pairs = set[tuple[int, int]]  # smaller row first
 SOON = 200  # answers until an image that made somebody unsure may come again
 _POOL = 10_000  # the best by hardness and density; distances are measured among these only
 _ROUNDS = 64  # of random pairs, each with every image once, before the search for an unsettled one ends
-# What distance counts against hardness and density. After 400 answers the linear probe of benchmarks/questions.py is
+# What distance counts against hardness and density. After 400 answers the linear probe of research/questions.py is
 # right on 88.4 % of the images with 2, 87.8 % with 4, 87.0 % with 1; on 65.3 % with 1/2 and on 52.1 % with 0.
 _DIVERSITY = 2.0
 

@@ -208,8 +208,7 @@ def informed(start: "ClusterModel", frozen: "Frozen", answers: Sequence[Answer])
 
 def head_belief(model: "ClusterModel", frozen: "Frozen") -> Belief:
     """What a model with that backbone believes, without a pass over the images."""
-    has_one = model.config.n_clusters and model.config.n_heads == 1
-    return Belief.of(frozen.features, frozen.probabilities(model) if has_one else None)
+    return Belief.of(frozen.features, frozen.probabilities(model) if model.config.n_clusters else None)
 
 
 def image_belief(
@@ -221,7 +220,7 @@ def image_belief(
     """
     from constraintmatch.evaluation import embed, predict
 
-    if model.config.n_clusters == 0 or model.config.n_heads > 1:
+    if model.config.n_clusters == 0:
         return Belief.of(embed(model, images, device=device, progress=progress))
     found = predict(model, images, features=True, device=device, progress=progress)
     assert found.features is not None

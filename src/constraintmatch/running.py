@@ -114,7 +114,7 @@ def run_method(
             constraints.write(run.path / "pairs.csv", names=images.names)
         job = replace(job, run=run)
         trained, log = METHODS[name](model, images, **given, **chosen, settings=settings, views=around.views, job=job)
-        if not read_log(run.path):  # a method without steps, like k_means, has no loop that would have logged
+        if not read_log(run.path):  # a method without steps, like linear_scan, has no loop that would have logged
             for entry in log:
                 run.log(entry)
         log = read_log(run.path)  # of earlier parts too, where the run was resumed

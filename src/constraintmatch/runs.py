@@ -25,8 +25,11 @@ from constraintmatch.errors import InputError
 from constraintmatch.files import folder_lock, parse_json, read_json, write_atomically, write_json
 
 __all__ = [
+    "GONE",
     "OtherRequest",
     "RunFolder",
+    "current_arguments",
+    "current_request",
     "environment",
     "flat_items",
     "is_finished",
@@ -36,6 +39,13 @@ __all__ = [
 ]
 
 FORMAT = 1
+GONE: dict[str, tuple[Any, str]] = {  # arguments of earlier versions: their default, and what there is now
+    "least_share": (0.0, "the stage neighbour_label teaches every cluster"),
+    "n_heads": (1, "--n-tries-scan tries several linear heads and keeps the best"),
+    "objective": ("mcl", "pairs are learned by the paper's loss, MCL"),
+    "over_selected": (False, "pseudo-labels are averaged over all images of a step"),
+    "pool": ("all", "unconstrained images are drawn from all images"),
+}
 _WRITTEN_FIRST = ("run.json", "pairs.csv", "merged.json")  # before the first step
 _OWN_BYTES = 2 << 30  # of GPU memory that a process holds beside its tensors, generously
 
@@ -106,7 +116,7 @@ def open_run(
             raise InputError(f"{path}: holds a run already; continue it with --resume or choose another --out")
         run = RunFolder(path, _fresh(record))
         if stored is not None:
-            _same_request(stored["request"], run.record["request"], path, since or {})
+            _same_request(current_request(stored["request"], path), run.record["request"], path, since or {})
             run = RunFolder(path, {**stored, "request": run.record["request"]}, resumed=True)
         if run.finished:
             if run.record != stored:
@@ -141,6 +151,24 @@ def _folder_made_for(path: Path) -> Iterator[None]:
             for place in made:
                 place.rmdir()
         raise
+
+
+def current_arguments(arguments: Mapping[str, Any], place: Path | str) -> dict[str, Any]:
+    """The arguments of a record at `place` without those of `GONE`; one that was not its default is an InputError."""
+    for name, (default, instead) in GONE.items():
+        if (value := arguments.get(name, default)) != default:
+            raise InputError(f"{place}: made with {name} = {value!r}, which is gone: {instead}; train anew without it")
+    return {name: value for name, value in arguments.items() if name not in GONE}
+
+
+def current_request(request: Mapping[str, Any], place: Path | str) -> dict[str, Any]:
+    """A stored request as this version writes it."""
+    held = {name: value for name, value in request.items() if isinstance(value, dict)}
+    if "arguments" in held:
+        held["arguments"] = current_arguments(held["arguments"], place)
+    if "model" in held:
+        held["model"] = {name: value for name, value in held["model"].items() if name != "n_heads"}
+    return {**request, **held}
 
 
 def is_finished(path: Path | str) -> bool:

@@ -85,9 +85,10 @@ def export_pairs(store: Store, path: Path | str) -> Exported:
         annotator=[row.annotator for row in source],
         time=[row.time for row in source],
     )
+    # who chooses one image does not say that the others shown are different: it only follows if no two are of a kind
     follows = [answer.choice not in (NONE, at) for _, answer in told for at in range(len(answer.question.shown))]
     component = pairs.components()
-    pairs = pairs.take(~(np.array(follows, bool) & (component[left] == component[right])))  # as `constraints_of` does
+    pairs = pairs.take(~(np.array(follows, bool) & (component[left] == component[right])))
     pairs.write(path, names=store.image_names)
     return Exported(len(pairs), len(told), len(here) - len(told), len(rows) - len(here))
 

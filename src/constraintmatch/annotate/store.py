@@ -218,12 +218,6 @@ class Store:
             {"who": who, "now": now},
         )
 
-    def n_waiting(self) -> int:
-        """How many questions wait that nobody holds."""
-        with self._lock, told(self.path):
-            query = "SELECT count(*) FROM questions WHERE state = 'waiting' AND (holder IS NULL OR held_until <= ?)"
-            return self._number(query, (self._clock(),))
-
     def unanswered(self, asked: Iterable[Asked]) -> list[Asked]:
         """Those questions that no answer which stands has answered."""
         with self._lock:

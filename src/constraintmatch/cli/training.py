@@ -160,9 +160,7 @@ def pretrain(
         ),
     ] = None,
     stages: Annotated[str, option(f"Instead of a chain: some of {', '.join(STAGES)}.")] = "",
-    pretext: Annotated[
-        str | None, option("What features are learnt by: simclr, byol, simsiam. (as in the chain)")
-    ] = None,
+    pretext: Annotated[str | None, option("What features are learnt by: simclr, byol. (as in the chain)")] = None,
     backbone: Backbone = None,
     pretrained: Pretrained = False,
     quiet: QuietFlag = False,

@@ -6,7 +6,6 @@ from constraintmatch.methods.byol import byol
 from constraintmatch.methods.constrained import constrained
 from constraintmatch.methods.constraintmatch import constraintmatch
 from constraintmatch.methods.fully_constrained import fully_constrained
-from constraintmatch.methods.k_means import k_means
 from constraintmatch.methods.linear_scan import linear_scan
 from constraintmatch.methods.neighbour_label import neighbour_label
 from constraintmatch.methods.preparation import Job, Trained, ViewChoice
@@ -15,7 +14,6 @@ from constraintmatch.methods.pseudo_label import pseudo_label
 from constraintmatch.methods.scan import scan
 from constraintmatch.methods.self_label import self_label
 from constraintmatch.methods.simclr import simclr
-from constraintmatch.methods.simsiam import simsiam
 from constraintmatch.methods.supervised import supervised
 
 __all__ = ["METHODS", "Job", "Trained", "ViewChoice"]
@@ -23,8 +21,6 @@ __all__ = ["METHODS", "Job", "Trained", "ViewChoice"]
 METHODS: dict[str, Callable[..., Trained]] = {
     "simclr": simclr,
     "byol": byol,
-    "simsiam": simsiam,
-    "k_means": k_means,
     "linear_scan": linear_scan,
     "scan": scan,
     "self_label": self_label,

@@ -54,7 +54,6 @@ def train_by_recipe(
     recipe: str,
     title: str,
     unconstrained: Unconstrained | None,
-    objective: str,
     error_rate: float,
     pairs_per_step: int,
     before: Before,
@@ -71,7 +70,6 @@ def train_by_recipe(
         constraints,
         title=title,
         unconstrained=unconstrained,
-        objective=objective,
         error_rate=error_rate,
         pairs_per_step=pairs_per_step,
     )

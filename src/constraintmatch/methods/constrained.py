@@ -16,7 +16,6 @@ def constrained(
     images: ImageSet,
     constraints: Constraints,
     *,
-    objective: str = "mcl",
     error_rate: float = 0.0,
     merge: bool = False,
     head_steps: int = 0,
@@ -26,7 +25,7 @@ def constrained(
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
     job: Job = Job(),  # noqa: B008 (frozen)
 ) -> Trained:
-    """The model trained with L^cons alone; `objective` is mcl (the paper's) or kcl.
+    """The model trained with L^cons alone.
 
     `error_rate` is the share of the constraints thought to be wrong: the loss then expects them (decision 032).
     With `merge` clusters that the pairs join are merged first (decision 038), with `head_steps` the head alone learns
@@ -39,7 +38,6 @@ def constrained(
         recipe=recipe,
         title="constrained",
         unconstrained=None,
-        objective=objective,
         error_rate=error_rate,
         pairs_per_step=pairs_per_step,
         before=Before(merge, head_steps),

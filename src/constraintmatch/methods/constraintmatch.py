@@ -26,11 +26,9 @@ def constraintmatch(
     min_confidence: float = 0.95,
     links: str = "soft",
     hard_threshold: float = 0.5,
-    pool: str = "all",
     warm_up: float = 0.0,
     flip_fraction: float = 0.0,
     flip_between: str = "largest",
-    objective: str = "mcl",
     error_rate: float = 0.0,
     pseudo_error_rate: float | None = None,
     merge: bool = False,
@@ -45,10 +43,10 @@ def constraintmatch(
     """The model trained with L = L^cons + λ L^pseudo.
 
     λ is `pseudo_weight`. `selection` is by entropy under τ = `max_entropy` (the paper's) or by confidence from
-    `min_confidence`. `links` are soft, 1 − JSD, or hard: 1 from μ = `hard_threshold` on. `pool` is all images (the
-    published code) or the combined batch of the paper's text. λ rises from zero over the share `warm_up` of the steps
-    (the paper has none): pairs first, where the start is weak. ρ = `flip_fraction` of the guesses have two clusters
-    swapped: `flip_between` the two largest, as the paper says, or any two, as its published code does.
+    `min_confidence`. `links` are soft, 1 − JSD, or hard: 1 from μ = `hard_threshold` on. λ rises from zero over the
+    share `warm_up` of the steps (the paper has none): pairs first, where the start is weak. ρ = `flip_fraction` of the
+    guesses have two clusters swapped: `flip_between` the two largest, as the paper says, or any two, as its published
+    code does.
     `error_rate` is the share of the constraints thought to be wrong, `pseudo_error_rate` that of the pseudo-constraints
     (None: the same). `merge`, `head_steps` and `recipe`: see `constrained`.
     """
@@ -72,7 +70,6 @@ def constraintmatch(
         pseudo_links,
         pseudo_weight,
         flip_fraction,
-        pool,
         images_per_step,
         warm_up,
         flip_between,
@@ -84,7 +81,6 @@ def constraintmatch(
         recipe=recipe,
         title="constraintmatch",
         unconstrained=term,
-        objective=objective,
         error_rate=error_rate,
         pairs_per_step=pairs_per_step,
         before=Before(merge, head_steps),

@@ -73,7 +73,7 @@ def linear_scan(
 
 def _own_loss(model: ClusterModel, n_clusters: int, inputs: Tensor, near: Tensor, entropy_weight: float) -> float:
     """SCAN's loss of the head that the model has; infinite without one for this many clusters."""
-    if model.head is None or (model.config.n_clusters, model.config.n_heads) != (n_clusters, 1):
+    if model.head is None or model.config.n_clusters != n_clusters:
         return math.inf
     weight, bias = (getattr(model.head, name).detach().to(inputs)[None] for name in ("weight", "bias"))
     return float(head_losses(inputs, near, weight, bias, entropy_weight=entropy_weight))

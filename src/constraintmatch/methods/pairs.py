@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from constraintmatch.batches import PairBatch, PairSource, Shuffled, Views, derive_seed, unconstrained_rows
+from constraintmatch.batches import PairBatch, PairSource, Shuffled, Views, derive_seed
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import predict, pseudo_quality
@@ -39,7 +39,6 @@ from constraintmatch.objectives import (
     confident,
     flip_modes,
     informative,
-    kcl,
     pair_loss,
     soft_cross_entropy,
     swap_clusters,
@@ -47,7 +46,6 @@ from constraintmatch.objectives import (
 from constraintmatch.training import TrainSettings, choose_device, fit, frozen_statistics
 
 __all__ = [
-    "PAIR_OBJECTIVES",
     "Before",
     "PairTask",
     "Selection",
@@ -68,11 +66,8 @@ Network = Callable[..., Tensor]
 MERGED = "merged.json"  # in a run folder: how many clusters there are after a merge
 LOST = 0.25  # share of its images under which a cluster counts as lost
 LATER = 1.0  # standard errors by which a later step may look worse: accuracy rises on while the likelihood is flat
-HELD_PER_PAIR = (
-    3  # images a step for each pair that are held to what the start says of them, without pseudo-constraints
-)
+HELD_PER_PAIR = 3  # images a step, for each pair, that are held to what the start says of them
 HEAD_RATE = 0.03  # the learning rate of a head alone, on features of one scale
-PAIR_OBJECTIVES: dict[str, Callable[..., Tensor]] = {"mcl": pair_loss, "kcl": kcl}
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,6 @@ class Unconstrained:
     links: Callable[[Tensor], Tensor]  # of guesses (n, k) to (n, n); for the report on quality
     weight: float = 1.0  # λ
     flip_fraction: float = 0.0  # ρ of the robustness study
-    pool: str = "all"  # every image, or "combined": the batch's constrained images and images without constraints
     images_per_step: int = 600
     warm_up: float = 0.0  # share of the steps over which λ rises from zero
     flip_between: str = "largest"  # which two clusters are swapped: the likeliest, or "any" two
@@ -142,7 +136,6 @@ class PairTask:
     title: str
     constraints: Constraints
     unconstrained: Unconstrained | None
-    objective: str
     error_rate: float
     pairs_per_step: int
 
@@ -154,17 +147,14 @@ def checked_task(
     *,
     title: str,
     unconstrained: Unconstrained | None,
-    objective: str,
     error_rate: float,
     pairs_per_step: int,
 ) -> PairTask:
     """What is learnt from; what cannot be used is an InputError."""
     _check(constraints, images, unconstrained, title)
-    _check_objective(objective, error_rate)
-    if model.config.n_heads > 1:
-        raise InputError(f"{title} needs a model with one head, not {model.config.n_heads}; let scan choose one first")
+    check_error_rate("error_rate", error_rate)
     check_model(model, images)
-    return PairTask(title, constraints, unconstrained, objective, error_rate, pairs_per_step)
+    return PairTask(title, constraints, unconstrained, error_rate, pairs_per_step)
 
 
 def train_on_pairs(
@@ -205,7 +195,6 @@ def train_task(
     bench = prepare(model, images, settings)
     unconstrained = task.unconstrained
     batches = _Batches(bench, images, task, views, settings.steps, model.config.n_clusters, held=job.guard is not None)
-    pair_objective = PAIR_OBJECTIVES[task.objective]
     told = _expected(task.error_rate, job.guard)
     from_pairs = bench.compiled(constrained_term)
     hold = job.guard.hold if job.guard else 0.0
@@ -217,12 +206,12 @@ def train_task(
         pairs, free = batch.pairs, batch.free
         both = torch.cat((pairs.left, pairs.right))
         if free is None:
-            return {"constrained": from_pairs(network(both), pairs.link, pairs.weight, pair_objective, **told)}
+            return {"constrained": from_pairs(network(both), pairs.link, pairs.weight, **told)}
         if unconstrained is not None:
             with torch.no_grad():
                 weak = network(free.weak)
         paired, strong = passes(network, model, both, free.strong, joint=bench.compile)
-        terms = {"constrained": from_pairs(paired, pairs.link, pairs.weight, pair_objective, **told)}
+        terms = {"constrained": from_pairs(paired, pairs.link, pairs.weight, **told)}
         if unconstrained is not None:
             assert batch.ramp is not None
             pseudo = unconstrained_term(weak, strong, batch.flip, unconstrained)
@@ -296,11 +285,11 @@ def _of_head(settings: TrainSettings, steps: int) -> TrainSettings:
 
 
 def constrained_term(
-    logits: Tensor, link: Tensor, weight: Tensor, objective: Callable[..., Tensor], **told: float | tuple[float, float]
+    logits: Tensor, link: Tensor, weight: Tensor, *, error_rate: float | tuple[float, float] = 0.0
 ) -> Tensor:
     """L^cons on the logits (2n, k) of n pairs: all left ones, then all right ones."""
     left, right = logits.float().softmax(-1).chunk(2)
-    return objective(left, right, link, weight, **told)
+    return pair_loss(left, right, link, weight, error_rate=error_rate)
 
 
 def unconstrained_term(weak: Tensor, strong: Tensor, flip: Tensor | None, term: Unconstrained) -> Tensor:
@@ -339,18 +328,14 @@ class _Batches:
         self.pairs = PairSource(bench.store, constraints, task.pairs_per_step, pair_view, bench.maker, bench.seed)
         self.weak, self.strong = views.weak(images), views.strong(images)
         if unconstrained is not None or held:
-            combined = unconstrained is not None and unconstrained.pool == "combined"
-            rows = unconstrained_rows(constraints, len(images)) if combined else np.arange(len(images))
             n = HELD_PER_PAIR * task.pairs_per_step if unconstrained is None else unconstrained.images_per_step
-            self.free = Shuffled(rows, n, derive_seed(bench.seed, "unconstrained"), bench.device)
+            self.free = Shuffled(len(images), n, derive_seed(bench.seed, "unconstrained"), bench.device)
 
     def __call__(self, step: int) -> SemiBatch:
         pairs = self.pairs(step)
         if self.free is None:
             return SemiBatch(pairs, None, None, None)
         rows = self.free(step)
-        if self.unconstrained is not None and self.unconstrained.pool == "combined":
-            rows = torch.cat((self.pairs.rows(step), rows))
         images = self.bench.store.take(rows)
         maker = self.bench.maker
         strong = maker(self.strong, images, step, "strong")
@@ -418,17 +403,7 @@ def _check(constraints: Constraints, images: ImageSet, unconstrained: Unconstrai
         _check_term(unconstrained)
 
 
-def _check_objective(objective: str, error_rate: float) -> None:
-    if objective not in PAIR_OBJECTIVES:
-        raise InputError(f"unknown pair objective {objective!r}; known are {', '.join(PAIR_OBJECTIVES)}")
-    check_error_rate("error_rate", error_rate)
-    if error_rate and objective != "mcl":
-        raise InputError(f"{objective} knows no error_rate; leave it out or choose the objective mcl")
-
-
 def _check_term(term: Unconstrained) -> None:
-    if term.pool not in ("all", "combined"):
-        raise InputError(f"unknown pool {term.pool!r}; known are all, combined")
     if not 0 <= term.weight < math.inf:
         raise InputError(f"pseudo_weight is {term.weight}; it must be 0 or more")
     if not 0 <= term.warm_up <= 1:

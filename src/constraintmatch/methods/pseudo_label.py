@@ -19,12 +19,9 @@ def pseudo_label(
     *,
     pseudo_weight: float = 1.0,
     min_confidence: float = 0.95,
-    pool: str = "all",
     warm_up: float = 0.0,
     flip_fraction: float = 0.0,
     flip_between: str = "largest",
-    over_selected: bool = False,
-    objective: str = "mcl",
     error_rate: float = 0.0,
     merge: bool = False,
     head_steps: int = 0,
@@ -38,17 +35,15 @@ def pseudo_label(
     """The model trained with L = L^cons + λ L^CE; λ is `pseudo_weight`, τ is `min_confidence`, ρ is `flip_fraction`.
 
     λ rises from zero over the share `warm_up` of the steps (the paper has none). L^CE is the mean over all images of a
-    step, as FixMatch has it, or `over_selected` ones, as the published code. `flip_between` and
-    `error_rate`, `merge`, `head_steps`: see `constraintmatch`.
+    step, as FixMatch has it. `flip_between`, `error_rate`, `merge`, `head_steps`: see `constraintmatch`.
     """
     term = Unconstrained(
         "pseudo-labels",
-        lambda guess, logits, keep: pseudo_label_loss(logits, guess, keep, over_selected=over_selected),
+        lambda guess, logits, keep: pseudo_label_loss(logits, guess, keep),
         Selection("confidence", min_confidence=min_confidence),
         soft_links,
         pseudo_weight,
         flip_fraction,
-        pool,
         images_per_step,
         warm_up,
         flip_between,
@@ -60,7 +55,6 @@ def pseudo_label(
         recipe=recipe,
         title="pseudo_label",
         unconstrained=term,
-        objective=objective,
         error_rate=error_rate,
         pairs_per_step=pairs_per_step,
         before=Before(merge, head_steps),

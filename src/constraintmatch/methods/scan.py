@@ -30,7 +30,7 @@ from constraintmatch.objectives import scan_loss
 from constraintmatch.training import TrainSettings, fit
 from constraintmatch.views import View
 
-__all__ = ["SCAN_SETTINGS", "NeighbourBatch", "best_head", "scan"]
+__all__ = ["SCAN_SETTINGS", "NeighbourBatch", "scan"]
 
 SCAN_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=1e-4, schedule="constant")
 
@@ -51,7 +51,6 @@ def scan(
     epochs: int = 50,
     images_per_step: int = 128,
     n_neighbours: int = 20,
-    n_heads: int = 1,
     n_tries: int = 40,
     entropy_weight: float = 5.0,
     tolerance: float = 0.1,
@@ -59,7 +58,7 @@ def scan(
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
     job: Job = Job(),  # noqa: B008 (frozen)
 ) -> Trained:
-    """A model with a cluster head, from one trained on a pretext task; of several heads the one with the lowest loss.
+    """A model with a cluster head, from one trained on a pretext task.
 
     The last of ten evaluations whose `cluster_quality` is lower than the best by at most this `tolerance` gives the
     weights (1: the last, whatever it is). Neighbours are mined once, in the features of the given model (decision 022).
@@ -69,16 +68,16 @@ def scan(
     check_share("tolerance", tolerance)
     check_clusters(n_clusters, images)
     check_least("scan", epochs=(epochs, 1), images_per_step=(images_per_step, 1), n_neighbours=(n_neighbours, 1))
-    check_least("scan", n_heads=(n_heads, 1), n_tries=(n_tries, 0))
+    check_least("scan", n_tries=(n_tries, 0))
     bench = prepare(model, images, settings, need_clusters=False)
     quality = quality_judge(images, bench.device)
     features = torch.from_numpy(embed(model, images, device=bench.device))
     batches = _NeighbourSource(bench, features, n_neighbours, images_per_step, views.scan_strong(images))
     settings = by_epochs(settings, epochs, batches.rows)
-    kept = n_heads == 1 and model.config.n_clusters == n_clusters  # a head of k-means, say, is a start
+    kept = model.config.n_clusters == n_clusters  # a head of linear_scan, say, is a start
     seed = derive_seed(settings.seed, "head")
-    trained = model if kept else with_clusters(model, n_clusters, n_heads=n_heads, seed=seed)
-    if n_tries and not kept and n_heads == 1:
+    trained = model if kept else with_clusters(model, n_clusters, seed=seed)
+    if n_tries and not kept:
         inputs = features.to(bench.device)
         best = best_linear_head(
             inputs, batches.near, n_clusters, n_heads=n_tries, entropy_weight=entropy_weight, seed=seed
@@ -87,11 +86,9 @@ def scan(
 
     def loss(network: Callable[..., Tensor], batch: NeighbourBatch) -> dict[str, Tensor]:
         # each side has its own BatchNorm statistics, as published
-        shape = (-1, n_heads, n_clusters)
         sides = passes(network, trained, batch.anchor, batch.neighbour, joint=bench.compile)
-        anchor, other = (side.float().view(shape).softmax(-1) for side in sides)
-        heads = [scan_loss(anchor[:, h], other[:, h], entropy_weight=entropy_weight).total for h in range(n_heads)]
-        return {f"head{h}": value for h, value in enumerate(heads)}
+        anchor, other = (side.float().softmax(-1) for side in sides)
+        return {"head0": scan_loss(anchor, other, entropy_weight=entropy_weight).total}  # as logs have always named it
 
     log = fit(
         trained,
@@ -100,13 +97,13 @@ def scan(
         settings,
         title="scan",
         run=job.run,
-        evaluate=None if n_heads > 1 else lambda: {**evaluate_now(trained, images, job), "quality": quality(trained)},
-        keep_best=None if n_heads > 1 else "quality",
+        evaluate=lambda: {**evaluate_now(trained, images, job), "quality": quality(trained)},
+        keep_best="quality",
         tolerance=tolerance,  # a collapse costs more; within it, longer training is better
         prefetch=bench.prefetch,
         reporter=job.reporter,
     )
-    return Trained(trained if n_heads == 1 else best_head(trained, log), log)
+    return Trained(trained, log)
 
 
 class _NeighbourSource:
@@ -127,13 +124,3 @@ class _NeighbourSource:
         anchor = self.bench.store.take(chosen)
         other = self.bench.store.take(self.near[chosen].gather(1, pick).squeeze(1))
         return NeighbourBatch(maker(self.view, anchor, step, "anchor"), maker(self.view, other, step, "neighbour"))
-
-
-def best_head(model: ClusterModel, log: list[dict[str, float]]) -> ClusterModel:
-    """The model with only the head whose loss in the last log line is lowest."""
-    last = next(entry for entry in reversed(log) if "loss_head0" in entry)
-    losses = [last[f"loss_head{h}"] for h in range(model.config.n_heads)]
-    best, k = losses.index(min(losses)), model.config.n_clusters
-    assert model.head is not None
-    rows = slice(best * k, (best + 1) * k)
-    return with_head(model, model.head.weight[rows], model.head.bias[rows])

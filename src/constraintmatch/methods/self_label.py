@@ -37,7 +37,6 @@ def self_label(
     epochs: int = 200,
     images_per_step: int = 1000,
     min_confidence: float = 0.99,
-    least_share: float = 0.0,
     averaged: float = 0.1,
     tolerance: float = 0.05,
     settings: TrainSettings = SELF_LABEL_SETTINGS,
@@ -46,18 +45,17 @@ def self_label(
 ) -> Trained:
     """The model trained on its own predictions above `min_confidence`, clusters weighted by inverse frequency.
 
-    Of each cluster the surest `least_share` of its images in a batch take part too, sure or not (SCAN's recipe: none).
     The weights are an average over about the last `averaged` of the steps (a tenth of 10,000: a decay of 0.999), if
     the settings name no other; the last of ten evaluations whose `cluster_quality` is lower than the best by at most
     this `tolerance` gives them (1: the last, whatever it is). When no image is that sure the model stays as it is: with
     no loss, Adam would only decay its weights.
     """
-    for name, share in (("least_share", least_share), ("averaged", averaged), ("tolerance", tolerance)):
+    for name, share in (("averaged", averaged), ("tolerance", tolerance)):
         check_share(name, share)
     check_least("self_label", epochs=(epochs, 1), images_per_step=(images_per_step, 1))
     bench = prepare(model, images, settings)
     sure = predict(model, images.take(spread(len(images), 5_000)), device=bench.device).confidence > min_confidence
-    if not sure.any() and not least_share:
+    if not sure.any():
         said = f"self_label: no image is surer than {min_confidence}; the model is kept as it was"
         job.reporter.say(said)
         return Trained(model, [{"step": 0, "kind": "evaluation", "warnings": [said], "seconds": 0.0}])
@@ -77,8 +75,7 @@ def self_label(
         with torch.no_grad():
             guess = network(batch.weak).float().softmax(-1)
         answer = network(batch.strong)
-        options = {"min_confidence": min_confidence, "least_share": least_share}
-        return {"self_label": balanced_confident_cross_entropy(answer, guess, **options)}
+        return {"self_label": balanced_confident_cross_entropy(answer, guess, min_confidence=min_confidence)}
 
     log = fit(
         model,

@@ -37,7 +37,7 @@ _REMARKS = {  # what has to be known beside them
     "with 50 is weaker, so the gain over the start counts. The head first (decision 034) and clusters merged first "
     "(decision 038) are not the paper's; merged, fewer clusters are left, which raises ACC by itself. One fold; a head "
     "alone on the features of the start with 100 outputs has ConstraintMatch above constrained in each of five samples "
-    "of pairs (results/merging-cifar100-20-100.json). Cells from other starts are in results/experiments; what else "
+    "of pairs (results/merging-cifar100-20-100.json). Cells from other starts are in research/experiments; what else "
     "was tried is in docs/lab-notes.md (ninth, eleventh to fourteenth session).",
     "flip": "The code that its authors published (their commit 47b2d73) swaps the two largest probabilities for naive "
     "pseudo-labelling only. For ConstraintMatch it swaps two clusters drawn at random: of 20, a sure guess keeps its "

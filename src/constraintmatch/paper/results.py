@@ -12,6 +12,7 @@ from constraintmatch.errors import InputError
 from constraintmatch.files import read_json
 from constraintmatch.paper.cells import Cell, Option
 from constraintmatch.paper.published import METRICS, SPLITS
+from constraintmatch.runs import current_arguments
 
 __all__ = [
     "FORMAT",
@@ -235,7 +236,7 @@ def _result(path: Path, content: Mapping[str, Any]) -> Result:
         str(content["start"]["name"]),
         str(content["start"]["weights"]),
         {split: {metric: 100 * float(content["scores"][split][metric]) for metric in METRICS} for split in SPLITS},
-        content["arguments"],
+        current_arguments(content["arguments"], path),
         content["settings"],
         float(content["seconds"]),
         None if peak is None else float(peak),

@@ -1,7 +1,7 @@
 """One cell of the paper's protocol with other options: an experiment, kept apart from the tables.
 
-    python benchmarks/trial.py cifar100-20 constraintmatch --constraints 5000 --steps 2000 --set error_rate=0.05 \\
-        --data-dir data --results results/experiments
+    python research/trial.py cifar100-20 constraintmatch --constraints 5000 --steps 2000 --set error_rate=0.05 \\
+        --data-dir data --results research/experiments
 
 The result is a cell's JSON, with its options in its name; a finished one is not run again.
 """
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="options of the method or its training")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--starts", type=Path, default=Path("weights"))
-    parser.add_argument("--results", type=Path, default=Path("results/experiments"))
+    parser.add_argument("--results", type=Path, default=Path("research/experiments"))
     parser.add_argument("--out", type=Path, default=Path("runs/trials"))
     asked = parser.parse_args()
     options = tuple(sorted(map(option_of, asked.set)))

@@ -1,7 +1,7 @@
 """Prints how long choosing questions takes on random features; or, with --probe, what the answers are worth.
 
-Run: python benchmarks/questions.py [--images 50000] [--width 128] [--clusters 100] [--questions 50] [--answers 500]
-     python benchmarks/questions.py --probe weights/scan-cifar10 --data-dir data
+Run: python research/questions.py [--images 50000] [--width 128] [--clusters 100] [--questions 50] [--answers 500]
+     python research/questions.py --probe weights/scan-cifar10 --data-dir data
 
 The probe asks about 5,000 training images of CIFAR-10, 10 questions at a time. A simulated annotator answers. A linear
 classifier is fitted to features and predictions of the images that the answers have grouped, and judged on all 5,000

@@ -1,6 +1,6 @@
 """Prints how long each view takes for a batch, eager and compiled, beside a plain copy of the batch.
 
-Run: python benchmarks/views.py [--batch 600] [--side 32] [--no-compile]
+Run: python research/views.py [--batch 600] [--side 32] [--no-compile]
 """
 
 import argparse

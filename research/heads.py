@@ -1,6 +1,6 @@
 """What the vote of linear heads is worth on frozen features, and what bounding their logits saves.
 
-    python benchmarks/heads.py cifar100-20 --data-dir data --model weights/scan-cifar100-20 --out results/heads.json
+    python research/heads.py cifar100-20 --data-dir data --model weights/scan-cifar100-20 --out results/heads.json
 
 For several seeds: the test accuracy of the best of forty heads by SCAN's loss, and of what the best of them agree on,
 both as the steady head that a training begins with. Then ms a step with bounded and with unbounded logits, in turns.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What results/ still lacks, the most wanted first, on one GPU; what is finished is skipped.
 #
-#     benchmarks/queue.sh DATA KEEP [STARTS]
+#     research/queue.sh DATA KEEP [STARTS]
 #
 # DATA has the CIFAR files, STARTS the model folders: weights/, and from the history simclr-cifar10 and simclr-cifar100-20
 # (at 0617a12); KEEP gets results, models, logs and the compiler's cache, which saves a minute a stage on the next machine
