@@ -183,7 +183,7 @@ def test_the_whole_start_depends_on_the_seed_alone(stripes: ImageSet, pairs: Con
     np.testing.assert_array_equal(first, second)
 
 
-def test_a_random_state_is_drawn_from_and_the_seed_is_told(stripes: ImageSet, pairs: Constraints) -> None:
+def test_a_random_state_is_drawn_from_and_the_seed_is_kept(stripes: ImageSet, pairs: Constraints) -> None:
     seeds = {}
     for name, state in {"RandomState": np.random.RandomState(5), "Generator": np.random.default_rng(5)}.items():
         made = [ConstraintMatch(**QUICK | {"random_state": state, "steps": 1}).fit(stripes, pairs) for _ in range(2)]
@@ -192,7 +192,7 @@ def test_a_random_state_is_drawn_from_and_the_seed_is_told(stripes: ImageSet, pa
     assert seeds["RandomState"][0] == np.random.RandomState(5).randint(2**31 - 1)
 
 
-def test_without_a_random_state_the_seed_told_repeats_the_fit(stripes: ImageSet, pairs: Constraints) -> None:
+def test_without_a_random_state_the_kept_seed_repeats_the_fit(stripes: ImageSet, pairs: Constraints) -> None:
     made = ConstraintMatch(**QUICK | {"random_state": None, "steps": 1}).fit(stripes, pairs)
     again = ConstraintMatch(**QUICK | {"random_state": made.seed_, "steps": 1}).fit(stripes, pairs)
     np.testing.assert_array_equal(made.predict_proba(stripes), again.predict_proba(stripes))
@@ -287,9 +287,9 @@ def test_a_column_of_labels_scores_as_the_labels_do(fitted: ConstraintMatch, str
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n_clusters": 1}, "n_clusters is 1; ask for 2 or more"),
+        ({"n_clusters": 1}, "n_clusters is 1; it must be a whole number, 2 or more"),
         ({"n_clusters": 2.5}, "whole number"),
-        ({"n_clusters": None}, "n_clusters is None; say how many clusters to find"),
+        ({"n_clusters": None}, "n_clusters is None; it must be"),
         ({"n_clusters": 61}, "n_clusters is 61 and X has 60 samples; ask for fewer"),
         ({"method": "magic"}, "unknown method 'magic'; known are propagate, constrained"),
         ({"method": "simclr"}, "unknown method 'simclr'"),

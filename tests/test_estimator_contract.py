@@ -174,8 +174,11 @@ def test_features_have_names_and_can_become_a_frame(fitted: ConstraintMatch, tab
     assert names.tolist() == [f"constraintmatch{column}" for column in range(64)]
     assert fitted.set_output(transform="default") is fitted
     pandas = pytest.importorskip("pandas")
-    frame = clone(fitted).set_output(transform="pandas").fit_transform(pandas.DataFrame(table), [(0, 1, 1)])
-    assert frame.columns.tolist() == names.tolist()
+    given = pandas.DataFrame(table, columns=[f"pixel {column}" for column in range(64)])
+    made = clone(fitted).set_output(transform="pandas")
+    assert made.fit_transform(given, [(0, 1, 1)]).columns.tolist() == names.tolist()
+    assert made.feature_names_in_.tolist() == given.columns.tolist()
+    assert not hasattr(made.fit(ImageSet.from_arrays(table), [(0, 1, 1)]), "feature_names_in_")
 
 
 @pytest.mark.usefixtures("quick_heads")

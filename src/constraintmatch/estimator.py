@@ -32,6 +32,7 @@ from constraintmatch.views import View
 __all__ = ["ConstraintMatch"]
 
 Images = ImageSet | ArrayLike | Path | str
+Stages = dict[str, dict[str, Any]]  # of a start, by name; to each its options
 
 SELF_SUPERVISED = "self-supervised"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -50,7 +51,7 @@ class _Plan:
     n_clusters: int
     arguments: dict[str, Any]
     settings: TrainSettings
-    stages: dict[str, dict[str, Any]]  # of the self-supervised start
+    stages: Stages  # of the self-supervised start
     around: Around
 
 
@@ -86,11 +87,11 @@ class ConstraintMatch(
     pseudo_weight : float, default=None
         Weight λ of the pseudo-constraints or pseudo-labels. None is 1.
     max_entropy : float, default=None
-        Threshold τ: images whose prediction has a lower entropy form pseudo-constraints. None is 0.2.
+        Threshold τ: only images whose prediction has a lower entropy form pseudo-constraints. None is 0.2.
     error_rate : float, default=None
-        Share of the pairs that are expected to be wrong. None is 0; the safe recipe estimates it anyway.
+        Share of the pairs that are expected to be wrong; the loss allows for it. None is 0.
     pairs_per_step : int, default=None
-        Pairs in a batch. None is a third of `images_per_step`.
+        Pairs in a batch. None is between 50 and 200, by the number of images (50 on a CPU).
     images_per_step : int, default=None
         Images without pairs in a batch. None is an eighth of the images, between 150 and 600 (150 on a CPU).
     flip : bool, default=True
@@ -128,7 +129,8 @@ class ConstraintMatch(
     Notes
     -----
     Constraints name rows of X, so a search must not split X: `GridSearchCV(…, cv=[(rows, rows)])` with
-    `rows = np.arange(len(X))` trains and scores on all rows.
+    `rows = np.arange(len(X))` trains and scores on all rows. It makes the start anew for every candidate, unless
+    `start` is a model.
 
     Examples
     --------
@@ -195,10 +197,11 @@ class ConstraintMatch(
             Embeddings (n, d), images (n, h, w) or (n, h, w, c), an `ImageSet`, a folder of images, or a .npy or .npz
             file.
         y : ignored
-            Labels are not used. Pairs in this place are taken as `constraints`: any form below.
+            Labels are not used. Pairs in this place, in any form below, are taken as `constraints`; an array of 3 or
+            4 columns is a table of pairs.
         constraints : Constraints, path, str, array-like, dict or sparse matrix, default=None
             Pairs of rows of X: `Constraints`, a pairs file, a table (n, 3) of left, right and link (1 = must-link,
-            0 = cannot-link), a list of such triples, a tuple of three columns,
+            0 = cannot-link; a weight may follow), a list of such triples, a tuple of three columns,
             {"must_link": [(i, j), …], "cannot_link": […]}, or a square matrix of 1, -1 and 0. All methods but
             "supervised" and "fully_constrained" need them.
 
@@ -305,6 +308,8 @@ class ConstraintMatch(
 
     def _read(self, X: Images, model: ClusterModel | None, *, reset: bool = False) -> ImageSet:
         """X as an ImageSet, at the size of the model if there is one; with `reset`, its columns are recorded."""
+        if reset:
+            self.__dict__.pop("feature_names_in_", None)  # of an earlier fit
         if isinstance(X, ImageSet):
             images = X
         elif isinstance(X, Path | str):
@@ -337,23 +342,15 @@ class ConstraintMatch(
             raise InputError(f"start is {self.start!r}; give a model, its folder, {SELF_SUPERVISED!r} or None")
         model = copy.deepcopy(self.start) if isinstance(self.start, ClusterModel) else load_model(self.start)
         if self.backbone not in (None, model.config.backbone):
-            raise InputError(
-                f"backbone is {self.backbone!r} and the start has {model.config.backbone!r}; leave one out"
-            )
+            raise InputError(f"backbone is {self.backbone!r}, the start has {model.config.backbone!r}; leave one out")
         return model
 
     def _count_clusters(self, start: ClusterModel | None, n_images: int) -> int:
         """The number of clusters, checked against the start and the images."""
         of_start = start.config.n_clusters if start else 0
         n_clusters = (of_start or None) if self.n_clusters is None else self.n_clusters
-        if n_clusters is None:
-            raise InputError(
-                "n_clusters is None; say how many clusters to find, such as ConstraintMatch(n_clusters=10)"
-            )
-        if isinstance(n_clusters, bool) or not isinstance(n_clusters, int | np.integer):
+        if isinstance(n_clusters, bool) or not isinstance(n_clusters, int | np.integer) or n_clusters < 2:
             raise InputError(f"n_clusters is {n_clusters!r}; it must be a whole number, 2 or more")
-        if n_clusters < 2:
-            raise InputError(f"n_clusters is {n_clusters}; ask for 2 or more")
         if of_start not in (0, n_clusters):
             fix = "ask for as many, or give it another head: with_clusters(model, n)"
             raise InputError(f"the start has {of_start} clusters, n_clusters is {n_clusters}; {fix}")
@@ -448,12 +445,10 @@ def _known_method(name: str) -> set[str]:
     return set(method_arguments(name))
 
 
-def _start_stages(
-    short: dict[str, dict[str, Any]], asked: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """The short recipe with what was asked for its stages; a stage it lacks is added when asked for.
+def _start_stages(short: Stages, asked: Mapping[str, Mapping[str, Any]]) -> Stages:
+    """The stages of the short start with the options asked for; a stage that is asked for and missing is added.
 
-    Another pretext task takes the place of the short recipe's, with as many epochs unless it says how many.
+    Another pretext task takes the place of the short start's, with as many epochs unless it says how many.
     """
     for stage, options in asked.items():
         if not isinstance(options, Mapping):
