@@ -29,6 +29,7 @@ ROOMS = [
     "pairs_file",
     "pair_graph",
     "constraints",
+    "pair_forms",
     "judging",
     "answers",
     "landscape",

@@ -232,16 +232,15 @@ def test_the_estimator_takes_a_table(digits: ImageSet, tmp_path: Path) -> None:
     table: NDArray[np.float32] = digits.images.reshape(len(digits), -1)
     assert digits.labels is not None
     pairs = Constraints.sample(digits.labels[:300], 400, seed=1)
-    quick = {"linear_scan": {"n_tries": 8}, "images_per_step": 60}
-    model = ConstraintMatch(n_clusters=10, random_state=0, steps=60, device="cpu", options=quick).fit(
-        table[:300], pairs
-    )
+    quick: dict[str, Any] = {"images_per_step": 60, "steps": 60, "options": {"linear_scan": {"n_tries": 8}}}
+    model = ConstraintMatch(n_clusters=10, random_state=0, device="cpu", **quick).fit(table[:300], constraints=pairs)
+    assert model.n_features_in_ == 20
     assert model.score(table[300:], digits.labels[300:]) > 0.8
     assert model.transform(table[300:]).shape == (100, 20)
     model.save_pretrained(tmp_path / "kept")
     again = ConstraintMatch.from_pretrained(tmp_path / "kept")
     np.testing.assert_array_equal(again.predict(table[300:]), model.predict(table[300:]))
-    with pytest.raises(InputError, match="takes embeddings of 20 numbers, these are embeddings of 5 numbers"):
+    with pytest.raises(InputError, match="X has 5 features, but ConstraintMatch is expecting 20 features"):
         model.predict(table[:, :5])
     with pytest.raises(InputError, match="takes embeddings of 20 numbers, these are grey images of 8 × 8"):
         model.predict(np.zeros((3, 8, 8), np.uint8))

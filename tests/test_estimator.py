@@ -7,15 +7,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from scipy.sparse import coo_array
 from sklearn.base import clone, is_clusterer
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
-import constraintmatch
-from constraintmatch import ClusterModel, ConstraintMatch, Constraints, ImageSet, InputError, load_model
-from constraintmatch.estimator import as_constraints, as_images
+from constraintmatch import ConstraintMatch, Constraints, ImageSet, InputError, load_model
 from constraintmatch.models import build_model, save_model
 from constraintmatch.pretraining import short_start, training_size
 from constraintmatch.views import from_function
@@ -150,7 +147,8 @@ def test_fitting_leaves_the_parameters_alone(stripes: ImageSet, pairs: Constrain
 
 def test_what_fit_learns_ends_with_an_underscore(fitted: ConstraintMatch) -> None:
     learned = vars(fitted).keys() - fitted.get_params().keys()
-    assert learned == {"labels_", "log_", "model_", "seed_"}
+    assert learned == {"labels_", "log_", "model_", "n_features_in_", "n_iter_", "seed_"}
+    assert (fitted.n_features_in_, fitted.n_iter_, fitted.seed_) == (64, 3, 0)
 
 
 def test_the_repr_names_what_differs_from_the_defaults() -> None:
@@ -185,7 +183,7 @@ def test_the_whole_start_depends_on_the_seed_alone(stripes: ImageSet, pairs: Con
     np.testing.assert_array_equal(first, second)
 
 
-def test_a_random_state_is_drawn_from_and_the_seed_is_told(stripes: ImageSet, pairs: Constraints) -> None:
+def test_a_random_state_is_drawn_from_and_the_seed_is_kept(stripes: ImageSet, pairs: Constraints) -> None:
     seeds = {}
     for name, state in {"RandomState": np.random.RandomState(5), "Generator": np.random.default_rng(5)}.items():
         made = [ConstraintMatch(**QUICK | {"random_state": state, "steps": 1}).fit(stripes, pairs) for _ in range(2)]
@@ -194,7 +192,7 @@ def test_a_random_state_is_drawn_from_and_the_seed_is_told(stripes: ImageSet, pa
     assert seeds["RandomState"][0] == np.random.RandomState(5).randint(2**31 - 1)
 
 
-def test_without_a_random_state_the_seed_told_repeats_the_fit(stripes: ImageSet, pairs: Constraints) -> None:
+def test_without_a_random_state_the_kept_seed_repeats_the_fit(stripes: ImageSet, pairs: Constraints) -> None:
     made = ConstraintMatch(**QUICK | {"random_state": None, "steps": 1}).fit(stripes, pairs)
     again = ConstraintMatch(**QUICK | {"random_state": made.seed_, "steps": 1}).fit(stripes, pairs)
     np.testing.assert_array_equal(made.predict_proba(stripes), again.predict_proba(stripes))
@@ -226,6 +224,12 @@ def test_a_start_without_clusters_takes_the_place_of_simclr(
     assert "simclr" not in said
 
 
+def test_the_clusters_of_a_start_need_not_be_counted(stripes: ImageSet, pairs: Constraints) -> None:
+    start = build_model(n_clusters=5, side=8, channels=1)
+    made = ConstraintMatch(**QUICK | {"n_clusters": None, "start": start, "steps": 1}).fit(stripes, pairs)
+    assert made.predict_proba(stripes).shape == (60, 5)
+
+
 def test_a_start_that_does_not_fit_is_refused(stripes: ImageSet, pairs: Constraints, tmp_path: Path) -> None:
     cases = {
         "no such model or run folder": {"start": str(tmp_path / "nothing")},
@@ -238,7 +242,7 @@ def test_a_start_that_does_not_fit_is_refused(stripes: ImageSet, pairs: Constrai
             ConstraintMatch(**QUICK | changes).fit(stripes, pairs)
 
 
-# Images and constraints as people have them
+# Images as people have them
 
 
 def test_a_folder_is_read_at_the_size_of_the_model(fitted: ConstraintMatch, stripes: ImageSet, tmp_path: Path) -> None:
@@ -254,63 +258,6 @@ def test_arrays_with_and_without_a_channel_axis_are_the_same_images(fitted: Cons
     flat = stripes.images[..., 0]
     np.testing.assert_array_equal(fitted.predict_proba(flat), fitted.predict_proba(stripes))
     np.testing.assert_array_equal(fitted.predict_proba(flat / 255.0), fitted.predict_proba(stripes))
-    assert as_images(stripes) is stripes
-
-
-def test_all_forms_of_the_same_pairs_are_the_same_constraints(stripes: ImageSet, tmp_path: Path) -> None:
-    left, right, link = [0, 1, 2], [3, 4, 4], [1, 1, 0]
-    matrix = coo_array(([1, 1, -1], (left, right)), shape=(60, 60))
-    wanted = Constraints.from_arrays(left, right, link, n_images=60)
-    wanted.write(tmp_path / "pairs.csv", names=stripes.names)
-    forms: list[Any] = [
-        wanted,
-        (left, right, link),
-        [np.array(left), np.array(right), np.array(link)],
-        [(0, 3, 1), (1, 4, 1), (2, 4, 0)],
-        {"must_link": [(0, 3), (1, 4)], "cannot_link": [(2, 4)]},
-        matrix,
-        matrix.toarray(),
-        tmp_path / "pairs.csv",
-        str(tmp_path / "pairs.csv"),
-    ]
-    for form in forms:
-        made = as_constraints(form, stripes)
-        assert made is not None
-        for name in ("left", "right", "link", "weight"):
-            np.testing.assert_array_equal(getattr(made, name), getattr(wanted, name))
-        assert made.n_images == 60
-
-
-def test_triples_of_any_number_are_pairs(stripes: ImageSet) -> None:
-    for triples in ([(0, 3, 1)], [[0, 3, 1], [2, 4, 0]], [(0, 3, 1)] * 4):
-        made = as_constraints(triples, stripes)
-        assert made is not None
-        assert list(zip(made.left, made.right, made.link, strict=True)) == list(map(tuple, triples))
-
-
-def test_contradictions_are_refused_unless_they_come_as_constraints(stripes: ImageSet) -> None:
-    lists = {"must_link": [(0, 1), (1, 2)], "cannot_link": [(0, 2)]}
-    with pytest.raises(InputError, match="must-link through"):
-        as_constraints(lists, stripes)
-    given = Constraints.from_lists(n_images=60, **lists)
-    assert as_constraints(given, stripes) is given
-
-
-@pytest.mark.parametrize(
-    ("form", "message"),
-    [
-        ({"must": [(0, 1)]}, "unknown key 'must'"),
-        ((0, 1), "constraints must be"),
-        ([[0, 3, 1], [1, 4, 1], [2, 4, 0]], "three columns or three triples"),
-        (((0, 3, 1), (1, 4, 1), (2, 4, 0)), "three columns or three triples"),
-        (np.zeros((4, 3)), "must be square"),
-        (([0], [99], [1]), "image 99 does not exist"),
-        ("missing.csv", "missing.csv"),
-    ],
-)
-def test_what_are_no_constraints_is_said(form: Any, message: str, stripes: ImageSet) -> None:
-    with pytest.raises(InputError, match=message):
-        as_constraints(form, stripes)
 
 
 # What cannot be
@@ -340,9 +287,10 @@ def test_a_column_of_labels_scores_as_the_labels_do(fitted: ConstraintMatch, str
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n_clusters": 1}, "n_clusters is 1; ask for 2 or more"),
+        ({"n_clusters": 1}, "n_clusters is 1; it must be a whole number, 2 or more"),
         ({"n_clusters": 2.5}, "whole number"),
-        ({"n_clusters": 61}, "61 clusters for 60 images"),
+        ({"n_clusters": None}, "n_clusters is None; it must be"),
+        ({"n_clusters": 61}, "n_clusters is 61 and X has 60 samples; ask for fewer"),
         ({"method": "magic"}, "unknown method 'magic'; known are propagate, constrained"),
         ({"method": "simclr"}, "unknown method 'simclr'"),
         ({"backbone": "resnet99"}, "unknown backbone 'resnet99'"),
@@ -354,10 +302,16 @@ def test_a_column_of_labels_scores_as_the_labels_do(fitted: ConstraintMatch, str
         ({"steps": 0}, "steps is 0"),
         (
             {"options": {"learning_rate": 1}},
-            "'learning_rate' means nothing to constraintmatch; known are .*max_entropy",
+            "constraintmatch has no setting 'learning_rate'; it has .*max_entropy",
         ),
         ({"options": {"seed": 1}}, "'seed' has a parameter of its own, random_state"),
         ({"options": {"simclr": {"n_clusters": 3}}}, "simclr knows no 'n_clusters'"),
+        ({"method": "constrained", "options": None, "max_entropy": 0.1}, "constrained has no setting 'max_entropy'"),
+        ({"options": {"lr": 0.1}, "lr": 0.2}, "lr is given twice, as a parameter and in options"),
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"lr": "a"}, "lr is 'a'; it must be a number"),
+        ({"recipe": "bold", "options": None}, "unknown recipe 'bold'; known are safe, paper"),
+        ({"error_rate": 1.5}, "error_rate"),
         ({"options": {"lr": -1.0}}, "lr is -1.0"),
         ({"options": {"lr": "a"}}, "lr is 'a'; it must be a number"),
         ({"options": {"pseudo_weight": "x"}}, "pseudo_weight is 'x'; it must be a number"),
@@ -379,6 +333,8 @@ def test_a_parameter_that_cannot_be_is_an_input_error(
 
 
 def test_no_constraints_or_those_of_other_images_are_refused(stripes: ImageSet) -> None:
+    with pytest.raises(InputError, match=r"none; give some: fit\(X, constraints=pairs\)$"):
+        ConstraintMatch(**QUICK).fit(stripes)
     for given in (None, Constraints.from_lists(n_images=60), {}):
         with pytest.raises(InputError, match="needs constraints and there are none"):
             ConstraintMatch(**QUICK).fit(stripes, given)
@@ -443,19 +399,18 @@ def test_options_reach_the_method_the_settings_and_the_views(stripes: ImageSet, 
 def test_batches_steps_and_rate_suit_the_size_of_the_set() -> None:
     def plan(n: int, **changes: Any) -> Any:
         pixels = np.broadcast_to(np.uint8(0), (n, 8, 8, 1))
-        return ConstraintMatch(10, **changes)._plan(ImageSet(pixels, tuple(map(str, range(n)))), seed=0)
+        return ConstraintMatch(10, **changes)._plan(ImageSet(pixels, tuple(map(str, range(n)))), 10, seed=0)
 
     sizes = training_size(1_200, cpu=True)
     small = plan(1_200, device="cpu")
     own = {name: sizes[name] for name in ("images_per_step", "pairs_per_step", "warm_up")}
     assert small.arguments == {"recipe": "safe", **own}
     assert (small.settings.steps, small.settings.lr) == (sizes["steps"], sizes["lr"])
-    assert small.recipe == short_start(1_200, cpu=True)
-    options = {"lr": 0.5, "images_per_step": 9, "scan": {"lr": 0.1, "epochs": 2}}
-    asked = plan(1_200, steps=7, options=options)
+    assert small.stages == short_start(1_200, cpu=True)
+    asked = plan(1_200, steps=7, lr=0.5, images_per_step=9, options={"scan": {"lr": 0.1, "epochs": 2}})
     assert (asked.settings.steps, asked.settings.lr, asked.arguments["images_per_step"]) == (7, 0.5, 9)
-    assert asked.recipe["scan"] == {"lr": 0.1, "epochs": 2}
-    assert plan(1_200, options={"recipe": "paper"}).arguments["recipe"] == "paper"
+    assert asked.stages["scan"] == {"lr": 0.1, "epochs": 2}
+    assert plan(1_200, recipe="paper").arguments["recipe"] == "paper"
     assert {training_size(n, cpu=cpu)["lr"] for n in (60, 50_000) for cpu in (False, True)} == {0.01}
 
 
@@ -529,22 +484,3 @@ def test_a_model_that_is_nowhere_is_one_clear_line(tmp_path: Path, monkeypatch: 
     save_model(build_model(n_clusters=0, side=8, channels=1), tmp_path / "headless")
     with pytest.raises(InputError, match="no clusters yet"):
         ConstraintMatch.from_pretrained(tmp_path / "headless", device="cpu")
-
-
-# The package
-
-
-def test_the_package_offers_exactly_its_public_names() -> None:
-    found = {name: constraintmatch.__getattr__(name) for name in constraintmatch.__all__ if name != "__version__"}
-    assert found == {
-        "ClusterModel": ClusterModel,
-        "ConstraintMatch": ConstraintMatch,
-        "Constraints": Constraints,
-        "ImageSet": ImageSet,
-        "InputError": InputError,
-        "load_model": load_model,
-    }
-    assert set(constraintmatch.__all__) <= set(dir(constraintmatch))
-    assert constraintmatch.__version__[0].isdigit()
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        _ = constraintmatch.nonsense

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from constraintmatch.constraints import Constraints
+    from constraintmatch.datasets import load_dataset
     from constraintmatch.errors import InputError
     from constraintmatch.estimator import ConstraintMatch
     from constraintmatch.images import ImageSet
@@ -12,15 +13,25 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["ClusterModel", "ConstraintMatch", "Constraints", "ImageSet", "InputError", "__version__", "load_model"]
+__all__ = [
+    "ClusterModel",
+    "ConstraintMatch",
+    "Constraints",
+    "ImageSet",
+    "InputError",
+    "__version__",
+    "load_dataset",
+    "load_model",
+]
 
-# Loaded when first asked for: `import constraintmatch` stays quick and without torch.
+# Loaded at first use: `import constraintmatch` stays quick and does not import torch.
 _HOMES = {
     "ClusterModel": "models",
     "ConstraintMatch": "estimator",
     "Constraints": "constraints",
     "ImageSet": "images",
     "InputError": "errors",
+    "load_dataset": "datasets",
     "load_model": "models",
 }
 
@@ -46,4 +57,4 @@ def _version() -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

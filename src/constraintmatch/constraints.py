@@ -69,6 +69,10 @@ class Constraints:
     def __len__(self) -> int:
         return len(self.left)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """The table (n, 4) of left, right, link and weight."""
+        return np.column_stack([self.left, self.right, self.link, self.weight]).astype(dtype or np.float64)
+
     @property
     def n_must_links(self) -> int:
         return int((self.link > 0.5).sum())

@@ -10,158 +10,260 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.sparse import issparse
-from sklearn.base import BaseEstimator, ClusterMixin, TransformerMixin
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, ClusterMixin, TransformerMixin
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.utils.validation import check_is_fitted
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from constraintmatch.batches import derive_seed
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import Predictions, accuracy, collapse_warnings, embed, predict
 from constraintmatch.images import ImageSet, load_images
-from constraintmatch.methods import METHODS, ViewChoice
+from constraintmatch.methods import METHODS, Trained, ViewChoice
 from constraintmatch.methods.preparation import check_images
 from constraintmatch.models import ClusterModel, build_model, load_model, save_model
+from constraintmatch.pair_forms import Pairs, as_constraints, choose_pairs
 from constraintmatch.pretraining import ORDER, PRETEXTS, pretrain, short_start, training_size
 from constraintmatch.progress import Quiet, console_reporter
 from constraintmatch.running import Around, check_kinds, method_arguments, method_settings, run_method
 from constraintmatch.training import TrainSettings, choose_device
 from constraintmatch.views import View
 
-__all__ = ["ConstraintMatch", "as_constraints", "as_images"]
+__all__ = ["ConstraintMatch"]
 
 Images = ImageSet | ArrayLike | Path | str
-Pairs = Constraints | Mapping[str, Any] | Sequence[Any] | Path | str | Any  # Any: a sparse matrix
+Stages = dict[str, dict[str, Any]]  # of a start, by name; to each its options
 
 SELF_SUPERVISED = "self-supervised"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-ELSEWHERE = {"steps": "steps", "device": "device", "seed": "random_state"}  # settings with a parameter of their own
+# parameters that are handed on by name; None leaves the choice to the method, the number of images and the device
+KNOBS = ("recipe", "steps", "lr", "pseudo_weight", "max_entropy", "error_rate", "pairs_per_step", "images_per_step")
+ELSEWHERE = {"device": "device", "seed": "random_state"}  # training settings and the parameters that give them
 SETTINGS = {entry.name for entry in fields(TrainSettings)} - ELSEWHERE.keys()
 OWN_VIEWS = ("own_weak", "own_strong", "own_contrastive")
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a fit will do, checked before the first step of its start."""
+    """What a fit does, checked before its first step."""
 
     method: str
+    n_clusters: int
     arguments: dict[str, Any]
     settings: TrainSettings
-    recipe: dict[str, dict[str, Any]]  # of the self-supervised start, by stage
+    stages: Stages  # of the self-supervised start
     around: Around
 
 
-# auto_wrap_output_keys=None: scikit-learn would wrap `transform` for data frames and rename its argument
-class ConstraintMatch(  # type: ignore[call-arg]
+class ConstraintMatch(
+    ClassNamePrefixFeaturesOutMixin,  # type: ignore[misc]
     ClusterMixin,  # type: ignore[misc]
     TransformerMixin,  # type: ignore[misc]
     BaseEstimator,  # type: ignore[misc]
-    auto_wrap_output_keys=None,
 ):
-    """Clusters of images, or of their embeddings, from a few pairs that belong together or apart.
+    """Cluster images or embeddings with a few pairs that are known to belong together or apart.
 
     Parameters
     ----------
-    n_clusters : 2 or more.
-    method : "constraintmatch", "constrained" or "pseudo_label"; "propagate" trains nothing and tells the head what
-        answers in groups say; "supervised" and "fully_constrained" learn from labels. The first three keep the start
-        unless held-out pairs say that the training is better; options={"recipe": "paper"} trains as published.
-    backbone : "tiny", "resnet18", "resnet34" or "timm:NAME"; None chooses by the side of the images. Embeddings
-        need none.
-    start : what training starts from: "self-supervised" (SimCLR and linear heads, kept short),
-        None (random weights), a model or run folder, or a `ClusterModel` (which is left as it is). A start without
-        clusters, such as `build_model(n_clusters=0, backbone="timm:NAME", pretrained=True, …)`, takes SimCLR's place.
-    steps : training steps; None: enough for 100 passes over the images, 500 to 20,000 (on a CPU to 1,000).
-    device : "cuda", "mps" or "cpu"; None takes the first of these that is there.
-    random_state : a seed, a RandomState or Generator to draw one from, or None for a new one (`seed_` tells it).
-    flip : whether a mirrored image still belongs to its cluster (not so for digits and letters).
-    without : operations to leave out of the strong views, such as ("solarize", "rotate").
-    options : further arguments of the method (`pseudo_weight`, `max_entropy`, …), training settings (`lr`, `ema`, …),
-        own views (`own_weak`, `own_strong`, `own_contrastive`), and for each stage of the self-supervised start a
-        dict of the same kind, such as {"simclr": {"epochs": 500}}.
-    verbose : whether to show progress.
+    n_clusters : int, default=None
+        The number of clusters, 2 or more. None takes the clusters of the model given as `start`.
+    method : str, default="constraintmatch"
+        "constraintmatch", "constrained" and "pseudo_label" train on pairs. "propagate" trains no network: it carries
+        the groups that the pairs form over to the other images. "supervised" and "fully_constrained" train on the
+        labels of an `ImageSet`.
+    recipe : {"safe", "paper"}, default=None
+        "safe" keeps the start unless held-out pairs show that the trained model is better; "paper" trains as published.
+        None is "safe" for the methods that have recipes.
+    start : str, Path, ClusterModel or None, default="self-supervised"
+        The model that training starts from. "self-supervised" makes a short start from X alone: SimCLR and linear heads
+        for images, linear heads for embeddings. None is random weights. A model folder, a run folder or a
+        `ClusterModel` (which is not changed) is used as it is; if it has no clusters, linear heads find them first.
+    backbone : str, default=None
+        "tiny", "resnet18", "resnet34" or "timm:NAME". None chooses by the size of the images. Embeddings need none.
+    steps : int, default=None
+        Training steps. None is 100 passes over the images, between 500 and 20,000 steps (1,000 on a CPU).
+    lr : float, default=None
+        Learning rate. None is 0.01.
+    pseudo_weight : float, default=None
+        Weight λ of the pseudo-constraints or pseudo-labels. None is 1.
+    max_entropy : float, default=None
+        Threshold τ: only images whose prediction has a lower entropy form pseudo-constraints. None is 0.2.
+    error_rate : float, default=None
+        Share of the pairs that are expected to be wrong; the loss allows for it. None is 0.
+    pairs_per_step : int, default=None
+        Pairs in a batch. None is between 50 and 200, by the number of images (50 on a CPU).
+    images_per_step : int, default=None
+        Images without pairs in a batch. None is an eighth of the images, between 150 and 600 (150 on a CPU).
+    flip : bool, default=True
+        Whether a mirrored image still belongs to its cluster. False for digits and letters.
+    without : sequence of str, default=()
+        Operations to leave out of the strong views, such as ("solarize", "rotate").
+    options : dict, default=None
+        All other settings by name: arguments of the method (`min_confidence`, `warm_up`, …), training settings (`ema`,
+        `optimizer`, …), views of your own (`own_weak`, `own_strong`, `own_contrastive`), and a dict for each stage of
+        the self-supervised start, such as {"simclr": {"epochs": 500}}.
+    device : str, default=None
+        "cuda", "mps" or "cpu". None takes the first of these that is available.
+    random_state : int, RandomState, Generator or None, default=None
+        The seed, or where to draw it from. None draws a new one; `seed_` shows it.
+    verbose : bool, default=False
+        Whether to show progress.
 
-    After `fit`: `labels_` (the cluster of each image), `model_`, `log_` and `seed_`.
+    Attributes
+    ----------
+    labels_ : ndarray of shape (n_samples,)
+        The cluster of each row of X.
+    model_ : ClusterModel
+        The trained network.
+    n_features_in_ : int
+        The numbers in each row of X: the length of the embeddings, or the values of an image's pixels.
+    feature_names_in_ : ndarray of shape (n_features_in_,)
+        The names of the columns, if X is a data frame whose columns all have names.
+    n_iter_ : int
+        The training steps taken; 0 if the safe recipe keeps the start without a training.
+    log_ : list of dict
+        The log of the training.
+    seed_ : int
+        The seed of this fit.
+
+    Notes
+    -----
+    Constraints name rows of X, so a search must not split X: `GridSearchCV(…, cv=[(rows, rows)])` with
+    `rows = np.arange(len(X))` trains and scores on all rows. It makes the start anew for every candidate, unless
+    `start` is a model.
+
+    Examples
+    --------
+    >>> from sklearn.datasets import make_blobs
+    >>> from constraintmatch import ConstraintMatch, Constraints
+    >>> X, y = make_blobs(90, n_features=8, centers=3, random_state=0)
+    >>> pairs = Constraints.sample(y, 60, seed=0)
+    >>> model = ConstraintMatch(n_clusters=3, steps=20, random_state=0).fit(X, constraints=pairs)
+    >>> model.labels_.shape
+    (90,)
+    >>> model.score(X, y)
+    1.0
     """
+
+    __metadata_request__fit = {"constraints": True}  # noqa: RUF012 (scikit-learn reads it from the class)
 
     def __init__(
         self,
-        n_clusters: int,
+        n_clusters: int | None = None,
         *,
         method: str = "constraintmatch",
-        backbone: str | None = None,
+        recipe: str | None = None,
         start: str | Path | ClusterModel | None = SELF_SUPERVISED,
+        backbone: str | None = None,
         steps: int | None = None,
-        device: str | None = None,
-        random_state: int | np.random.RandomState | np.random.Generator | None = None,
+        lr: float | None = None,
+        pseudo_weight: float | None = None,
+        max_entropy: float | None = None,
+        error_rate: float | None = None,
+        pairs_per_step: int | None = None,
+        images_per_step: int | None = None,
         flip: bool = True,
         without: Sequence[str] = (),
         options: Mapping[str, Any] | None = None,
+        device: str | None = None,
+        random_state: int | np.random.RandomState | np.random.Generator | None = None,
         verbose: bool = False,
     ) -> None:
         self.n_clusters = n_clusters
         self.method = method
-        self.backbone = backbone
+        self.recipe = recipe
         self.start = start
+        self.backbone = backbone
         self.steps = steps
-        self.device = device
-        self.random_state = random_state
+        self.lr = lr
+        self.pseudo_weight = pseudo_weight
+        self.max_entropy = max_entropy
+        self.error_rate = error_rate
+        self.pairs_per_step = pairs_per_step
+        self.images_per_step = images_per_step
         self.flip = flip
         self.without = without
         self.options = options
+        self.device = device
+        self.random_state = random_state
         self.verbose = verbose
 
-    def fit(self, images: Images, constraints: Pairs = None) -> Self:
-        """The estimator, trained on images (see `as_images`) and pairs (see `as_constraints`)."""
-        start = self._loaded_start()
-        images = as_images(images, start)
-        pairs = as_constraints(constraints, images)
-        _check_clusters(self.n_clusters, len(images))
-        _check_pairs(self.method, pairs, images)
-        seed = _seed(self.random_state)
-        plan = self._plan(images, seed)
-        model, log = run_method(
-            plan.method,
-            self._started(start, images, plan, seed),
-            images,
-            pairs,
-            arguments=plan.arguments,
-            settings=plan.settings,
-            around=plan.around,
-        )
-        self.model_, self.log_, self.seed_ = _noted(model, plan, images).eval(), log, seed
+    def fit(self, X: Images, y: Any = None, *, constraints: Pairs = None) -> Self:
+        """Train on images or embeddings and pairs.
+
+        Parameters
+        ----------
+        X : array-like, ImageSet, path or str
+            Embeddings (n, d), images (n, h, w) or (n, h, w, c), an `ImageSet`, a folder of images, or a .npy or .npz
+            file.
+        y : ignored
+            Labels are not used. Pairs in this place, in any form below, are taken as `constraints`; an array of 3 or
+            4 columns is a table of pairs.
+        constraints : Constraints, path, str, array-like, dict or sparse matrix, default=None
+            Pairs of rows of X: `Constraints`, a pairs file, a table (n, 3) of left, right and link (1 = must-link,
+            0 = cannot-link; a weight may follow), a list of such triples, a tuple of three columns,
+            {"must_link": [(i, j), …], "cannot_link": […]}, or a square matrix of 1, -1 and 0. All methods but
+            "supervised" and "fully_constrained" need them.
+
+        Returns
+        -------
+        self : ConstraintMatch
+            The fitted estimator.
+        """
+        given = choose_pairs(y, constraints)
+        start = self._load_start()
+        images = self._read(X, start, reset=True)
+        n_clusters = self._count_clusters(start, len(images))
+        pairs = as_constraints(given, images)
+        _check_pairs(self.method, pairs, images, ignored=y is not None)
+        plan = self._plan(images, n_clusters, _seed(self.random_state))
+        model, self.log_ = self._train(plan, start, images, pairs)
+        self._keep(model)
+        self.seed_, self.n_iter_ = plan.settings.seed, int(self.log_[-1]["step"])
         predictions = predict(model, images)
         self.labels_ = predictions.clusters
         for sign in collapse_warnings(predictions):
             warnings.warn(sign, ConvergenceWarning, stacklevel=2)
         return self
 
-    def fit_predict(self, images: Images, constraints: Pairs = None) -> NDArray[np.int64]:
-        """The cluster of each image after `fit`."""
-        return self.fit(images, constraints).labels_
+    def fit_predict(self, X: Images, y: Any = None, *, constraints: Pairs = None) -> NDArray[np.int64]:
+        """Fit and return `labels_`; the parameters are those of `fit`."""
+        return self.fit(X, y, constraints=constraints).labels_
 
-    def predict(self, images: Images) -> NDArray[np.int64]:
-        """The cluster (n,) of each image; they need not be those of `fit`."""
-        return self._predictions(images).clusters
+    def predict(self, X: Images) -> NDArray[np.int64]:
+        """Return the cluster (n,) of each row of X, which may be new."""
+        return self._predictions(X).clusters
 
-    def predict_proba(self, images: Images) -> NDArray[np.float32]:
-        """The probability (n, n_clusters) of each cluster for each image."""
-        return self._predictions(images).probabilities
+    def predict_proba(self, X: Images) -> NDArray[np.float32]:
+        """Return the probability (n, n_clusters) of each cluster for each row of X."""
+        return self._predictions(X).probabilities
 
-    def transform(self, images: Images) -> NDArray[np.float32]:
-        """The features (n, width) of the images in the last layer before the clusters."""
+    def transform(self, X: Images) -> NDArray[np.float32]:
+        """Return the features (n, width) in the last layer before the clusters."""
         check_is_fitted(self, "model_")
-        return embed(self.model_, self._seen(images))
+        return embed(self.model_, self._read(X, self.model_))
 
-    def score(self, images: Images, y: ArrayLike | None = None) -> float:
-        """The share of images in the cluster that is matched with their class; classes from `y` or the set's labels."""
+    def score(self, X: Images, y: ArrayLike | None = None) -> float:
+        """Return the accuracy in [0, 1] after each cluster is matched with one class.
+
+        Parameters
+        ----------
+        X : array-like, ImageSet, path or str
+            As in `fit`.
+        y : array-like of shape (n_samples,), default=None
+            The classes, as numbers or words. None takes the labels of an `ImageSet` or of class folders.
+
+        Returns
+        -------
+        score : float
+            The share of rows whose cluster is matched with their class.
+        """
         check_is_fitted(self, "model_")
-        seen = self._seen(images)
-        labels = seen.labels if y is None else _as_labels(y)
+        images = self._read(X, self.model_)
+        labels = images.labels if y is None else _as_labels(y)
         if labels is None:
-            raise InputError("score needs the labels of the images: give an ImageSet with labels, or score(images, y)")
-        return accuracy(labels, predict(self.model_, seen).clusters)
+            raise InputError("score needs the labels of the images: give an ImageSet with labels, or score(X, y)")
+        return accuracy(labels, predict(self.model_, images).clusters)
 
     def save_pretrained(self, folder: Path | str, *, half: bool = False) -> None:
         """Write the model folder (`config.json`, `model.safetensors`; fp16 when `half`), which every command takes."""
@@ -170,91 +272,143 @@ class ConstraintMatch(  # type: ignore[call-arg]
 
     @classmethod
     def from_pretrained(cls, source: Path | str, *, device: str | None = None, revision: str | None = None) -> Self:
-        """A fitted estimator from a model or run folder, or else from the Hugging Face hub by `owner/name`."""
+        """Return a fitted estimator from a model or run folder, or from the Hugging Face hub by `owner/name`."""
         folder = Path(source) if Path(source).exists() else _from_hub(str(source), revision)
         model = load_model(folder, device=choose_device(device))
         if model.config.n_clusters == 0:
             raise InputError(f"{source}: this model has no clusters yet; use it as start= of a new estimator")
         made = cls(model.config.n_clusters, backbone=model.config.backbone, start=None, device=device)
-        made.model_ = model.eval()
+        made._keep(model)
         return made
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.two_d_array, tags.input_tags.three_d_array = True, True
+        tags.transformer_tags.preserves_dtype = []  # features are float32, whatever X is
         return tags
 
-    def _predictions(self, images: Images) -> Predictions:
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for pickle, with the model on the CPU: a machine without a GPU can read it."""
+        state: dict[str, Any] = super().__getstate__()
+        kept = {"model_": copy.deepcopy(self.model_).cpu()} if "model_" in state else {}
+        return {**state, **kept}
+
+    @property
+    def _n_features_out(self) -> int:
+        """The number of columns of `transform`, for `get_feature_names_out` and `set_output`."""
+        return self.model_.width
+
+    def _keep(self, model: ClusterModel) -> None:
+        self.model_ = model.eval()
+        self.n_features_in_ = model.config.side**2 * model.config.channels
+
+    def _predictions(self, X: Images) -> Predictions:
         check_is_fitted(self, "model_")
-        return predict(self.model_, self._seen(images))
+        return predict(self.model_, self._read(X, self.model_))
 
-    def _seen(self, images: Images) -> ImageSet:
-        seen = as_images(images, self.model_)
-        check_images(self.model_, seen)
-        return seen
+    def _read(self, X: Images, model: ClusterModel | None, *, reset: bool = False) -> ImageSet:
+        """X as an ImageSet, at the size of the model if there is one; with `reset`, its columns are recorded."""
+        if reset:
+            self.__dict__.pop("feature_names_in_", None)  # of an earlier fit
+        if isinstance(X, ImageSet):
+            images = X
+        elif isinstance(X, Path | str):
+            side, channels = (None, None) if model is None else (model.config.side, model.config.channels)
+            images = load_images(X, side=side, channels=channels)
+        else:
+            images = ImageSet.from_arrays(self._check_table(X, reset))
+        if model is not None:
+            check_images(model, images)
+        return images
 
-    def _loaded_start(self) -> ClusterModel | None:
-        """The model given to start from, never the caller's own; None when one has to be made."""
+    def _check_table(self, X: Any, reset: bool) -> Any:
+        """X with the checks of scikit-learn if it is a table; a failed check is an InputError."""
+        try:
+            images = (X if hasattr(X, "ndim") else np.asarray(X)).ndim > 2
+        except ValueError:  # rows that differ in length
+            images = True
+        if images or isinstance(X, np.ma.MaskedArray):
+            return X  # ImageSet.from_arrays checks it
+        try:
+            return validate_data(self, X, reset=reset, ensure_all_finite=False)  # NaN: it names the row
+        except ValueError as error:
+            raise InputError(" ".join(str(error).split())) from None
+
+    def _load_start(self) -> ClusterModel | None:
+        """A copy of the model given as start; None if the start has to be made."""
         if self.start is None or (isinstance(self.start, str) and self.start == SELF_SUPERVISED):
             return None
         if not isinstance(self.start, ClusterModel | Path | str):
             raise InputError(f"start is {self.start!r}; give a model, its folder, {SELF_SUPERVISED!r} or None")
         model = copy.deepcopy(self.start) if isinstance(self.start, ClusterModel) else load_model(self.start)
         if self.backbone not in (None, model.config.backbone):
-            raise InputError(
-                f"backbone is {self.backbone!r} and the start has {model.config.backbone!r}; leave one out"
-            )
-        if model.config.n_clusters not in (0, self.n_clusters):
-            mend = "ask for as many, or give it another head: with_clusters(model, n)"
-            raise InputError(
-                f"the start has {model.config.n_clusters} clusters, n_clusters is {self.n_clusters}; {mend}"
-            )
+            raise InputError(f"backbone is {self.backbone!r}, the start has {model.config.backbone!r}; leave one out")
         return model
 
-    def _started(self, start: ClusterModel | None, images: ImageSet, plan: _Plan, seed: int) -> ClusterModel:
-        """The model to train: the start itself, or after those stages of the self-supervised start that it lacks."""
+    def _count_clusters(self, start: ClusterModel | None, n_images: int) -> int:
+        """The number of clusters, checked against the start and the images."""
+        of_start = start.config.n_clusters if start else 0
+        n_clusters = (of_start or None) if self.n_clusters is None else self.n_clusters
+        if isinstance(n_clusters, bool) or not isinstance(n_clusters, int | np.integer) or n_clusters < 2:
+            raise InputError(f"n_clusters is {n_clusters!r}; it must be a whole number, 2 or more")
+        if of_start not in (0, n_clusters):
+            fix = "ask for as many, or give it another head: with_clusters(model, n)"
+            raise InputError(f"the start has {of_start} clusters, n_clusters is {n_clusters}; {fix}")
+        if n_images < n_clusters:
+            raise InputError(f"n_clusters is {n_clusters:,} and X has {n_images:,} samples; ask for fewer clusters")
+        return int(n_clusters)
+
+    def _train(self, plan: _Plan, start: ClusterModel | None, images: ImageSet, pairs: Constraints | None) -> Trained:
+        """The trained model and its log: first the stages of the start that are missing, then the method."""
+        made = start is None and self.start is not None and not images.embedded  # given features need no pretext task
         if start is None:
             mean, std = images.moments() if images.embedded else (None, None)
             start = build_model(
-                n_clusters=self.n_clusters if self.start is None else 0,
+                n_clusters=plan.n_clusters if self.start is None else 0,
                 side=images.side,
                 channels=images.channels,
                 backbone=self.backbone,
                 mean=mean,
                 std=std,
-                seed=derive_seed(seed, "weights"),
+                seed=derive_seed(plan.settings.seed, "weights"),
             )
-        if start.config.n_clusters:
-            return start
-        # a given backbone stands for SimCLR, and so do embeddings
-        made = isinstance(self.start, str) and self.start == SELF_SUPERVISED and not images.embedded
-        stages = [stage for stage in ORDER if stage in plan.recipe and (made or stage not in PRETEXTS)]
-        given = {"seed": seed, "device": self.device}
-        return pretrain(
-            start, images, self.n_clusters, stages=stages, recipe=plan.recipe, settings=given, around=plan.around
-        )
+        if not start.config.n_clusters:
+            stages = [stage for stage in ORDER if stage in plan.stages and (made or stage not in PRETEXTS)]
+            given = {"seed": plan.settings.seed, "device": self.device}
+            start = pretrain(
+                start, images, plan.n_clusters, stages=stages, recipe=plan.stages, settings=given, around=plan.around
+            )
+        how: dict[str, Any] = {"arguments": plan.arguments, "settings": plan.settings, "around": plan.around}
+        model, log = run_method(plan.method, start, images, pairs, **how)
+        return Trained(_noted(model, plan, images), log)
 
-    def _plan(self, images: ImageSet, seed: int) -> _Plan:
-        """Everything the fit needs from the parameters; what cannot be used is an InputError."""
+    def _plan(self, images: ImageSet, n_clusters: int, seed: int) -> _Plan:
+        """Everything that training needs from the parameters; what cannot be used is an InputError."""
         known = _known_method(self.method)
-        if not isinstance(self.options or {}, Mapping):
-            raise InputError(f"options is {self.options!r}; give a dictionary, such as {{'lr': 0.01}}")
-        asked = dict(self.options or {})
+        asked = self._asked()
         cpu = choose_device(self.device).type == "cpu"
-        asked_start = {stage: asked.pop(stage) for stage in ORDER if stage in asked}
-        recipe = _start_recipe(short_start(len(images), cpu=cpu), asked_start)
+        asked_stages = {stage: asked.pop(stage) for stage in ORDER if stage in asked}
+        stages = _start_stages(short_start(len(images), cpu=cpu), asked_stages)
         own = {name: asked.pop(name) for name in OWN_VIEWS if name in asked}
         size = training_size(len(images), cpu=cpu)
         arguments = {name: value for name, value in {"recipe": "safe", **size}.items() if name in known}
         arguments |= {name: asked.pop(name) for name in known & asked.keys()}
-        _check_options(asked, self.method, known)
+        _check_settings(asked, self.method, known)
         check_kinds(self.method, arguments, {key: of.default for key, of in method_arguments(self.method).items()})
-        steps = size["steps"] if self.steps is None else self.steps
-        settings = {"lr": size["lr"]} | asked | {"steps": steps, "seed": seed, "device": self.device}
-        views = self._views(images, own)
+        settings = {"lr": size["lr"], "steps": size["steps"]} | asked | {"seed": seed, "device": self.device}
         reporter = console_reporter() if self.verbose else Quiet()
-        around = Around(reporter=reporter, views=views)
-        return _Plan(self.method, arguments, method_settings(self.method, settings), recipe, around)
+        around = Around(reporter=reporter, views=self._views(images, own))
+        return _Plan(self.method, n_clusters, arguments, method_settings(self.method, settings), stages, around)
+
+    def _asked(self) -> dict[str, Any]:
+        """The options and the parameters that are not None, by name; a name in both is an InputError."""
+        if not isinstance(self.options or {}, Mapping):
+            raise InputError(f"options is {self.options!r}; give a dictionary, such as {{'ema': 0.99}}")
+        options = dict(self.options or {})
+        knobs = {name: value for name in KNOBS if (value := getattr(self, name)) is not None}
+        if twice := sorted(options.keys() & knobs.keys()):
+            raise InputError(f"{twice[0]} is given twice, as a parameter and in options; leave it out of options")
+        return options | knobs
 
     def _views(self, images: ImageSet, own: Mapping[str, Any]) -> ViewChoice:
         """The views of the images; names that are no operations are found here, not after the start."""
@@ -266,47 +420,6 @@ class ConstraintMatch(  # type: ignore[call-arg]
         views = ViewChoice(flip=self.flip, without=without, **own)
         views.strong(images)
         return views
-
-
-def as_images(images: Images, model: ClusterModel | None = None) -> ImageSet:
-    """An ImageSet from one, from an array (n, h, w[, c]), or from a folder or .npy/.npz file, at the model's size.
-
-    An array (n, d) has embeddings.
-    """
-    if isinstance(images, ImageSet):
-        return images
-    if isinstance(images, Path | str):
-        side, channels = (None, None) if model is None else (model.config.side, model.config.channels)
-        return load_images(images, side=side, channels=channels)
-    return ImageSet.from_arrays(images)
-
-
-def as_constraints(constraints: Pairs, images: ImageSet) -> Constraints | None:
-    """Constraints over the images from what people have; None stays None.
-
-    Taken are `Constraints`, a pairs file, columns (left, right, link), a list of such triples,
-    {"must_link": [(i, j), …], "cannot_link": […]}, and a square matrix of 1, −1 and 0. `Constraints` are used as they
-    are; in all others a contradiction is an error.
-    """
-    if constraints is None or isinstance(constraints, Constraints):
-        return constraints
-    n = len(images)
-    if isinstance(constraints, Path | str):
-        made = Constraints.read(constraints, names=images.names, n_images=n)
-    elif isinstance(constraints, Mapping):
-        if odd := sorted(map(str, constraints.keys() - {"must_link", "cannot_link"})):
-            raise InputError(f"constraints: unknown key {odd[0]!r}; known are must_link, cannot_link")
-        made = Constraints.from_lists(n_images=n, **constraints)
-    elif issparse(constraints) or (isinstance(constraints, np.ndarray) and constraints.ndim == 2):
-        made = Constraints.from_matrix(constraints)
-    elif isinstance(constraints, list | tuple) and (columns := _columns(constraints)) is not None:
-        made = Constraints.from_arrays(*columns, n_images=n)
-    else:
-        raise InputError(
-            "constraints must be Constraints, a pairs file, columns (left, right, link), a list of such triples, "
-            "a dict with must_link and cannot_link, or a square matrix of 1, -1 and 0"
-        )
-    return made.resolve("error", names=images.names)
 
 
 def _as_labels(y: ArrayLike) -> NDArray[Any]:
@@ -324,22 +437,6 @@ def _as_labels(y: ArrayLike) -> NDArray[Any]:
     return np.unique(labels.astype(str) if labels.dtype.kind == "O" else labels, return_inverse=True)[1]
 
 
-def _columns(given: Sequence[Any]) -> Sequence[Any] | None:
-    """Left, right and link as columns, from columns or from triples; None: neither. Three by three may be both."""
-    triples = len(given) > 0 and all(isinstance(item, list | tuple) and len(item) == 3 for item in given)
-    if triples and len(given) == 3:
-        as_tuples = [isinstance(item, tuple) for item in given]
-        if isinstance(given, tuple) == all(as_tuples) or any(as_tuples) != all(as_tuples):
-            raise InputError(
-                "constraints: three columns or three triples (left, right, link)? give a tuple of lists for columns, "
-                "a list of tuples for triples"
-            )
-        triples = all(as_tuples)
-    if triples:
-        return list(zip(*given, strict=True))
-    return given if len(given) == 3 else None
-
-
 def _known_method(name: str) -> set[str]:
     """The names of a method's arguments; a stage of the start is no method here."""
     if name in ORDER or name not in METHODS:
@@ -348,12 +445,10 @@ def _known_method(name: str) -> set[str]:
     return set(method_arguments(name))
 
 
-def _start_recipe(
-    short: dict[str, dict[str, Any]], asked: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """The short recipe with what was asked for its stages; a stage it lacks is added when asked for.
+def _start_stages(short: Stages, asked: Mapping[str, Mapping[str, Any]]) -> Stages:
+    """The stages of the short start with the options asked for; a stage that is asked for and missing is added.
 
-    Another pretext task takes the place of the short recipe's, with as many epochs unless it says how many.
+    Another pretext task takes the place of the short start's, with as many epochs unless it says how many.
     """
     for stage, options in asked.items():
         if not isinstance(options, Mapping):
@@ -366,30 +461,27 @@ def _start_recipe(
     return {stage: {**short.get(stage, {}), **asked.get(stage, {})} for stage in ORDER if stage in {*short, *asked}}
 
 
-def _check_clusters(n_clusters: Any, n_images: int) -> None:
-    if isinstance(n_clusters, bool) or not isinstance(n_clusters, int | np.integer):
-        raise InputError(f"n_clusters is {n_clusters!r}; it must be a whole number, 2 or more")
-    if n_clusters < 2:
-        raise InputError(f"n_clusters is {n_clusters}; ask for 2 or more")
-    if n_images < n_clusters:
-        raise InputError(f"{n_clusters:,} clusters for {n_images:,} images: there must be at least one image each")
-
-
-def _check_pairs(method: str, pairs: Constraints | None, images: ImageSet) -> None:
+def _check_pairs(method: str, pairs: Constraints | None, images: ImageSet, *, ignored: bool) -> None:
     if method not in ("supervised", "fully_constrained") and (pairs is None or len(pairs) == 0):
-        raise InputError(f"{method} needs constraints and there are none; sample or answer some pairs first")
+        fix = "give some: fit(X, constraints=pairs)"
+        if ignored and pairs is None:
+            fix += "; y is not used, but Constraints.sample(y, 300, seed=0) makes pairs from labels"
+        raise InputError(f"{method} needs constraints and there are none; {fix}")
     if pairs is not None and pairs.n_images != len(images):
-        raise InputError(f"the constraints are over {pairs.n_images:,} images, the set has {len(images):,}")
+        raise InputError(
+            f"the constraints are over {pairs.n_images:,} images, the set has {len(images):,}; give all rows of X, "
+            "in a search with cv=[(rows, rows)]"
+        )
 
 
-def _check_options(rest: Mapping[str, Any], method: str, arguments: set[str]) -> None:
-    """What is left of the options must be training settings without a parameter of their own."""
+def _check_settings(rest: Mapping[str, Any], method: str, arguments: set[str]) -> None:
+    """What is left of the settings must be training settings without a parameter of another name."""
     for name in rest:
         if name in ELSEWHERE:
             raise InputError(f"options: {name!r} has a parameter of its own, {ELSEWHERE[name]}")
     if unknown := sorted(map(str, rest.keys() - SETTINGS)):
         known = ", ".join(sorted({*arguments, *SETTINGS, *OWN_VIEWS, *ORDER}))
-        raise InputError(f"options: {unknown[0]!r} means nothing to {method}; known are {known}")
+        raise InputError(f"{method} has no setting {unknown[0]!r}; it has {known}")
 
 
 def _seed(state: Any) -> int:
