@@ -105,6 +105,7 @@ def scan(
         tolerance=tolerance,  # a collapse costs more; within it, longer training is better
         prefetch=bench.prefetch,
         reporter=job.reporter,
+        stop=job.stop,
     )
     return Trained(trained if n_heads == 1 else best_head(trained, log), log)
 

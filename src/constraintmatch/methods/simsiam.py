@@ -87,6 +87,7 @@ def simsiam(
         run=job.run,
         prefetch=bench.prefetch,
         reporter=job.reporter,
+        stop=job.stop,
     )
     return Trained(trained, log)
 
