@@ -18,15 +18,15 @@ from hypothesis import settings as limits
 from hypothesis import strategies as st
 from PIL import Image
 
-from constraintmatch.annotate.app import create_app
+from constraintmatch.annotate.api import create_app
 from constraintmatch.annotate.beliefs import open_model, pixel_belief
 from constraintmatch.annotate.choosing import Chooser
 from constraintmatch.annotate.clusters import galleries
 from constraintmatch.annotate.loop import Limited
-from constraintmatch.annotate.pictures import pictures_of
 from constraintmatch.annotate.security import MAX_BODY, Rules, is_loopback, rules_for
 from constraintmatch.annotate.serving import address, listen
 from constraintmatch.annotate.store import Store, open_store
+from constraintmatch.annotate.thumbnails import pictures_of
 from constraintmatch.answers import NONE, UNSURE, Answer, Question
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from constraintmatch.annotate.clashes import Clash, LinkGraph
+from constraintmatch.annotate.contradictions import Clash, LinkGraph
 from constraintmatch.answers import NONE, UNSURE, Answer, Question, links_of
 from constraintmatch.constraints import Constraints
 

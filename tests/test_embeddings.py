@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from constraintmatch import ConstraintMatch, Constraints, cli, views
 from constraintmatch.annotate.beliefs import pixel_belief
-from constraintmatch.annotate.pictures import pictures_of
+from constraintmatch.annotate.thumbnails import pictures_of
 from constraintmatch.batches import ImageStore
 from constraintmatch.embedding import embed_images, write_embeddings
 from constraintmatch.errors import InputError

@@ -14,7 +14,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from constraintmatch import cli
-from constraintmatch.annotate.learning import Learner, Learning
+from constraintmatch.annotate.background_training import Learner, Learning
 from constraintmatch.annotate.loop import Limited, Loop, ask_in_terminal, ask_labels
 from constraintmatch.annotate.store import open_store
 from constraintmatch.annotate.terminal import FINISHED, PREVIOUS, Prompt, picture, read_choice, side_by_side
@@ -237,7 +237,7 @@ def test_a_finished_training_is_kept_until_the_one_in_its_place_is_there(
 def test_a_round_waits_for_the_thread_that_was_told_to_stop(
     images: ImageSet, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("constraintmatch.annotate.learning.LONGEST_STEPS", 0.0)
+    monkeypatch.setattr("constraintmatch.annotate.background_training.LONGEST_STEPS", 0.0)
     answers = answered(images, start, 8)
     learning = replace(SMALL, settings={**SMALL.settings, "steps": 60}, total=8)
     learner = Learner(images, load_model(start), lambda: answers, tmp_path, learning)
@@ -332,7 +332,7 @@ def test_the_last_answers_and_those_before_a_pause_are_learnt_however_few(
     assert not few.is_due()
     last = Learner(images, load_model(start), lambda: answers, tmp_path, replace(SMALL, total=3))
     assert last.is_due()
-    monkeypatch.setattr("constraintmatch.annotate.learning.PATIENCE", 0.0)
+    monkeypatch.setattr("constraintmatch.annotate.background_training.PATIENCE", 0.0)
     time.sleep(0.01)
     assert few.is_due()
     assert few.learn()

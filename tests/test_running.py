@@ -10,12 +10,12 @@ from constraintmatch import batches
 from constraintmatch.constraints import Constraints
 from constraintmatch.files import read_json, write_json
 from constraintmatch.images import ImageSet
-from constraintmatch.methods import Trained
+from constraintmatch.methods import METHODS, Trained
 from constraintmatch.models import ClusterModel, build_model
-from constraintmatch.running import Around, run_method, weights_hash
+from constraintmatch.running import Around, method_arguments, method_settings, run_method, weights_hash
 from constraintmatch.runs import OtherRequest, RunFolder
 from constraintmatch.stepping import Stepper
-from constraintmatch.training import TrainSettings
+from constraintmatch.training import Interrupted, TrainSettings
 
 SETTINGS = TrainSettings(
     steps=9, lr=0.05, device="cpu", ema=0.9, log_every=4, evaluate_every=2, checkpoint_every=3, optimizer="adam"
@@ -85,6 +85,21 @@ def test_a_run_that_ends_before_it_is_noted_as_finished_is_not_trained_again(
         again = run(stripes, tmp_path, resume=True)
     assert_same(again, whole)
     assert not (tmp_path / "checkpoint.safetensors").exists()
+
+
+WITHOUT_STEPS = {"k_means", "linear_scan", "propagate"}
+
+
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - WITHOUT_STEPS))
+def test_every_method_stops_when_it_is_asked_to(stripes: ImageSet, name: str) -> None:
+    assert stripes.labels is not None
+    model = build_model(n_clusters=3, side=8, channels=1, backbone="tiny")
+    small = {"n_clusters": 3, "images_per_step": 8, "pairs_per_step": 8, "min_confidence": 0.1}
+    arguments = {key: value for key, value in small.items() if key in method_arguments(name)}
+    pairs = Constraints.sample(stripes.labels, 40, seed=0)
+    settings, around = method_settings(name, {"device": "cpu"}), Around(stop=lambda: True)
+    with pytest.raises(Interrupted, match="stopped after step 1 of"):
+        run_method(name, model, stripes, pairs, arguments=arguments, settings=settings, around=around)
 
 
 def test_streamed_images_train_the_same_model(

@@ -235,6 +235,24 @@ def test_a_signal_saves_and_stops(tmp_path: Path) -> None:
     assert_equal(weights(module), weights(whole))
 
 
+def test_a_training_stops_when_it_is_asked_to_and_goes_on_from_there(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) == 5
+
+    with pytest.raises(Interrupted, match="stopped after step 5 of 12"), open_run(tmp_path / "run", {}) as run:
+        fit(network(), numbers, squares, CPU, run=run, stop=stop)
+    seen: list[int] = []
+    module, whole = network(), network()
+    with open_run(tmp_path / "run", {}, resume=True) as run:
+        fit(module, lambda step: (seen.append(step), numbers(step))[1], squares, CPU, run=run)
+    fit(whole, numbers, squares, CPU, stop=lambda: False)
+    assert seen == list(range(5, 12))
+    assert_equal(weights(module), weights(whole))
+
+
 def test_a_non_finite_loss_names_step_and_term_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
     def poisoned(forward: Callable[..., Tensor], batch: Numbers) -> dict[str, Tensor]:
         terms = squares(forward, batch)

@@ -2,7 +2,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -47,6 +47,7 @@ class Around:
     held_out: ImageSet | None = None
     held_out_constraints: Constraints | None = None
     data: Mapping[str, Any] = field(default_factory=dict)  # where the images came from, for run.json
+    stop: Callable[[], bool] = lambda: False  # asked after every step: True ends the training with a checkpoint
 
     def within(self, folder: str) -> "Around":
         """The same, one folder deeper."""
@@ -103,7 +104,7 @@ def run_method(
     given = {"constraints": constraints} if "constraints" in inspect.signature(METHODS[name]).parameters else {}
     if given and constraints is None:
         raise InputError(f"{name} needs constraints and there are none; sample or answer some pairs first")
-    job = Job(None, around.reporter, around.held_out, around.held_out_constraints)
+    job = Job(None, around.reporter, around.held_out, around.held_out_constraints, stop=around.stop)
     if around.out is None:
         return METHODS[name](model, images, **given, **chosen, settings=settings, views=around.views, job=job)
     request = _request(name, model, images, constraints if given else None, chosen, settings, around)

@@ -144,6 +144,7 @@ def fit(
     tolerance: float = 0.0,
     prefetch: bool = False,
     reporter: Reporter | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
     """Train `module` in place and give back the log.
 
@@ -154,7 +155,8 @@ def fit(
     than the highest by more than that share, or by more than the slack that the evaluation names (`…_slack`). The
     weights at the beginning are judged too: a stage that only does harm leaves them. An evaluation that says `fallen`
     takes the kept weights back and lowers the rate; the second one ends the training. With a run folder the loop
-    resumes from its checkpoint.
+    resumes from its checkpoint. `stop` is asked after every step: when it says True, or a signal comes, a checkpoint is
+    written and `Interrupted` is raised.
     """
     device = choose_device(settings.device)
     settings = settings.resolved(device)
@@ -168,7 +170,7 @@ def fit(
             ahead = _prefetched(next_batch, settings.steps)
         elif settings.cuda_graph:
             ahead = _beside(next_batch, settings.steps, device)
-        return loop.run(title, ahead, measure, evaluate)
+        return loop.run(title, ahead, measure, evaluate, stop)
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,7 @@ class _Loop(Generic[B]):
         next_batch: Callable[[int], B],
         measure: Callable[[B], Mapping[str, float]] | None,
         evaluate: Callable[[], Mapping[str, Any]] | None,
+        stop: Callable[[], bool],
     ) -> list[dict[str, Any]]:
         settings, first = self.settings, self._resume()
         if settings.tensorboard and self.run_folder is not None:
@@ -218,7 +221,7 @@ class _Loop(Generic[B]):
         self.reporter.start(title, settings.steps, first)
         self.began = time.monotonic() - self._seconds_before()
         try:
-            with _stop_signals() as stop:
+            with _stop_signals() as signalled:
                 if evaluate and self.keep_best and first == 0:
                     self._evaluate(0, evaluate)
                 for step in range(first, settings.steps):
@@ -226,7 +229,7 @@ class _Loop(Generic[B]):
                         break
                     batch = next_batch(step)
                     self.stepper(batch, self._rate(step))
-                    self._after(step + 1, batch, measure, evaluate, stop)
+                    self._after(step + 1, batch, measure, evaluate, lambda: signalled.is_set() or stop())
         finally:
             self.reporter.stop()
             if self.writer is not None:
@@ -241,7 +244,7 @@ class _Loop(Generic[B]):
         batch: B,
         measure: Callable[[B], Mapping[str, float]] | None,
         evaluate: Callable[[], Mapping[str, Any]] | None,
-        stop: threading.Event,
+        stop: Callable[[], bool],
     ) -> None:
         settings, last = self.settings, done == self.settings.steps
         due = last or done % settings.log_every == 0
@@ -252,11 +255,12 @@ class _Loop(Generic[B]):
         every = settings.evaluate_every
         if evaluate and (last or (every and done % every == 0)):
             self._evaluate(done, evaluate)
-        if last or stop.is_set() or done % settings.checkpoint_every == 0:
+        stopped = stop()
+        if last or stopped or done % settings.checkpoint_every == 0:
             if not due:
                 self.stepper.check_finite(self._stop_for)
             self._save(done)
-        if stop.is_set() and not last:
+        if stopped and not last:
             raise Interrupted(f"stopped after step {done:,} of {settings.steps:,}")
 
     def _evaluate(self, done: int, evaluate: Callable[[], Mapping[str, Any]]) -> None:

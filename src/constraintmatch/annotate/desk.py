@@ -6,9 +6,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from constraintmatch.annotate.clashes import Clash
 from constraintmatch.annotate.clusters import Gallery, galleries
-from constraintmatch.annotate.messages import (
+from constraintmatch.annotate.contradictions import Clash
+from constraintmatch.annotate.question_queue import Refill
+from constraintmatch.annotate.records import AnswerRow, Asked
+from constraintmatch.annotate.store import Store
+from constraintmatch.annotate.thumbnails import Pictures
+from constraintmatch.annotate.types import (
     AskedOut,
     ClashOut,
     ClusterOut,
@@ -19,10 +23,6 @@ from constraintmatch.annotate.messages import (
     StateOut,
     TileOut,
 )
-from constraintmatch.annotate.pictures import Pictures
-from constraintmatch.annotate.records import AnswerRow, Asked
-from constraintmatch.annotate.refill import Refill
-from constraintmatch.annotate.store import Store
 from constraintmatch.answers import NONE, UNSURE
 from constraintmatch.images import ImageSet
 from constraintmatch.questions import Belief, certain_share

@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from constraintmatch.annotate.background_training import Learner, Learning
 from constraintmatch.annotate.choosing import Choice, Chooser, Kind
-from constraintmatch.annotate.clashes import Clash
-from constraintmatch.annotate.learning import Learner, Learning
+from constraintmatch.annotate.contradictions import Clash
+from constraintmatch.annotate.question_queue import Refill
 from constraintmatch.annotate.records import Asked
-from constraintmatch.annotate.refill import Refill
-from constraintmatch.annotate.session import Door, listening, serve_app
+from constraintmatch.annotate.server import Door, listening, serve_app
 from constraintmatch.annotate.store import Store, open_store
 from constraintmatch.annotate.terminal import FINISHED, PREVIOUS, Prompt
 from constraintmatch.answers import Answer, Question

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any, Literal
 from unicodedata import category
 
-from constraintmatch.annotate.clashes import Clash
+from constraintmatch.annotate.contradictions import Clash
 from constraintmatch.answers import NONE, UNSURE, Answer, Question
 from constraintmatch.errors import InputError
 

@@ -15,9 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from constraintmatch.annotate.clashes import Clash, LinkGraph
-from constraintmatch.annotate.database import connect, sole_server, told
-from constraintmatch.annotate.looks import Kept, Looks, Place
+from constraintmatch.annotate.contradictions import Clash, LinkGraph
+from constraintmatch.annotate.image_identity import Kept, Looks, Place
 from constraintmatch.annotate.records import (
     LONGEST,
     AnswerRow,
@@ -34,6 +33,7 @@ from constraintmatch.annotate.records import (
     speed,
     standing_of,
 )
+from constraintmatch.annotate.schema import connect, sole_server, told
 from constraintmatch.answers import UNSURE, Answer, Question
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet

@@ -95,9 +95,9 @@ def annotate(
 
     Every answer is saved as it is given; Ctrl-C ends, and the same command goes on. Several people may answer at once.
     """
-    from constraintmatch.annotate import session
+    from constraintmatch.annotate import server
 
-    sitting = session.Sitting(
+    sitting = server.Sitting(
         data,
         db,
         model,
@@ -118,9 +118,9 @@ def annotate(
     if import_ is None and columns is not None:
         raise InputError("--columns goes with --import PAIRS.csv")
     if export is not None:
-        print_rows([("pairs", f"{export} ({session.export_answers(sitting, export, reporter(quiet)).describe()})")])
+        print_rows([("pairs", f"{export} ({server.export_answers(sitting, export, reporter(quiet)).describe()})")])
     elif import_ is not None:
-        taken = session.import_file(sitting, import_, reporter(quiet), columns=columns, same=same, different=different)
+        taken = server.import_file(sitting, import_, reporter(quiet), columns=columns, same=same, different=different)
         print_rows([("answers", f"{db} ({taken.describe()})")])
     else:
-        print_rows(session.serve_page(sitting, session.Door(host, port, token, browser), reporter(quiet)))
+        print_rows(server.serve_page(sitting, server.Door(host, port, token, browser), reporter(quiet)))

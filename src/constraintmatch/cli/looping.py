@@ -91,7 +91,7 @@ def loop(
     questions. Stop at any time: the same command goes on.
     """
     from constraintmatch.annotate import loop as loops
-    from constraintmatch.annotate.session import Door
+    from constraintmatch.annotate.server import Door
     from constraintmatch.planning import Train
 
     way = way_of_asking(terminal, oracle, error)

@@ -151,6 +151,7 @@ def byol(
         run=job.run,
         prefetch=bench.prefetch,
         reporter=job.reporter,
+        stop=job.stop,
     )
     return Trained(trained, log)
 

@@ -48,5 +48,6 @@ def train_on_labels(
         evaluate=lambda: evaluate_now(model, images, job),
         prefetch=bench.prefetch,
         reporter=job.reporter,
+        stop=job.stop,
     )
     return Trained(model, log)

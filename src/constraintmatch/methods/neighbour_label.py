@@ -105,6 +105,7 @@ def neighbour_label(
         tolerance=tolerance,
         prefetch=bench.prefetch,
         reporter=job.reporter,
+        stop=job.stop,
     )
     return Trained(model, log)
 

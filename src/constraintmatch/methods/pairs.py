@@ -181,7 +181,7 @@ def begin(
         model = _merged_before(model, job) if resumes else _merged(model, images, task.constraints, job, device)
     if before.head_steps and not resumes:
         alone, own = replace(task, title=f"{task.title}, head alone"), _of_head(settings, before.head_steps)
-        around = Job(reporter=job.reporter)
+        around = Job(reporter=job.reporter, stop=job.stop)
         teach_head(
             model, images, lambda head, seen: train_task(head, seen, alone, own, ViewChoice(), around), device=device
         )
@@ -232,6 +232,7 @@ def train_task(
         keep_best="held_out" if job.guard else None,
         prefetch=bench.prefetch,
         reporter=job.reporter,
+        stop=job.stop,
     )
 
 

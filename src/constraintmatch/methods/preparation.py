@@ -102,6 +102,7 @@ class Job:
     held_out: ImageSet | None = None  # images to evaluate on; labels where known
     held_out_constraints: Constraints | None = None  # over the rows of held_out, or of the training images without it
     guard: Guard | None = None  # None: as published, whatever comes of it
+    stop: Callable[[], bool] = lambda: False  # asked after every step: True ends the training with a checkpoint
 
 
 class Trained(NamedTuple):

@@ -102,6 +102,7 @@ def scan(
         tolerance=tolerance,  # a collapse costs more; within it, longer training is better
         prefetch=bench.prefetch,
         reporter=job.reporter,
+        stop=job.stop,
     )
     return Trained(trained, log)
 

@@ -89,5 +89,6 @@ def self_label(
         tolerance=tolerance,
         prefetch=bench.prefetch,
         reporter=job.reporter,
+        stop=job.stop,
     )
     return Trained(model, log)

@@ -75,5 +75,6 @@ def simclr(
         run=job.run,
         prefetch=bench.prefetch,
         reporter=job.reporter,
+        stop=job.stop,
     )
     return Trained(trained, log)

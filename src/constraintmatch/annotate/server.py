@@ -124,7 +124,7 @@ def listening(door: Door) -> socket.socket:
 
 def serve_app(sock: socket.socket, door: Door, reporter: Reporter, **parts: Any) -> None:
     """Serve the app that these parts make (see `create_app`) on the socket until Ctrl-C."""
-    from constraintmatch.annotate.app import create_app
+    from constraintmatch.annotate.api import create_app
     from constraintmatch.annotate.security import is_loopback, rules_for
     from constraintmatch.annotate.serving import address, serve
 

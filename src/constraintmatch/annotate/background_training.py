@@ -65,16 +65,12 @@ class Learning:
     last_steps: int | None = None
 
 
-class _Stopped(Exception):
-    """A round was given up."""
-
-
 class _Watched:
-    """A reporter that passes everything on, knows how far the round is, and gives it up when it should stop."""
+    """A reporter that passes everything on and knows how far the round is."""
 
-    def __init__(self, reporter: Reporter, should_stop: Callable[[], bool]) -> None:
-        self.reporter, self.should_stop = reporter, should_stop
+    def __init__(self, reporter: Reporter) -> None:
         self.total, self.done = 0, 0
+        self.reporter, self.say, self.stop = reporter, reporter.say, reporter.stop
 
     def start(self, title: str, total: int, done: int = 0) -> None:
         self.total, self.done = total, done
@@ -83,14 +79,6 @@ class _Watched:
     def update(self, done: int, values: Mapping[str, float] | None = None) -> None:
         self.done = done
         self.reporter.update(done, values)
-        if self.should_stop():
-            raise _Stopped
-
-    def say(self, text: str) -> None:
-        self.reporter.say(text)
-
-    def stop(self) -> None:
-        self.reporter.stop()
 
     def share(self) -> str:
         """How much is done, as the page says it."""
@@ -193,7 +181,7 @@ class Learner:
         pairs = closure_pairs(answers, len(self.images))
         if not len(pairs):
             return False
-        watched = _Watched(reporter or Quiet(), lambda: self._stop and threading.current_thread() is self._thread)
+        watched = _Watched(reporter or Quiet())
         self._training = len(answers), watched
         if self._is_last(len(answers)):
             settings["steps"] = self._last_steps
@@ -221,7 +209,9 @@ class Learner:
         given: dict[str, Any] = {
             "arguments": {"recipe": "safe", **self.learning.arguments},
             "settings": method_settings("constraintmatch", settings),
-            "around": Around(place, reporter=reporter, views=views, held_out=self.held_out, resume=True),
+            "around": Around(
+                place, reporter=reporter, views=views, held_out=self.held_out, resume=True, stop=self._is_stopped
+            ),
         }
         try:
             run_method("constraintmatch", first, self.images, pairs, **given)
@@ -243,7 +233,13 @@ class Learner:
         if self._thread.is_alive():
             self._thread.join(LONGEST_STEPS)
 
+    def _is_stopped(self) -> bool:
+        """Whether to end the round under way: a round that another thread trains after the stop goes on."""
+        return self._stop and threading.current_thread() is self._thread
+
     def _run(self) -> None:
+        from constraintmatch.training import Interrupted
+
         while not self._stop:
             if not self.is_due():
                 self._event.wait(1.0)
@@ -251,7 +247,7 @@ class Learner:
             try:
                 if not self.learn():
                     self._event.wait(1.0)
-            except _Stopped:
+            except Interrupted:  # its checkpoint is written: the next start goes on with it
                 return
             except InputError as error:  # the person goes on answering; the page says why nothing is learnt
                 self.problem = str(error)

@@ -15,7 +15,11 @@ from fastapi.responses import JSONResponse
 from constraintmatch.annotate.choosing import Chooser
 from constraintmatch.annotate.desk import Desk
 from constraintmatch.annotate.exchange import export_pairs
-from constraintmatch.annotate.messages import (
+from constraintmatch.annotate.question_queue import Refill
+from constraintmatch.annotate.security import Guard, Rules
+from constraintmatch.annotate.store import Store
+from constraintmatch.annotate.thumbnails import Picture, pictures_of
+from constraintmatch.annotate.types import (
     AnswerIn,
     AskIn,
     AskOut,
@@ -33,10 +37,6 @@ from constraintmatch.annotate.messages import (
     UndoIn,
     UndoOut,
 )
-from constraintmatch.annotate.pictures import Picture, pictures_of
-from constraintmatch.annotate.refill import Refill
-from constraintmatch.annotate.security import Guard, Rules
-from constraintmatch.annotate.store import Store
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
 from constraintmatch.questions import Belief
