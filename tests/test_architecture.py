@@ -138,11 +138,9 @@ INSIDE = {
     "cli": [
         "shared",
         "training",
+        "asking",
         "looking",
         "research",
-        "searching",
-        "asking",
-        "looping",
         "__init__",
     ],
 }
