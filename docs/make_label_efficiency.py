@@ -30,7 +30,7 @@ answers along neighbours in the start's features and fits the cluster head to th
 network by ConstraintMatch. *Head alone* leaves the network as it is: minutes on a CPU for the whole curve; where it
 says *trained*, the head learns by ConstraintMatch too, as by `loop --frozen`. *Anchored*: what the head was sure of at
 the round's beginning is held apart (decision 036). *Long end*: after the last answer so many steps, as
-by `loop --last-steps`. The dotted line is the paper's ConstraintMatch with 10,000 random pairs, from the authors'
+by `loop --set last_steps=N`. The dotted line is the paper's ConstraintMatch with 10,000 random pairs, from the authors'
 start; the start of CIFAR is `weights/scan-*`, and `weights/byol-*` where it says *from BYOL*. *Two networks joined* are
 that start and the network of its first stage, SimCLR, side by side (`constraintmatch join`). Commits are in the
 results: later ones may choose questions otherwise."""

@@ -118,7 +118,7 @@ ANSWERS = {  # a curve's file, and what it is called
     "chosen-which": "chosen, network trained",
     "chosen-which-anchored": "chosen, network trained, held apart",
     "chosen-which-byol-anchored-last10000": "chosen, network trained from BYOL, held apart, "
-    "10,000 steps at the end (`--last-steps`)",
+    "10,000 steps at the end (`--set last_steps=10000`)",
     "chosen-which-head": "chosen, head alone",
     "chosen-which-head-byol": "chosen, head alone, from BYOL",
     "chosen-which-trained-head-joined": "chosen, head alone (`--frozen`), two networks joined",

@@ -91,7 +91,7 @@ joined() { # SET: the start and its SimCLR side by side; a copy that finds it be
     (
         flock 9
         [ -d "$keep/starts/joined-$1" ] && exit 0
-        part "join-$1" "$python" -m constraintmatch join "$starts/scan-$1" "$starts/simclr-$1" --data "$1" \
+        part "join-$1" "$python" -m constraintmatch join "$starts/scan-$1" "$starts/simclr-$1" "$1" \
             --data-dir "$data" --out "$keep/starts/joined-$1"
     ) 9>"$keep/joined-$1.lock"
 }

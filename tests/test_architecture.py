@@ -137,11 +137,9 @@ INSIDE = {
     "cli": [
         "shared",
         "training",
+        "asking",
         "looking",
         "research",
-        "searching",
-        "asking",
-        "looping",
         "__init__",
     ],
 }

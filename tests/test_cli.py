@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from constraintmatch import cli, pretraining
-from constraintmatch.flags import STAGES, methods
+from constraintmatch.flags import METHODS, STAGES, read_settings, setting_tables, settings_of
 from constraintmatch.images import ImageSet
 from constraintmatch.models import load_model
 from constraintmatch.runs import RunFolder, read_log
@@ -91,8 +92,9 @@ def trained(quick_heads_throughout: None, folder: Path, tmp_path_factory: pytest
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         out = folder / "run"
         data = ("train", folder / "in", "--pairs", folder / "pairs.csv", "--clusters", 3, "--out", out)
-        size = ("--side", 8, "--steps", 12, "--pairs-per-step", 10, "--images-per-step", 20)
-        return out, run(*data, *size, "--holdout-pairs", 0.2, "--recipe", "paper", "--device", "cpu")
+        sizes = ("side=8", "pairs_per_step=10", "images_per_step=20", "holdout_pairs=0.2")
+        sets = [word for size in sizes for word in ("--set", size)]
+        return out, run(*data, *sets, "--steps", 12, "--recipe", "paper", "--device", "cpu")
 
 
 # The main way
@@ -113,7 +115,7 @@ def test_train_says_what_it_skips_and_what_it_makes_by_itself(trained: tuple[Pat
     assert "broken.jpg: " in said
     assert "cut.png: " in said
     assert said.count("no --model: a short self-supervised start is made first") == 1
-    assert "--pretrained" in said
+    assert "--set pretrained=yes" in said
     assert said.count("no GPU: images of 8 px, backbone tiny, 12 steps") == 1
 
 
@@ -174,14 +176,14 @@ def test_report_writes_the_page_anew(trained: tuple[Path, Any]) -> None:
 
 def test_report_of_other_images_leaves_the_pairs_out(trained: tuple[Path, Any], tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.random.default_rng(0).integers(0, 255, (12, 8, 8), dtype=np.uint8))
-    assert "leaves its pairs out" in run("report", trained[0], "--data", tmp_path / "x.npy").stderr
+    assert "leaves its pairs out" in run("report", trained[0], tmp_path / "x.npy").stderr
     run("report", trained[0], "-q")
 
 
 def test_evaluate_prints_scores_and_writes_json(trained: tuple[Path, Any], tmp_path: Path, stripes: ImageSet) -> None:
     np.savez(tmp_path / "x.npz", images=stripes.images, labels=stripes.labels)
     (tmp_path / "p.csv").write_text("left,right,link\n0,3,1\n0,1,0\n")
-    words = ("--data", tmp_path / "x.npz", "--pairs", tmp_path / "p.csv", "--json", tmp_path / "e.json", "-q")
+    words = (tmp_path / "x.npz", "--pairs", tmp_path / "p.csv", "--json", tmp_path / "e.json", "-q")
     shown = run("evaluate", trained[0], *words).stdout
     told = json.loads((tmp_path / "e.json").read_text())
     for name in ("ACC", "NMI", "ARI", "ECE"):
@@ -264,8 +266,8 @@ def test_a_flag_wins_over_the_repeated_run(trained: tuple[Path, Any], tmp_path: 
         trained[0],
         "--steps",
         2,
-        "--max-entropy",
-        0.5,
+        "--set",
+        "max_entropy=0.5",
     )
     run("train", *words, "--device", "cpu", "-q")
     asked = json.loads((tmp_path / "r" / "run.json").read_text())["request"]
@@ -300,29 +302,28 @@ def test_class_folders_are_scored_by_their_names(tmp_path: Path, stripes: ImageS
     run("sample", tmp_path / "in", "--per-image", 1, "--out", tmp_path / "p.csv", "-q")
     words = ("train", tmp_path / "in", "--pairs", tmp_path / "p.csv", "--clusters", 3, "--steps", 2, "--device", "cpu")
     assert "scores" in run(*words, "--out", tmp_path / "a").stdout
-    assert "scores" not in run(*words, "--out", tmp_path / "b", "--no-labels").stdout
+    assert "scores" not in run(*words, "--out", tmp_path / "b", "--set", "labels=no").stdout
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--n-neighbours-linear-scan", 0), "n_neighbours is 0; linear_scan needs 1 or more"),
-        (("--epochs-neighbour-label", 0), "epochs is 0; neighbour_label needs 1 or more"),
-        (("--tolerance-neighbour-label", 2), "tolerance is 2.0; it must lie in [0, 1]"),
+        (("--set", "linear_scan.n_neighbours=0"), "linear_scan.n_neighbours must be a whole number, 1 or more"),
+        (("--set", "byol.predictor_rate=2", "--set", "byol.optimizer=adam"), "needs the optimizer sgd"),
         (("--seed", 2**64), "seed 18446744073709551616 is not a whole number from 0 to 2**64 - 1"),
     ],
 )
 def test_a_wrong_argument_of_a_late_stage_is_found_before_the_first(
     flags: tuple[object, ...], message: str, folder: Path, tmp_path: Path
 ) -> None:
-    words = ("pretrain", folder / "in", "--clusters", 3, "--out", tmp_path / "s", "--side", 8, "--device", "cpu")
+    words = ("pretrain", folder / "in", "--clusters", 3, "--out", tmp_path / "s", "--set", "side=8", "--device", "cpu")
     assert message in refused(*words, *flags)
     assert not (tmp_path / "s").exists()
 
 
 def test_a_reach_that_cannot_be_is_found_before_the_start_is_made(folder: Path, tmp_path: Path) -> None:
     words = ("train", folder / "in", "--pairs", folder / "pairs.csv", "--clusters", 3, "--method", "propagate")
-    assert "reach is 2.0; it must lie in [0, 1)" in refused(*words, "--reach", 2, "--out", tmp_path / "r")
+    assert "reach must be 0 to below 1" in refused(*words, "--set", "reach=2", "--out", tmp_path / "r")
     assert not (tmp_path / "r").exists()
 
 
@@ -335,7 +336,7 @@ def test_pairs_that_weigh_nothing_are_refused_by_the_name_of_their_file(folder: 
 
 def test_a_resumed_run_goes_on_as_it_was_told(trained: tuple[Path, Any], tmp_path: Path) -> None:
     words = ("train", "--from-run", trained[0], "--model", trained[0], "--device", "cpu", "-q")
-    run(*words, "--steps", 6, "--checkpoint-every", 2, "--log-every", 3, "--out", tmp_path / "r")
+    run(*words, "--steps", 6, "--set", "checkpoint_every=2", "--set", "log_every=3", "--out", tmp_path / "r")
     record = json.loads((tmp_path / "r" / "run.json").read_text())
     assert (record["how"]["checkpoint_every"], record["how"]["log_every"]) == (2, 3)
     (tmp_path / "r" / "run.json").write_text(json.dumps({**record, "status": "interrupted"}))
@@ -348,9 +349,9 @@ def test_a_resumed_run_goes_on_as_it_was_told(trained: tuple[Path, Any], tmp_pat
 
 
 def test_pretrain_leaves_a_model_that_train_takes(folder: Path, tmp_path: Path) -> None:
-    epochs = ("--epochs-byol", 2, "--hidden-byol", 64, "--epochs-neighbour-label", 2, "--n-tries-linear-scan", 2)
-    words = ("pretrain", folder / "in", "--clusters", 3, "--out", tmp_path / "s", "--side", 8, "--device", "cpu")
-    result = run(*words, *epochs)
+    sizes = ("side=8", "byol.epochs=2", "byol.hidden=64", "neighbour_label.epochs=2", "linear_scan.n_tries=2")
+    words = ("pretrain", folder / "in", "--clusters", 3, "--out", tmp_path / "s", "--device", "cpu")
+    result = run(*words, *(word for size in sizes for word in ("--set", size)))
     assert {path.name for path in (tmp_path / "s").glob("[!.]*")} == {
         "byol",
         "linear_scan",
@@ -380,15 +381,12 @@ def test_answers_in_groups_tell_the_head_without_training(
 
 
 def test_a_chain_is_chosen_by_its_name(folder: Path, tmp_path: Path) -> None:
-    words = ("pretrain", folder / "in", "--clusters", 3, "--side", 8, "--device", "cpu", "-q")
-    few = ("--epochs-simclr", 2, "--n-tries-linear-scan", 2)
+    words = ("pretrain", folder / "in", "--clusters", 3, "--set", "side=8", "--device", "cpu", "-q")
+    few = ("--set", "simclr.epochs=2", "--set", "linear_scan.n_tries=2")
     run(*words, "--out", tmp_path / "s", "--chain", "short", *few)
     assert {path.name for path in (tmp_path / "s").glob("[!.]*")} == {"simclr", "linear_scan", "model"}
-    mistaken = refused(*words, "--out", tmp_path / "t", "--epochs-simclr", 2)
-    assert (
-        "--epochs-simclr is of simclr, which does not run; the stages are byol, linear_scan, neighbour_label"
-        in mistaken
-    )
+    mistaken = refused(*words, "--out", tmp_path / "t", "--set", "simclr.epochs=2")
+    assert "settings of simclr, which does not run; the stages are byol, linear_scan, neighbour_label" in mistaken
     assert "known are scan, byol, own, short" in refused(*words, "--out", tmp_path / "t", "--chain", "propos")
     assert not (tmp_path / "t").exists()
 
@@ -426,7 +424,12 @@ def words(folder: Path, tmp_path: Path, trained: tuple[Path, Any]) -> Callable[.
 
     def words(data: object = folder / "in", **changes: object) -> list[object]:
         options = {"pairs": folder / "pairs.csv", "out": tmp_path / "new", "model": trained[0], "steps": 2} | changes
-        given = [(f"--{name.replace('_', '-')}", value) for name, value in options.items() if value is not None]
+        flags = {"pairs", "out", "model", "steps", "clusters", "method", "recipe"}
+        given = [
+            (f"--{name}", value) if name in flags else ("--set", f"{name}={value}")
+            for name, value in options.items()
+            if value is not None
+        ]
         return ["train", data, "--device", "cpu", *(word for option in given for word in option)]
 
     return words
@@ -456,7 +459,7 @@ def test_contradictory_pairs_are_refused_with_their_chain(words: Callable[..., l
     for strict in ({"recipe": "paper"}, {"on_conflict": "error"}):
         said = refused(*words(pairs=tmp_path / "p.csv", **strict))
         assert f"{a} – {b} – {c}" in said
-        assert "--on-conflict drop" in said
+        assert "--set on_conflict=drop" in said
     run(*words(pairs=tmp_path / "p.csv", recipe="paper", on_conflict="drop", out=tmp_path / "dropped"))
     assert "1 of 3 pairs contradict others and are left out" in run(*words(pairs=tmp_path / "p.csv")).stderr
 
@@ -569,9 +572,22 @@ def test_a_method_that_needs_pairs_says_so(words: Callable[..., list[object]], t
     assert "no such file" in refused(*words(pairs=tmp_path / "none.csv"))
 
 
-def test_a_flag_of_another_method_is_refused_with_those_it_has(words: Callable[..., list[object]]) -> None:
-    said = refused(*words(method="constrained", max_entropy=0.1))
-    assert "constrained has no --max-entropy; it has --objective, --error-rate, --merge, --head-steps" in said
+def test_a_setting_of_another_method_is_refused(words: Callable[..., list[object]], trained: tuple[Path, Any]) -> None:
+    assert "constrained has no setting 'max_entropy'" in refused(*words(method="constrained", max_entropy=0.1))
+    assert "propagate has no setting 'recipe'" in refused(*words(method="propagate", recipe="safe"))
+    said = refused(*words(out=None, pairs=None, steps=None), "--from-run", trained[0], "--set", "reach=0.5")
+    assert "constraintmatch has no setting 'reach'; it has pseudo_weight" in said  # the run says which method it is
+
+
+def test_a_setting_is_given_by_its_flag_or_by_set_and_not_by_both(words: Callable[..., list[object]]) -> None:
+    assert "--steps and --set steps: give one of them" in refused(*words(), "--set", "steps=3")
+
+
+def test_a_flag_of_before_is_one_line_with_its_new_spelling(words: Callable[..., list[object]], tmp_path: Path) -> None:
+    assert refused(*words(), "--max-entropy", 0.3) == "error: --max-entropy is now --set max_entropy=0.3"
+    said = refused("evaluate", tmp_path, "--data", "cifar10")
+    assert re.fullmatch(r"error: --data cifar10 is now cifar10 alone: \S+ evaluate MODEL DATA", said)
+    assert not (tmp_path / "new").exists()
 
 
 def test_unknown_names_are_refused_with_the_known_ones(words: Callable[..., list[object]]) -> None:
@@ -579,7 +595,7 @@ def test_unknown_names_are_refused_with_the_known_ones(words: Callable[..., list
     assert "use constraintmatch pretrain" in refused(*words(method="scan"))
     assert "known: auto_contrast" in refused(*words(without="sepia"))
     assert "unknown backbone" in refused(*words(model=None, clusters=3, backbone="vgg"))
-    assert "unknown schedule" in refused(*words(schedule="soon"))
+    assert "schedule must be cosine-7/16, cosine, " in refused(*words(schedule="soon"))
     assert "unknown device" in refused(*words(), "--device", "toaster")
 
 
@@ -600,7 +616,7 @@ def test_sampling_without_labels_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_broken_file_stops_a_strict_training(words: Callable[..., list[object]]) -> None:
-    assert "broken.jpg" in refused(*words(), "--strict")
+    assert "broken.jpg" in refused(*words(strict="yes"))
 
 
 def test_what_is_no_run_is_not_reported(tmp_path: Path) -> None:
@@ -617,8 +633,8 @@ def test_a_run_that_does_not_say_where_its_images_lie_is_reported_with_data(
 ) -> None:
     shutil.copytree(trained[0] / "model", tmp_path / "model")
     (tmp_path / "run.json").write_text('{"format": 1, "request": {}}')
-    assert "name them with --data" in refused("report", tmp_path)
-    run("report", tmp_path, "--data", folder / "in", "-q")
+    assert f"name them: constraintmatch report {tmp_path} DATA" in refused("report", tmp_path)
+    run("report", tmp_path, folder / "in", "-q")
 
 
 def test_resuming_a_run_that_was_stopped_in_its_start_asks_for_the_whole_command(tmp_path: Path) -> None:
@@ -646,7 +662,7 @@ def test_a_file_of_clusters_among_the_sorted_images_is_refused_before_predicting
         (["check"], "missing argument 'PAIRS'"),
         (["train", "--stepps", "5"], "no such option: --stepps"),
         (["train", "x", "--clusters", "abc"], "invalid value for '--clusters'"),
-        (["train", "x", "--on-conflict", "ask"], "invalid value for '--on-conflict'"),
+        (["train", "x", "--recipe", "best"], "invalid value for '--recipe'"),
     ],
 )
 def test_a_mistake_in_the_words_is_one_line_that_names_the_help(words: list[str], said: str) -> None:
@@ -657,14 +673,14 @@ def test_a_mistake_in_the_words_is_one_line_that_names_the_help(words: list[str]
 
 
 def test_without_a_command_the_help_is_shown() -> None:
-    assert "Commands:" in run(code=2).stderr
+    assert "From a folder to clusters:" in run(code=2).stderr
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_images_are_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for place, said in ((tmp_path, "is a folder"), (tmp_path / "file" / "x.csv", "a file is where a folder should be")):
         assert said in refused("predict", "no-model", "no-images", "--out", place)
-        assert said in refused("evaluate", "no-model", "--data", "no-images", "--json", place)
+        assert said in refused("evaluate", "no-model", "no-images", "--json", place)
     assert "a file is where" in refused("sample", "no-images", "--n", 5, "--out", tmp_path / "file" / "x.csv")
 
 
@@ -683,12 +699,12 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_images_are_opened
         ("predict", "no-model", "no-images", "--out", new),
         ("predict", "no-model", "no-images", "--out", trained[0].parent / "c.csv", "--sort-into", tmp_path),
         ("embed", "no-model", "no-images", "--out", new),
-        ("evaluate", "no-model", "--data", "no-images", "--json", new),
-        ("join", "no-model", "no-model", "--data", "no-images", "--out", new),
+        ("evaluate", "no-model", "no-images", "--json", new),
+        ("join", "no-model", "no-model", "no-images", "--out", new),
         ("sample", "no-images", "--n", 5, "--out", tmp_path / "p.csv"),
         ("train", "no-images", "--method", "supervised", "--clusters", 3, "--out", new),
         ("pretrain", "no-images", "--clusters", 3, "--out", new),
-        ("report", trained[0], "--data", "no-images"),
+        ("report", trained[0], "no-images"),
     ):
         assert said in refused(*words), words
     assert list(tmp_path.iterdir()) == []
@@ -704,13 +720,13 @@ def test_what_may_not_be_read_is_not_called_unwritable(monkeypatch: pytest.Monke
 
 def test_a_pairs_file_without_pairs_judges_nothing(trained: tuple[Path, Any], folder: Path, tmp_path: Path) -> None:
     (tmp_path / "none.csv").write_text("left,right,link\n")
-    said = refused("evaluate", trained[0], "--data", folder / "in", "--pairs", tmp_path / "none.csv")
+    said = refused("evaluate", trained[0], folder / "in", "--pairs", tmp_path / "none.csv")
     assert "there are no pairs in it" in said
 
 
 def test_flipping_one_kind_needs_a_share(tmp_path: Path) -> None:
-    said = refused("sample", "digits", "--n", 5, "--flip-only", "must-link", "--out", tmp_path / "p.csv")
-    assert "goes with --flip" in said
+    said = refused("sample", "digits", "--n", 5, "--wrong-only", "must-link", "--out", tmp_path / "p.csv")
+    assert "goes with --wrong" in said
 
 
 def test_a_side_by_a_slip_of_the_keys_is_refused(words: Callable[..., list[object]]) -> None:
@@ -761,11 +777,15 @@ def test_a_stop_during_the_imports_ends_as_a_later_one(tmp_path: Path, program: 
 
 def test_importing_the_command_line_does_not_import_torch() -> None:
     code = "import sys, constraintmatch.cli as cli\nfrom typer.testing import CliRunner\n"
-    code += "CliRunner().invoke(cli.app, ['train', '--help']); CliRunner().invoke(cli.app, ['check', 'none.csv'])\n"
+    code += "CliRunner().invoke(cli.app, ['--help'])\n"
+    code += "print([name for name in ('numpy', 'pydantic', 'rich') if name in sys.modules])\n"
+    code += (
+        "for words in (['train', '--help'], ['settings'], ['check', 'none.csv']): CliRunner().invoke(cli.app, words)\n"
+    )
     code += "print([name for name in ('torch', 'sklearn', 'timm', 'matplotlib') if name in sys.modules])"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]", f"after {time.monotonic() - began:.1f} s"
+    assert done.stdout.split() == ["[]", "[]"], f"after {time.monotonic() - began:.1f} s"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -780,14 +800,32 @@ def test_help_fits_narrow_terminals_and_has_an_example(
     assert max(map(len, shown.splitlines())) <= width
 
 
-def test_help_of_train_has_a_flag_for_each_argument_of_its_methods() -> None:
-    shown = run("train", "--help").stdout
-    owners = set(methods()) - set(STAGES)
-    assert "constraintmatch" in owners
-    for method in owners:
-        assert methods()[method]
-        for name in methods()[method]:
-            assert f"--{name.replace('_', '-')} " in shown
+@pytest.mark.parametrize("command", ["train", "pretrain", "loop", "search"])
+def test_a_command_has_at_most_twenty_flags(command: str) -> None:
+    shown = run(command, "--help").stdout
+    listed = [line for line in shown.split("Example:")[0].splitlines() if line.startswith("  -")]
+    assert 0 < len(listed) <= 20
+    assert "--set NAME=VALUE" in shown
+
+
+def test_pretrain_names_the_stages_of_its_chains() -> None:
+    said = " ".join(CliRunner().invoke(cli.app, ["pretrain", "--help"], env={"COLUMNS": "200"}).stdout.split())
+    for chain, stages in pretraining.CHAINS.items():
+        assert f"{chain}: {','.join(stages)}" in said
+
+
+@pytest.mark.parametrize("words", [(), *((name,) for name in (*METHODS, *STAGES))])
+def test_the_settings_are_listed_in_80_columns(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run("settings", *words).stdout.splitlines()
+    assert max(len(line.rstrip()) for line in shown) <= 80
+    assert not [line for line in shown if "…" in line]
+    names = [name for _, rows in setting_tables(*words) for name, *_ in rows]
+    assert [line.split()[0] for line in shown if re.match(r"  (?!name )\w", line)] == names
+
+
+def test_the_settings_of_what_is_no_method_are_asked_for_with_the_known_ones() -> None:
+    assert "unknown method 'scam'; known are constraintmatch, " in refused("settings", "scam")
 
 
 def test_the_program_runs_as_a_module_and_knows_its_version() -> None:
@@ -802,6 +840,26 @@ def test_the_page_of_the_command_line_is_current(monkeypatch: pytest.MonkeyPatch
     from make_cli_docs import cli_docs
 
     assert (DOCS / "cli.md").read_text(encoding="utf-8") == cli_docs(), "run python docs/make_cli_docs.py"
+
+
+def commands_in_the_documents() -> list[str]:
+    """Every command line that README, docs, model cards or the help itself show, continued lines joined."""
+    root = DOCS.parent
+    pages = [root / "README.md", *DOCS.glob("*.md"), *root.glob("weights/*/README.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages).replace("\\\n", " ")
+    blocks = re.findall(r"^ *(constraintmatch [a-z].*)$", text, re.MULTILINE)
+    return sorted({line for line in blocks + re.findall(r"`(constraintmatch [a-z][^`]*)`", text) if "…" not in line})
+
+
+def test_every_command_line_of_the_documents_can_be_typed() -> None:
+    lines = commands_in_the_documents()
+    assert len(lines) > 40
+    for line in lines:
+        _, name, *words = shlex.split(line, comments=True)
+        command = get_command(cli.app).commands[name]  # type: ignore[attr-defined]
+        if len(words) > 1:  # else the command is only named
+            given = command.make_context(name, list(words)).params
+            read_settings((given["sets"] or []) if settings_of(name) else [], settings_of(name), name)
 
 
 def test_demo_prints_what_it_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_answers_go_in_and_out_as_a_pairs_file(folder: Path) -> None:
     lines = [line.split(",")[:3] for line in out.read_text().splitlines()]
     assert [line[:2] for line in lines[1:]] == [["00.png", "03.png"], ["00.png", "01.png"]]
     assert [float(line[2]) for line in lines[1:]] == [1, 0]
-    assert run("check", out, "--images", folder).exit_code == 0
+    assert run("check", out, folder).exit_code == 0
 
 
 def test_answers_are_exported_while_a_server_holds_the_database(folder: Path) -> None:

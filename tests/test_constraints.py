@@ -428,7 +428,7 @@ def test_a_conflict_is_told_in_one_sentence():
     with pytest.raises(InputError) as error:
         pairs.resolve("error", names=names)
     assert str(error.value) == (
-        f"{sentence}; 2 contradictions in all; mend the pairs, or use --on-conflict drop or keep"
+        f"{sentence}; 2 contradictions in all; mend the pairs, or use --set on_conflict=drop or keep"
     )
     assert len(pairs.conflicts(limit=1)) == 1
     twice = Constraints.from_lists(n_images=2, must_link=[(0, 1)], cannot_link=[(1, 0)])

@@ -280,7 +280,7 @@ def test_the_commands_go_from_embeddings_to_a_report_with_pictures(npz: Path, ph
     report = (out / "report.html").read_text()
     assert "embeddings of 3 numbers" in report
     assert report.count("<img") >= 50
-    assert "ACC 100.0" in run("evaluate", out, "--data", npz)
+    assert "ACC 100.0" in run("evaluate", out, npz)
     run("predict", out, npz, "--out", tmp_path / "c.csv", "--sort-into", tmp_path / "sorted", "--pictures", photos)
     links = sorted((tmp_path / "sorted").glob("*/*.png"))
     assert len(links) == 60
@@ -314,11 +314,11 @@ def test_a_model_and_what_it_does_not_take(npz: Path, photos: Path, tmp_path: Pa
     assert "the model takes embeddings of 3 numbers; give a .npy or .npz file" in run(*predicting, photos, code=2)
     assert "has embeddings of 9 numbers, the model takes 3" in run(*predicting, tmp_path / "wide.npy", code=2)
     assert "has embeddings of 3 numbers, not images of 8 px" in run("predict", tmp_path / "pixels", npz, code=2)
-    both = ("join", tmp_path / "vectors", tmp_path / "vectors", "--data", npz, "--out", tmp_path / "joined")
+    both = ("join", tmp_path / "vectors", tmp_path / "vectors", npz, "--out", tmp_path / "joined")
     assert "models of embeddings have no networks to join" in run(*both, code=2)
     words = ("pretrain", npz, "--clusters", 3, "--out", tmp_path / "start")
     assert "embeddings have no views for a pretext task" in run(*words, "--chain", "short", code=2)
-    assert "--epochs-scan is of scan, which does not run" in run(*words, "--epochs-scan", 5, code=2)
+    assert "settings of scan, which does not run" in run(*words, "--set", "scan.epochs=5", code=2)
     assert "goes with embeddings" in run("annotate", photos, "--pictures", photos, code=2)
     assert "goes with embeddings" in run("predict", tmp_path / "pixels", "digits", "--pictures", photos, code=2)
 
@@ -327,7 +327,7 @@ def test_a_model_and_what_it_does_not_take(npz: Path, photos: Path, tmp_path: Pa
 def test_a_start_of_embeddings_is_linear_heads(npz: Path, tmp_path: Path) -> None:
     run("pretrain", npz, "--clusters", 3, "--out", tmp_path / "start")
     assert sorted(path.name for path in (tmp_path / "start").iterdir() if path.is_dir()) == ["linear_scan", "model"]
-    assert "ACC 100.0" in run("evaluate", tmp_path / "start", "--data", npz)
+    assert "ACC 100.0" in run("evaluate", tmp_path / "start", npz)
 
 
 def test_embed_writes_what_the_network_makes_of_images(photos: Path, tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ def test_embed_takes_a_network_of_timm_at_its_own_size(
 
 @pytest.mark.usefixtures("quick_heads")
 def test_labels_answer_questions_about_embeddings(npz: Path, tmp_path: Path) -> None:
-    words = ("loop", npz, "--oracle", "labels", "--questions", 12, "--every", 12, "--steps", 30)
+    words = ("loop", npz, "--oracle", "labels", "--questions", 12, "--set", "every=12", "--set", "steps=30")
     assert "ACC 100.0" in run(*words, "--clusters", 3, "--out", tmp_path / "known")
     said = run(*words, "--out", tmp_path / "unknown")
     assert "no --clusters" in said

@@ -117,7 +117,7 @@ def test_what_cannot_be_joined_is_told(digits: ImageSet) -> None:
 def test_the_command(tmp_path: Path) -> None:
     for seed in (0, 1):
         save_model(network(seed), tmp_path / str(seed))
-    words = ["join", str(tmp_path / "0"), str(tmp_path / "1"), "--data", "digits", "--out", str(tmp_path / "joined")]
+    words = ["join", str(tmp_path / "0"), str(tmp_path / "1"), "digits", "--out", str(tmp_path / "joined")]
     done = CliRunner().invoke(app, [*words, "--device", "cpu", "--half"])
     assert done.exit_code == 0, done.output
     assert "tiny+tiny" in done.output

@@ -371,7 +371,7 @@ def test_a_loop_that_has_ended_may_end_again_with_a_longer_training(start: Path,
     again = dict(ask_labels(a_loop(start, tmp_path, last_steps=5)))  # there is nothing left to do
     assert again == rows
     assert {name: read_json(tmp_path / "rounds" / name / "run.json") for name in steps} == steps
-    with pytest.raises(InputError, match="--last-steps is 0; it must be 1 or more"):
+    with pytest.raises(InputError, match="last_steps is 0; it must be 1 or more"):
         a_loop(start, tmp_path, last_steps=0)
 
 
@@ -616,11 +616,11 @@ def test_pictures_stand_under_their_captions() -> None:
     ("words", "said"),
     [
         (["--oracle", "people"], "--oracle people: known is labels"),
-        (["--oracle", "labels", "--terminal"], "--terminal asks a person"),
-        (["--error", "0.1"], "--error goes with --oracle labels"),
-        (["--oracle", "labels", "--error", "2"], "--error is 2.0; it is a share"),
+        (["--oracle", "labels", "--terminal"], "--terminal asks you"),
+        (["--wrong", "0.1"], "--wrong goes with --oracle labels"),
+        (["--oracle", "labels", "--wrong", "2"], "--wrong is 2.0; it is a share"),
         (["--oracle", "labels", "--questions", "0"], "--questions is 0; it must be 1 or more"),
-        (["--oracle", "labels", "--steps", "0"], "--steps is 0; it must be 1 or more"),
+        (["--oracle", "labels", "--set", "steps=0"], "steps must be a whole number, 1 or more"),
     ],
 )
 def test_bad_words_are_one_line_and_exit_code_2(words: list[str], said: str, tmp_path: Path) -> None:
@@ -632,7 +632,7 @@ def test_bad_words_are_one_line_and_exit_code_2(words: list[str], said: str, tmp
 
 def test_the_command_runs_the_loop_with_labels(start: Path, tmp_path: Path) -> None:
     words = ["loop", "digits", "--model", start, "--out", tmp_path / "loop", "--oracle", "labels", "--device", "cpu"]
-    more = ["--questions", "6", "--every", "6", "--steps", "2", "--quiet"]
+    more = ["--questions", "6", "--set", "every=6", "--set", "steps=2", "--quiet"]
     done = CliRunner().invoke(cli.app, [*map(str, words), *more])
     assert done.exit_code == 0, done.output
     assert "has learnt from 6 answers" in done.output

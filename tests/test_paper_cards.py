@@ -47,11 +47,11 @@ def test_the_stated_scores_are_those_that_evaluate_finds(trained: Path, tmp_path
     card = (trained / "models" / NAME / "README.md").read_text(encoding="utf-8")
     stated = re.search(r"should say ACC (\S+), NMI (\S+), ARI (\S+),", card)
     assert stated
-    words = ["evaluate", str(trained / "models" / NAME), "--data", "digits", "--json", str(tmp_path / "s.json")]
+    words = ["evaluate", str(trained / "models" / NAME), "digits", "--json", str(tmp_path / "s.json")]
     assert CliRunner().invoke(cli.app, [*words, "--device", "cpu", "--quiet"]).exit_code == 0
     found = json.loads((tmp_path / "s.json").read_text())["scores"]
     assert [float(value) for value in stated.groups()] == [round(found[key], 4) for key in ("acc", "nmi", "ari")]
-    assert f"constraintmatch evaluate {NAME} --data digits\n" in card
+    assert f"constraintmatch evaluate {NAME} digits\n" in card
 
 
 def test_the_card_says_what_the_model_was_made_of_and_no_path_of_this_machine(trained: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_full_cell_of_the_paper_has_its_values_beside_ours(tmp_path: Path) -> 
     assert re.search(r"\| this folder, half precision \| 93\.12 \| 85\.71 \| 85\.88 \|", card)
     assert re.search(r"\| as trained +\| 93\.13 \|", card)
     assert re.search(r"\| the paper's +\| 93\.17 \| 85\.88 \| 85\.92 \|", card)
-    assert "--data cifar10 --data-dir DIR" in card
+    assert " cifar10 --data-dir DIR" in card
 
 
 def test_a_stage_of_a_start_is_known_by_its_steps_rate_and_seed(tmp_path: Path) -> None:

@@ -379,7 +379,7 @@ def test_a_network_of_another_depth_is_refused(state: State, place: Path) -> Non
         network = Clusterer(10, 1, (3, 4, 6, 3))
     deep = light(network.state_dict())
     file = saved(deep, place)
-    assert refused(file) == "holds a resnet34, but cifar10 goes with resnet18; name its own --data"
+    assert refused(file) == "holds a resnet34, but cifar10 goes with resnet18; name its own data set"
     assert "wrong shape: backbone.conv1.weight (64, 3, 3, 3))" in refused(file, "imagenet10")
     assert refused(saved(light(state), place), "imagenet10").startswith("holds a resnet18, but imagenet10 goes with")
     bottleneck = {"backbone.layer1.0.conv3.weight": torch.ones(256, 64, 1, 1)}
@@ -390,8 +390,7 @@ def test_a_network_of_another_depth_is_refused(state: State, place: Path) -> Non
 def test_data_sets_without_a_scan_network_are_refused_with_those_that_have_one(data: str, place: Path) -> None:
     said = refused(place / "none.pth", data)
     assert (
-        said
-        == f"--data {data}: SCAN checkpoints can be imported for cifar10, cifar100-20, stl10, imagenet10, imagenet-dogs"
+        said == f"{data}: SCAN checkpoints can be imported for cifar10, cifar100-20, stl10, imagenet10, imagenet-dogs"
     )
 
 
@@ -426,7 +425,7 @@ def test_the_command_leaves_a_model_that_predict_takes(scan: Clusterer, place: P
         logits = scan((images / 255 - mean) / std, head=1)
     centred = {"cluster_head.1.bias": state["cluster_head.1.bias"] - logits.mean(0)}  # or one cluster has them all
     expected = (logits - logits.mean(0)).softmax(1)
-    words = ["import-scan", saved(state | centred, place), "--data", "cifar10", "--out", out, "--head", 1]
+    words = ["import-scan", saved(state | centred, place), "cifar10", "--out", out, "--head", 1]
     done = CliRunner().invoke(cli.app, [str(word) for word in words])
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines() == [f"model     {out} (resnet18)", "clusters  10"]
@@ -441,7 +440,7 @@ def test_the_command_leaves_a_model_that_predict_takes(scan: Clusterer, place: P
 
 def test_the_command_refuses_in_one_line(place: Path) -> None:
     (place / "scan.pth").write_bytes(b"hello, world")
-    words = ["import-scan", place / "scan.pth", "--data", "cifar10", "--out", place / "model"]
+    words = ["import-scan", place / "scan.pth", "cifar10", "--out", place / "model"]
     done = CliRunner().invoke(cli.app, [str(word) for word in words])
     assert done.exit_code == 2
     assert done.stderr == f"error: {place / 'scan.pth'}: not a torch checkpoint, or a broken one; fetch it again\n"

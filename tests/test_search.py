@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from constraintmatch.cli import searching, training
+from constraintmatch import cli
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.errors import InputError
@@ -497,8 +497,8 @@ def test_a_search_that_diverges_goes_on_and_ranks_it_last(start: Path, tmp_path:
     assert [one.loss is None for one in found.tried] == [False, True]
     assert "not finite" in found.tried[1].told["note"]
     rows = dict(found.lines())
-    assert rows["diverged"] == "--weight-decay 0.0 --lr 1e+30"
-    assert rows["best"] == "--weight-decay 0.0 --lr 0.01"
+    assert rows["diverged"] == "--set weight_decay=0.0 --set lr=1e+30"
+    assert rows["best"] == "--set weight_decay=0.0 --set lr=0.01"
     assert rows["pairs"] == "constraintmatch sample digits --n 300 --out pairs.csv"
 
 
@@ -530,7 +530,7 @@ def test_the_command_searches_a_persons_own_images_and_pairs(tmp_path: Path, str
     words = ["search", str(tmp_path / "images.npy"), "--pairs", str(tmp_path / "pairs.csv")]
     words += ["--model", str(tmp_path / "start"), "--storage", str(tmp_path / "s.db"), "--device", "cpu", "--quiet"]
     words += ["--steps", "2", "--sampler", "tpe", "--trials", "2", "--out", str(tmp_path / "best.json")]
-    done = CliRunner().invoke(searching.app, words)
+    done = CliRunner().invoke(cli.app, words)
     assert done.exit_code == 0, done.output
     written = json.loads((tmp_path / "best.json").read_text())
     held_out, training = (written["protocol"][key] for key in ("validation_constraints", "constraints"))
@@ -543,7 +543,7 @@ def asked_by(command: str) -> dict[str, Any]:
     """What `train` reads in a command that was printed to be pasted into a shell."""
     program, name, *words = shlex.split(command)
     assert (program, name) == ("constraintmatch", "train")
-    parser = typer.main.get_command(training.app).commands["train"]  # type: ignore[attr-defined]
+    parser = typer.main.get_command(cli.app).commands["train"]  # type: ignore[attr-defined]
     return {key: value for key, value in parser.make_context("train", words).params.items() if value is not None}
 
 
@@ -555,14 +555,15 @@ def test_the_next_command_asks_for_all_that_decided_the_trials(tmp_path: Path, s
     pairs.write_text((place / "pairs.csv").read_text().replace("left,right,link", "i,j,c ij", 1))
     (place / "s.db").write_bytes(empty_storage())
     words = ["search", request.data, "--model", str(request.model), "--method", "constrained", "--device", "cpu", "-q"]
-    words += ["--pairs", str(pairs), "--columns", "i,j,c ij", "--no-flip", "--without", "rotate,solarize"]
+    words += ["--pairs", str(pairs), "--columns", "i,j,c ij", "--no-mirror", "--set", "without=rotate,solarize"]
     words += ["--steps", "1", "--grid", "lr=0.01", "--grid", "weight_decay=0", "--storage", str(place / "s.db")]
-    done = CliRunner().invoke(searching.app, words)
+    done = CliRunner().invoke(cli.app, words)
     assert done.exit_code == 0, done.output
     asked = asked_by(done.stdout.splitlines()[-1].removeprefix("next").strip())
     expected = {"data": request.data, "model": request.model, "method": "constrained", "device": "cpu", "flip": False}
-    expected |= {"pairs": pairs, "columns": "i,j,c ij", "without": "rotate,solarize", "lr": 0.01, "weight_decay": 0.0}
+    expected |= {"pairs": pairs, "columns": "i,j,c ij"}
     assert {key: asked[key] for key in expected} == expected
+    assert asked["sets"] == ["without=rotate,solarize", "weight_decay=0.0", "lr=0.01"]
     assert "steps" not in asked  # a cut search is for a training at full length
 
 
@@ -571,7 +572,7 @@ def test_the_next_command_has_the_batch_of_a_bound_and_steps_beyond_the_usual(st
     request = digits(start, tmp_path, method="fully_constrained", values=values, data_dir=Path("my data"), flip=True)
     found = search(request)
     asked = asked_by(dict(found.lines())["next"])
-    assert (asked["images_per_step"], asked["data_dir"], asked["flip"]) == (20, Path("my data"), True)
+    assert (asked["sets"][0], asked["data_dir"], asked["flip"]) == ("images_per_step=20", Path("my data"), True)
     assert "pairs" not in asked
     assert _shared(request, replace(_open_task(request, Quiet()), usual_steps=1))["steps"] == 2
 
@@ -591,7 +592,7 @@ def test_values_of_a_grid_that_comes_again_are_added(start: Path, tmp_path: Path
         "-q",
     ]
     words += ["--storage", str(tmp_path / "s.db"), "--out", str(tmp_path / "best.json")]
-    done = CliRunner().invoke(searching.app, words)
+    done = CliRunner().invoke(cli.app, words)
     assert done.exit_code == 0, done.output
     tried = [one["settings"]["lr"] for one in json.loads((tmp_path / "best.json").read_text())["trials"]]
     assert sorted(tried) == [0.01, 0.03, 0.1]
@@ -632,12 +633,12 @@ def test_a_value_that_may_diverge_is_tried_all_the_same(start: Path, tmp_path: P
         ("--workers 0", "--workers 0: at least one"),
         ("--constraints 0", "--constraints 0: at least one"),
         ("--pairs nothing.csv", "nothing.csv: no such file"),
-        ("--without smudge", "smudge"),
+        ("--set without=smudge", "smudge"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_one_line(start: Path, tmp_path: Path, words: str, said: str) -> None:
     command = ["search", "digits", "--model", str(start), "--storage", str(tmp_path / "s.db"), *words.split()]
-    done = CliRunner().invoke(searching.app, command)
+    done = CliRunner().invoke(cli.app, command)
     assert done.exit_code == 2
     assert said in done.stderr
     assert done.stderr.count("\n") == 1

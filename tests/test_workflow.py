@@ -2,29 +2,24 @@
 
 import errno
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner
 
-from constraintmatch import cli, flags, planning, sorting, workflow
+from constraintmatch import planning, sorting, workflow
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import Predictions
 from constraintmatch.files import folder_lock
 from constraintmatch.images import ImageSet
-from constraintmatch.methods import METHODS
 from constraintmatch.models import build_model, load_model, save_model
 from constraintmatch.planning import Train, plan_training
 from constraintmatch.progress import Quiet
-from constraintmatch.running import method_arguments
 from constraintmatch.sources import open_data, open_pairs
-from constraintmatch.training import TrainSettings
 
 
 def write_images(folder: Path, images: ImageSet, n: int, suffix: str = "png") -> None:
@@ -47,36 +42,6 @@ class Told(Quiet):
 
     def say(self, text: str) -> None:
         self.lines.append(text)
-
-
-# Flags
-
-
-def test_flags_are_read_from_the_source_as_the_methods_have_them() -> None:
-    assert list(flags.methods()) == list(METHODS)
-    for method, arguments in flags.methods().items():
-        real = dict(method_arguments(method))
-        for other in ("n_clusters", "pseudo_error_rate"):  # --clusters, and no flag
-            real.pop(other, None)
-        assert {name: a.default for name, a in arguments.items()} == {name: p.default for name, p in real.items()}
-        kinds = {name: (get_args(p.annotation) or (p.annotation,))[0] for name, p in real.items()}
-        assert {name: a.kind for name, a in arguments.items()} == kinds
-
-
-def test_flags_of_training_are_the_fields_of_the_settings() -> None:
-    assert {name: a.default for name, a in flags._settings().items()} == {
-        field.name: field.default for field in fields(TrainSettings)
-    }
-    assert list(flags.settings_flags(["seed"])) == ["seed"]
-
-
-def test_stages_are_those_of_pretraining() -> None:
-    from constraintmatch.pretraining import CHAINS, ORDER
-
-    assert flags.STAGES == ORDER
-    told = " ".join(CliRunner().invoke(cli.app, ["pretrain", "--help"], env={"COLUMNS": "200"}).stdout.split())
-    for chain, stages in CHAINS.items():
-        assert f"{chain}: {','.join(stages)}" in told
 
 
 # Opening
@@ -146,7 +111,7 @@ def test_closing_happens_after_pairs_are_set_aside(stripes: ImageSet, tmp_path: 
 def test_a_share_that_leaves_no_pairs_is_refused(stripes: ImageSet, tmp_path: Path) -> None:
     path = write_pairs(tmp_path / "p.csv", [(0, 1, 1), (1, 2, 1)])
     for share in (0.01, 0.99, 1.5, -0.5, float("nan"), float("inf")):
-        with pytest.raises(InputError, match="holdout-pairs"):
+        with pytest.raises(InputError, match="holdout_pairs="):
             open_pairs(path, stripes, holdout=share)
 
 
@@ -486,7 +451,7 @@ def test_contradictions_are_dropped_by_the_safe_recipe_alone(asked: Train, tmp_p
     assert len(plan.pairs.training) == 2
     assert "1 of 3 pairs contradict others and are left out" in told.lines
     for strict in ({"arguments": {"recipe": "paper"}}, {"on_conflict": "error"}):
-        with pytest.raises(InputError, match="--on-conflict drop"):
+        with pytest.raises(InputError, match="--set on_conflict=drop"):
             plan_training(replace(asked, **strict), Quiet())
     with pytest.raises(InputError, match="unknown recipe 'quick'; known are safe, paper"):
         plan_training(replace(asked, arguments={"recipe": "quick"}, on_conflict="drop"), Quiet())

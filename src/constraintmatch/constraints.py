@@ -419,7 +419,7 @@ class Constraints:
         if on_conflict == "error":
             first = self.conflicts(limit=1)[0].describe(names, self.places)
             count = f"; {len(rows):,} contradictions in all" if len(rows) > 1 else ""
-            raise InputError(f"{first}{count}; mend the pairs, or use --on-conflict drop or keep")
+            raise InputError(f"{first}{count}; mend the pairs, or use --set on_conflict=drop or keep")
         return self.take(self._consistent(rows))
 
     def _consistent(self, conflict_rows: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -289,7 +289,7 @@ def _as_embeddings(embeddings: NDArray[Any]) -> NDArray[np.float32]:
 def _check_embedded(path: Path, width: int, side: int | None, channels: int | None) -> None:
     """An InputError unless embeddings are what is asked for."""
     if side not in (None, 1):
-        raise InputError(f"{path}: has {kind_of(1, width)}, not images of {side} px; leave --side out, or give images")
+        raise InputError(f"{path}: has {kind_of(1, width)}, not images of {side} px; leave side out, or give images")
     if side == 1 and channels not in (None, width):
         raise InputError(f"{path}: has {kind_of(1, width)}, the model takes {channels:,}; give those it was trained on")
 

@@ -356,7 +356,7 @@ def _backbone(config: ModelConfig, pretrained: bool) -> tuple[nn.Module, int]:
     name = config.backbone
     if (name == IDENTITY) != (config.side == 1):
         what = "is for embeddings" if name == IDENTITY else "takes images, not embeddings"
-        raise InputError(f"the backbone {name} {what}; leave --backbone out")
+        raise InputError(f"the backbone {name} {what}; leave backbone out")
     if name == IDENTITY:
         return nn.Flatten(), config.channels
     if JOIN in name:
@@ -413,7 +413,7 @@ def _timm(name: str, config: ModelConfig, pretrained: bool) -> tuple[nn.Module, 
         near = ", ".join(timm.list_models(f"*{name[:8]}*")[:4]) or "see timm.list_models()"
         raise InputError(f"timm knows no model {name!r} (similar: {near})")
     if pretrained and not timm.is_model_pretrained(name):
-        raise InputError(f"timm has no pretrained weights of {name}; name another backbone or leave --pretrained out")
+        raise InputError(f"timm has no pretrained weights of {name}; name another backbone or leave pretrained out")
     options: dict[str, Any] = {"pretrained": pretrained, "num_classes": 0, "in_chans": config.channels}
     try:
         network = _timm_network(name, config.side, options)

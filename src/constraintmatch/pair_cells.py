@@ -146,7 +146,7 @@ def _no_such_image(cell: str, row: int, names: Sequence[str] | None, n_images: i
         return f"image {cell.strip()} does not exist (the set has {n_images:,} images{_from_zero(row == n_images)})"
     shown = repr(cell.strip()[:80])
     if names is None:
-        return f"{shown} is not a row number; for names, give the images too (names=…, --images FOLDER)"
+        return f"{shown} is not a row number; for names, give the images too (names=…, or check PAIRS DATA)"
     near = _near_match(_plain_name(cell), names)
     return f"no image is named {shown} (the set has {n_images:,} images)" + (
         f"; did you mean {near!r}?" if near else ""

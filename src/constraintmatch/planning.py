@@ -166,8 +166,7 @@ def _check_method(method: str, request: Train) -> None:
     if method in ORDER:
         raise InputError(f"{method} is a stage of the self-supervised start; use constraintmatch pretrain")
     if odd := sorted(request.arguments.keys() - known.keys()):
-        has = ", ".join(_flag(name) for name in known)
-        raise InputError(f"{method} has no {_flag(odd[0])}; it has {has}")
+        raise InputError(f"{method} has no setting {odd[0]!r}; it has {', '.join(known)}")
     needs_pairs = _needs_pairs(method)
     if needs_pairs and request.pairs is None:
         mend = "give --pairs FILE, with the columns left,right,link (constraintmatch sample draws some from labels)"
@@ -185,10 +184,6 @@ def _needs_pairs(method: str) -> bool:
 def _check_clusters(request: Train) -> None:
     if request.clusters is not None and request.clusters < 2:
         raise InputError(f"--clusters {request.clusters}: fewer than 2 clusters tell nothing apart; ask for 2 or more")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _out_folder(request: Train) -> Path:
@@ -224,7 +219,7 @@ def _given_model(request: Train) -> ClusterModel | None:
     if request.model is None:
         return None
     if request.backbone is not None or request.pretrained:
-        raise InputError("--model brings its own backbone; leave --backbone and --pretrained out")
+        raise InputError("--model brings its own backbone; leave backbone and pretrained out")
     return load_model(request.model)
 
 
@@ -235,7 +230,7 @@ def _open_training_data(request: Train, given: ClusterModel | None, cpu: bool, r
     if given is not None:
         if side not in (None, given.config.side) or channels not in (None, given.config.channels):
             takes = kind_of(given.config.side, given.config.channels)
-            raise InputError(f"the model takes {takes}; leave --side and --channels out")
+            raise InputError(f"the model takes {takes}; leave side and channels out")
         side, channels = given.config.side, given.config.channels
 
     def opened(
@@ -382,15 +377,15 @@ def _say_plan(plan: Plan, request: Train, reporter: Reporter) -> None:
     reporter.say(f"{len(images):,} {what}, {plan.clusters} clusters{pairs} → {plan.out}")
     if images.labels is not None and plan.data.record["kind"] == "folder":
         reporter.say(
-            f"sub-folders taken as {len(images.classes or ()):,} classes, for scores only (--no-labels: not so)"
+            f"sub-folders taken as {len(images.classes or ()):,} classes, for scores only (--set labels=no: not so)"
         )
     if plan.cpu and request.from_run is None and plan.data.row is None and not images.embedded:
         size = f"images of {config.side} px, backbone {config.backbone}, {plan.settings.steps:,} steps"
-        reporter.say(f"no GPU: {size}; --side, --backbone and --steps change that")
+        reporter.say(f"no GPU: {size}; --set side=64, --set backbone=NAME and --steps change that")
     if set(plan.stages) & set(PRETEXTS):
         reporter.say(
-            f"no --model: a short self-supervised start is made first, in {plan.out / 'start'}; a longer one "
-            "(constraintmatch pretrain, then --model) or --backbone timm:NAME --pretrained gives better clusters"
+            f"no --model: a short self-supervised start is made first, in {plan.out / 'start'}; better clusters come "
+            "from constraintmatch pretrain, then --model, or from --set backbone=timm:NAME --set pretrained=yes"
         )
 
 

@@ -248,4 +248,4 @@ def _check_variety(images: ImageSet) -> None:
         return
     flat = sample.reshape(len(sample), -1, images.channels)
     if np.all(flat.max(axis=1) == flat.min(axis=1)):
-        raise InputError("every image is of one colour: there is nothing to learn from; check the folder and --side")
+        raise InputError("every image is of one colour: there is nothing to learn from; check the folder and the side")

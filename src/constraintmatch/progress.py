@@ -1,15 +1,16 @@
 """What a person sees while something runs: a bar in a terminal, plain lines elsewhere, nothing in a library."""
 
+from __future__ import annotations
+
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.text import Text
+if TYPE_CHECKING:  # imported where it is used: help should be quick
+    from rich.console import Console
+    from rich.live import Live
 
 __all__ = ["Bar", "Lines", "Quiet", "Reporter", "console_reporter", "print_line", "say_error", "watched"]
 
@@ -85,12 +86,18 @@ class Bar:
     """A bar with the speed and the time left, and below it a line with the newest values, cut to the width."""
 
     def __init__(self, console: Console) -> None:
+        from rich.text import Text
+
         self.console = console
         self.live: Live | None = None
         self.values = Text(style="dim", no_wrap=True, overflow="ellipsis")
         self.began, self.first = 0.0, 0
 
     def start(self, title: str, total: int, done: int = 0) -> None:
+        from rich.console import Group
+        from rich.live import Live
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
         self.stop()
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -127,6 +134,8 @@ class Bar:
 
 def console_reporter(console: Console | None = None) -> Bar | Lines:
     """A bar when standard error is a terminal, plain lines otherwise."""
+    from rich.console import Console
+
     console = console or Console(file=sys.stderr)
     return Bar(console) if console.is_terminal else Lines(console)
 
@@ -139,6 +148,8 @@ def say_error(text: str, code: int) -> int:
 
 def print_line(text: str, *, err: bool = False) -> None:
     """Print a line that a terminal wraps between words and a pipe gets whole."""
+    from rich.console import Console
+
     console = Console(stderr=err)
     if console.is_terminal:
         console.print(text, markup=False, highlight=False)

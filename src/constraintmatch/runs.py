@@ -41,7 +41,7 @@ __all__ = [
 FORMAT = 1
 GONE: dict[str, tuple[Any, str]] = {  # arguments of earlier versions: their default, and what there is now
     "least_share": (0.0, "the stage neighbour_label teaches every cluster"),
-    "n_heads": (1, "--n-tries-scan tries several linear heads and keeps the best"),
+    "n_heads": (1, "--set scan.n_tries=20 tries several linear heads and keeps the best"),
     "objective": ("mcl", "pairs are learned by the paper's loss, MCL"),
     "over_selected": (False, "pseudo-labels are averaged over all images of a step"),
     "pool": ("all", "unconstrained images are drawn from all images"),

@@ -52,7 +52,7 @@ def import_scan(
 def _row(data: str) -> DataSet:
     known = [name for name, row in DATASETS.items() if row.backbone in _DEPTHS.values()]
     if data not in known:
-        raise InputError(f"--data {data}: SCAN checkpoints can be imported for {', '.join(known)}")
+        raise InputError(f"{data}: SCAN checkpoints can be imported for {', '.join(known)}")
     return DATASETS[data]
 
 
@@ -145,7 +145,7 @@ def _unfilled(file: Path, row: DataSet, found: _Checkpoint) -> ClusterModel:
     """A model of the right shape for the checkpoint, with weights still to come."""
     depth = _depth(found.weights)
     if depth not in (None, row.backbone):
-        raise InputError(f"{file}: holds a {depth}, but {row.name} goes with {row.backbone}; name its own --data")
+        raise InputError(f"{file}: holds a {depth}, but {row.name} goes with {row.backbone}; name its own data set")
     mean, std = _NORMALISATIONS.get(row.name, (row.mean, row.std))
     clusters = 0 if found.method == "simclr" else _rows(found, f"cluster_head.{found.head}.weight", row.n_clusters)
     if clusters == 1:

@@ -149,7 +149,7 @@ def _decoding(reporter: Reporter) -> Iterator[Callable[[int, int], None]]:
 def _say_skipped(images: ImageSet, reporter: Reporter, limit: int = 10) -> None:
     if not images.skipped:
         return
-    reporter.say(f"{len(images.skipped):,} files skipped (--strict stops instead):")
+    reporter.say(f"{len(images.skipped):,} files skipped (--strict, or --set strict=yes, stops instead):")
     for skip in images.skipped[:limit]:
         reporter.say(f"  {skip.name}: {skip.reason}")
     if len(images.skipped) > limit:
@@ -208,5 +208,5 @@ def _set_aside(constraints: Constraints, share: float, seed: int) -> tuple[Const
     merged = constraints.merged()  # else a pair may stand in both parts
     n = round(share * len(merged)) if 0 < share < 1 else 0
     if not 0 < n < len(merged):
-        raise InputError(f"--holdout-pairs {share:g} of {len(merged):,} pairs leaves none on one side; try 0.2")
+        raise InputError(f"holdout_pairs={share:g} of {len(merged):,} pairs leaves none on one side; try 0.2")
     return merged.split(n, seed=seed)

@@ -323,7 +323,7 @@ class _Loop(Generic[B]):
     def _stop_for(self, step: int, term: str) -> None:
         kept = f"the checkpoint of step {self.saved:,} is kept" if self.saved else "no checkpoint was written yet"
         raise NonFinite(
-            f"step {step:,}: the loss term {term!r} is not finite; {kept}; try a smaller --lr or --clip-norm 1"
+            f"step {step:,}: the loss term {term!r} is not finite; {kept}; try a smaller --lr or --set clip_norm=1"
         )
 
     def _log(self, done: int, values: Mapping[str, Any], kind: str = "training") -> None:
@@ -476,7 +476,5 @@ def _tensorboard(run: RunFolder, done: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise InputError(
-            "--tensorboard needs the package tensorboard: pip install constraintmatch[tensorboard]"
-        ) from None
+        raise InputError("tensorboard needs its package: pip install constraintmatch[tensorboard]") from None
     return SummaryWriter(str(run.path / "tensorboard"), purge_step=done + 1 if done else None)

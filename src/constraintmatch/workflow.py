@@ -77,7 +77,7 @@ def sample_pairs(
     if balanced and per_image is not None:
         raise InputError("--balanced goes with --n; --per-image draws its partners from all images")
     if flip_only is not None and flip is None:
-        raise InputError(f"--flip-only {flip_only} goes with --flip SHARE")
+        raise InputError(f"--wrong-only {flip_only} goes with --wrong SHARE")
     if Path(out).exists():
         raise InputError(f"{out}: exists already; remove it or choose another --out")
     check_target(out)
@@ -432,7 +432,9 @@ def write_run_report(
     record = _data_record(run / "run.json")
     place = str(source) if source is not None else record.get("source")
     if place is None:
-        raise InputError(f"{run}: the run does not say where its images lie; name them with --data")
+        raise InputError(
+            f"{run}: the run does not say where its images are; name them: constraintmatch report {run} DATA"
+        )
     check_target(run / "report.html")
     data, predictions = predict_images(
         run,
@@ -465,7 +467,7 @@ def _data_record(file: Path) -> dict[str, Any]:
 def pretrain_model(
     request: Train,
     stages: Sequence[str] = (),
-    arguments: Mapping[str, Any] | None = None,
+    recipe: Mapping[str, Mapping[str, Any]] | None = None,
     reporter: Reporter | None = None,
     *,
     chain: str | None = None,
@@ -474,7 +476,7 @@ def pretrain_model(
     """The full self-supervised start; goes on where an earlier call stopped, and leaves OUT/model.
 
     No `stages`: those of the chain; no chain: the paper's for its data sets, the stronger one for others. `pretext`
-    takes the place of theirs. `arguments` carry their stage at the end: epochs_simclr.
+    takes the place of theirs. `recipe` has the settings of each stage.
     """
     from constraintmatch.models import save_model
     from constraintmatch.planning import plan_pretraining
@@ -484,16 +486,19 @@ def pretrain_model(
 
     chosen = stages or chain_stages(chain or ("scan" if request.data in DATASETS else OWN_CHAIN))
     chosen = with_pretext(chosen, pretext) if pretext else chosen
-    recipe = _by_stage(chosen, arguments or {})
     assert request.out is not None
     reporter = reporter or Quiet()
     plan = plan_pretraining(request, reporter)
     data = plan.data
     if data.images.embedded and not (stages or chain or pretext):
         chosen = plan.stages  # features are there: clusters are all that is missing
-        recipe = _by_stage(chosen, arguments or {})
+    if idle := [stage for stage in recipe or {} if stage not in chosen]:
+        raise InputError(
+            f"there are settings of {idle[0]}, which does not run; the stages are {', '.join(chosen)} "
+            "(--chain, --stages or --pretext choose others)"
+        )
     around = Around(request.out, reporter=reporter, views=plan.views, held_out=data.held_out, data=data.record)
-    how: dict[str, Any] = {"stages": chosen, "recipe": recipe, "settings": request.settings}
+    how: dict[str, Any] = {"stages": chosen, "recipe": recipe or {}, "settings": request.settings}
     rehearse(plan.model, data.images, plan.clusters, views=plan.views, **how)
     try:
         model = pretrain(plan.model, data.images, plan.clusters, around=around, **how)
@@ -501,20 +506,3 @@ def pretrain_model(
         raise Interrupted(f"{stop}; run the same command again to go on from there") from None
     save_model(model, request.out / "model")
     return request.out / "model"
-
-
-def _by_stage(stages: Sequence[str], arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The arguments of each stage without its name at their end; one of a stage that does not run is an error."""
-    from constraintmatch.pretraining import ORDER
-
-    found: dict[str, dict[str, Any]] = {stage: {} for stage in stages}
-    for name, value in arguments.items():
-        owners = [stage for stage in ORDER if name.endswith(f"_{stage}")]
-        stage = max(owners, key=len, default="no stage")  # linear_scan, not scan
-        if stage not in found:
-            raise InputError(
-                f"--{name.replace('_', '-')} is of {stage}, which does not run; the stages are {', '.join(stages)} "
-                "(--chain, --stages or --pretext choose others)"
-            )
-        found[stage][name.removesuffix(f"_{stage}")] = value
-    return found

@@ -130,7 +130,7 @@ def serve_loop(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
     def begin(*words: str) -> Server:
         where = ["--model", str(quick_start(tmp_path / "start")), "--out", str(tmp_path / "loop"), "--device", "cpu"]
-        started.append(Server("loop", "digits", *where, "--steps", "2", *words).start())
+        started.append(Server("loop", "digits", *where, "--set", "steps=2", *words).start())
         return started[-1]
 
     yield begin

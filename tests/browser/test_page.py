@@ -315,7 +315,7 @@ def test_other_machines_need_the_token(serve: Serve, visit: Visit) -> None:
 
 
 def test_the_loop_learns_beside_the_person_and_shows_it(serve_loop: Serve, visit: Visit, tmp_path: Path) -> None:
-    server = serve_loop("--every", "5", "--questions", "8")
+    server = serve_loop("--set", "every=5", "--questions", "8")
     page = visit(server)
     assert page.inner_text("#wanted").strip() == "of 8"
     press(page, "111000")

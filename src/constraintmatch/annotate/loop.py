@@ -63,10 +63,8 @@ class Loop:
     last_steps: int | None = None  # of the training after the last answer
 
     def __post_init__(self) -> None:
-        for name in ("questions", "every"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name} is {getattr(self, name)}; it must be 1 or more")
-        for name, value in (("--steps", self.steps), ("--last-steps", self.last_steps)):
+        own = {name: getattr(self, name) for name in ("every", "steps", "last_steps")}
+        for name, value in {"--questions": self.questions, **own}.items():
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}; it must be 1 or more")
 

@@ -3,14 +3,14 @@
 import sys
 
 try:
-    # a command is listed in the order of its module here
-    from constraintmatch.cli import training, looking, asking, looping, research, searching  # noqa: I001
+    # a module has the commands under one heading of the help, which lists them in this order
+    from constraintmatch.cli import training, asking, looking, research  # noqa: I001
     from constraintmatch.cli.shared import app
 except KeyboardInterrupt:  # the program has hardly begun: it ends as it does later
     print("stopped", file=sys.stderr)
     sys.exit(130)
 
-__all__ = ["app", "asking", "looking", "looping", "main", "research", "searching", "training"]
+__all__ = ["app", "asking", "looking", "main", "research", "training"]
 
 
 def main() -> None:

@@ -1,95 +1,156 @@
-"""Commands that ask people: annotate."""
+"""Ask people: loop, annotate, check."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
+
+import typer
 
 from constraintmatch.cli.shared import (
-    Browser,
-    DataDir,
-    Device,
-    Host,
-    Pictures,
-    Port,
+    Images,
     QuietFlag,
+    Sets,
     Source,
-    Split,
-    Strict,
-    Token,
+    about,
+    add_flags,
     app,
-    example,
-    guarded,
+    flag,
+    opened,
     option,
     print_rows,
     reporter,
+    shared,
 )
 from constraintmatch.errors import InputError
-from constraintmatch.flags import GroupedHelp
+from constraintmatch.flags import read_settings, settings_of
+from constraintmatch.progress import print_line
 
-__all__ = ["Choosing", "QuestionKind"]
+__all__ = ["PANEL", "way_of_asking"]
 
-
-class QuestionKind(StrEnum):
-    """The two kinds of questions."""
-
-    which = "which"
-    pair = "pair"
-
-
-class Choosing(StrEnum):
-    """How questions are chosen."""
-
-    recommended = "recommended"
-    uncertain = "uncertain"
-    random = "random"
+PANEL = "Ask people"
+_KIND = "which: which of these is the same? pair: same or different? (which)"
+_SERVER = {
+    "host": flag(str, "Address to listen on. (127.0.0.1: this machine only)", panel="Server"),
+    "port": flag(int, "Port to listen on, 0 for a free one. (8765)", panel="Server"),
+    "token": flag(str, "Secret in the page's address. (none; off this machine a new one)", panel="Server"),
+    "browse": flag(bool, "Open the page in the browser. (yes)", "--browser/--no-browser", panel="Server"),
+}
 
 
 @app.command(
-    cls=GroupedHelp,
-    epilog=example(
+    **about(
+        PANEL,
+        "constraintmatch loop photos --clusters 10 \\",
+        "  --questions 200 --out loops/photos",
+        "constraintmatch loop digits --clusters 10 \\",
+        "  --oracle labels --wrong 0.05",
+    )
+)
+@add_flags(
+    asked={
+        "clusters": flag(int, "Number of clusters. (as many as the answers show)"),
+        "questions": flag(int, "Number of questions in all. (200)"),
+        "out": flag(Path, "Folder for the start, the answers and the models. (loop)"),
+        "model": flag(Path, "Model or run folder to begin with. (makes a short start)"),
+        "kind": flag(Literal["which", "pair"], _KIND),
+        "frozen": flag(bool, "The head learns and the network stays: seconds a round, on a CPU too.", "--frozen"),
+        **shared("device"),
+    },
+    who={
+        "terminal": flag(bool, "Ask in the terminal, not on a page.", "--terminal"),
+        "oracle": flag(str, "labels: the labels answer, for experiments."),
+        "wrong": flag(float, "Share of wrong answers with --oracle. (0)"),
+    },
+    images=shared("test", "data_dir", "pictures", "flip"),
+    door=_SERVER,
+)
+def loop(
+    data: Source,
+    *,
+    asked: dict[str, Any],
+    who: dict[str, Any],
+    sets: Sets = None,
+    quiet: QuietFlag = False,
+    door: dict[str, Any],
+    images: dict[str, Any],
+) -> None:
+    """Ask, train in the background, and ask better questions.
+
+    A start is made once; then every few answers a short round of training makes a new model, which chooses the next
+    questions. Stop at any time: the same command goes on.
+    """
+    from constraintmatch.annotate import loop as loops
+    from constraintmatch.annotate.server import Door
+    from constraintmatch.planning import Train
+
+    way = way_of_asking(**who)
+    given = read_settings(sets or [], settings_of("loop"), "loop")
+    rounds = {name: given.pop(name) for name in ("every", "steps", "last_steps", "choose", "seed") if name in given}
+    if way == "terminal":
+        asked.setdefault("kind", "pair")  # y and n need no other keys, and two pictures fit a narrow terminal
+    request = loops.Loop(data=data, images=Train(**images, **opened(given)), **{"out": Path("loop"), **asked}, **rounds)
+    if way == "labels":
+        rows = loops.ask_labels(request, who.get("wrong", 0.0), reporter(quiet))
+    elif way == "terminal":
+        rows = loops.ask_in_terminal(request, reporter=reporter(quiet))
+    else:
+        rows = loops.ask_on_page(request, Door(**door), reporter(quiet))
+    print_rows(rows)
+
+
+def way_of_asking(
+    terminal: bool = False, oracle: str | None = None, wrong: float = 0.0
+) -> Literal["page", "terminal", "labels"]:
+    """Who answers; what contradicts itself is an InputError."""
+    if oracle not in (None, "labels"):
+        raise InputError(f"--oracle {oracle}: known is labels")
+    if terminal and oracle:
+        raise InputError("--terminal asks you and --oracle asks the labels; give one of them")
+    if wrong and oracle is None:
+        raise InputError("--wrong goes with --oracle labels")
+    if not 0 <= wrong <= 1:
+        raise InputError(f"--wrong is {wrong}; it is a share, from 0 to 1")
+    return "labels" if oracle else "terminal" if terminal else "page"
+
+
+@app.command(
+    **about(
+        PANEL,
         "constraintmatch annotate photos --model runs/photos",
         "constraintmatch annotate photos --export pairs.csv",
         "constraintmatch train photos --pairs pairs.csv \\",
         "  --model runs/photos --out runs/better",
-    ),
+    )
 )
-@guarded
+@add_flags(
+    asked={
+        "db": flag(Path, "The database of answers, made if need be. (answers.db)"),
+        "model": flag(Path, "Model or run folder that chooses the questions. (pixels do)"),
+        "kind": flag(Literal["which", "pair"], _KIND),
+        "choose": flag(Literal["recommended", "uncertain", "random"], "How questions are chosen. (recommended)"),
+        "again": flag(Path, "Ask the pairs of this file first: doubtful.csv of a run, say."),
+        "seed": flag(int, "Seed of random questions. (0)"),
+        **shared("device"),
+    },
+    door=_SERVER,
+    exchange={
+        "export": flag(Path, "Write the answers as a pairs file and end.", panel="Files"),
+        "import_": flag(
+            Path, "Take in a pairs file or Label Studio's export (.json) and end.", "--import", panel="Files"
+        ),
+        "columns": flag(str, "Names of that file's columns: i,j,c_ij. (left,right,link)", panel="Files"),
+        "same": flag(str, "What that export calls same, if not same or yes. (the usual words)", panel="Files"),
+        "different": flag(str, "What that export calls different. (the usual words)", panel="Files"),
+    },
+    images=shared("split", "data_dir", "strict", "pictures"),
+)
 def annotate(
     data: Source,
-    model: Annotated[Path | None, option("Model or run folder that chooses the questions. (pixels do)")] = None,
-    db: Annotated[Path, option("The database of answers, made if need be. (answers.db)")] = Path("answers.db"),
-    kind: Annotated[
-        QuestionKind, option("which: which of these is the same? pair: same or different? (which)")
-    ] = QuestionKind.which,
-    choose: Annotated[
-        Choosing, option("How questions are chosen: recommended, uncertain, random. (recommended)")
-    ] = Choosing.recommended,
-    again: Annotated[Path | None, option("Ask the pairs of this file first: doubtful.csv of a run, say.")] = None,
-    seed: Annotated[int, option("Seed of random questions. (0)")] = 0,
-    device: Device = None,
+    *,
+    asked: dict[str, Any],
     quiet: QuietFlag = False,
-    export: Annotated[Path | None, option("Write the answers as a pairs file and end.", panel="Files")] = None,
-    import_: Annotated[
-        Path | None,
-        option("Take in a pairs file or Label Studio's export (.json) and end.", "--import", panel="Files"),
-    ] = None,
-    columns: Annotated[
-        str | None, option("Names of that file's columns: i,j,c_ij. (left,right,link)", panel="Files")
-    ] = None,
-    same: Annotated[
-        str | None, option("What that export calls same, if not same or yes. (the usual words)", panel="Files")
-    ] = None,
-    different: Annotated[
-        str | None, option("What that export calls different. (the usual words)", panel="Files")
-    ] = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8765,
-    token: Token = None,
-    browser: Browser = True,
-    split: Split = None,
-    data_dir: DataDir = None,
-    strict: Strict = False,
-    pictures: Pictures = None,
+    exchange: dict[str, Any],
+    door: dict[str, Any],
+    images: dict[str, Any],
 ) -> None:
     """Ask people about images, on a page in the browser.
 
@@ -97,30 +158,43 @@ def annotate(
     """
     from constraintmatch.annotate import server
 
-    sitting = server.Sitting(
-        data,
-        db,
-        model,
-        kind.value,
-        choose.value,
-        seed,
-        split=split,
-        data_dir=data_dir,
-        strict=strict,
-        device=device,
-        pictures=pictures,
-        again=again,
-    )
+    export, import_ = (exchange.pop(name, None) for name in ("export", "import_"))
     if export is not None and import_ is not None:
         raise InputError("--export and --import go one after the other; give one of them")
-    if import_ is None and (same is not None or different is not None):
+    if import_ is None and exchange.keys() & {"same", "different"}:
         raise InputError("--same and --different go with --import EXPORT.json")
-    if import_ is None and columns is not None:
+    if import_ is None and "columns" in exchange:
         raise InputError("--columns goes with --import PAIRS.csv")
+    sitting = server.Sitting(data, **{"db": Path("answers.db"), **asked}, **images)
     if export is not None:
         print_rows([("pairs", f"{export} ({server.export_answers(sitting, export, reporter(quiet)).describe()})")])
     elif import_ is not None:
-        taken = server.import_file(sitting, import_, reporter(quiet), columns=columns, same=same, different=different)
-        print_rows([("answers", f"{db} ({taken.describe()})")])
+        taken = server.import_file(sitting, import_, reporter(quiet), **exchange)
+        print_rows([("answers", f"{sitting.db} ({taken.describe()})")])
     else:
-        print_rows(server.serve_page(sitting, server.Door(host, port, token, browser), reporter(quiet)))
+        print_rows(server.serve_page(sitting, server.Door(**door), reporter(quiet)))
+
+
+@app.command(**about(PANEL, "constraintmatch check pairs.csv photos"))
+@add_flags(how=shared("columns", "split", "data_dir"))
+def check(
+    pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="The pairs file.")],
+    data: Images = None,
+    *,
+    how: dict[str, Any],
+    close: Annotated[bool, option("Count the pairs that these imply.", "--close")] = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Look at a pairs file, and for contradictions in it.
+
+    Shows counts, duplicates, groups of must-links, images without a pair, and contradictions with the chains that prove
+    them. The exit code is 2 when there are contradictions.
+    """
+    from constraintmatch import workflow
+
+    found = workflow.check_pairs(pairs, data, close=close, **how, reporter=reporter(quiet))
+    print_rows(found.lines())
+    for text in found.contradictions:
+        print_line(f"contradiction: {text}")
+    if found.n_contradictions:
+        raise typer.Exit(2)

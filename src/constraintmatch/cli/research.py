@@ -1,43 +1,168 @@
-"""Commands for researchers: the paper's tables and figures, and model cards."""
+"""For researchers: sample, search, paper, card, import-scan."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from constraintmatch.cli.shared import (
-    DataDir,
-    Device,
     Model,
     QuietFlag,
+    Sets,
+    Source,
+    about,
+    add_flags,
     app,
-    example,
-    guarded,
+    flag,
+    opened,
     option,
     print_rows,
     reporter,
+    shared,
     words,
 )
 from constraintmatch.errors import InputError
-from constraintmatch.flags import GroupedHelp
+from constraintmatch.flags import read_settings, settings_of
 
-__all__ = ["numbers"]
+__all__ = ["PANEL", "numbers"]
 
+PANEL = "For researchers"
 _DIGITS = 18  # Python refuses numbers of some thousands
 
 
 @app.command(
-    cls=GroupedHelp,
-    epilog=example(
+    **about(PANEL, "constraintmatch sample photos-by-class --n 1000 \\", "  --seed 0 --wrong 0.1 --out pairs.csv")
+)
+@add_flags(
+    how={
+        "n": flag(int, "Pairs to draw.", "--n"),
+        "per_image": flag(int, "Partners for every image, instead of --n."),
+        "balanced": flag(bool, "Half of the pairs are must-links.", "--balanced"),
+        "flip": flag(float, "Share of the pairs that are made wrong. (0)", "--wrong"),
+        "flip_only": flag(Literal["must-link", "cannot-link"], "Make only these wrong. (both)", "--wrong-only"),
+        "seed": flag(int, "The same seed draws the same pairs. (0)"),
+        **shared("split", "data_dir"),
+    }
+)
+def sample(
+    data: Source,
+    *,
+    how: dict[str, Any],
+    out: Annotated[Path, option("The pairs file: .csv, .parquet or .jsonl. (pairs.csv)")] = Path("pairs.csv"),
+    quiet: QuietFlag = False,
+) -> None:
+    """Draw pairs from the labels of images.
+
+    The images are in class folders, one for each class, or are a data set.
+    """
+    from constraintmatch import workflow
+
+    drawn = workflow.sample_pairs(data, out, **how, reporter=reporter(quiet))
+    kinds = f"{drawn.n_must_links:,} must-links, {drawn.n_cannot_links:,} cannot-links"
+    print_rows([("pairs", f"{out} ({len(drawn):,}: {kinds})")])
+
+
+@app.command(
+    **about(
+        PANEL,
+        "constraintmatch search cifar10 --data-dir data \\",
+        "  --model weights/scan-cifar10 --out best.json",
+        "constraintmatch search photos --pairs pairs.csv \\",
+        "  --model starts/photos --grid lr=0.03,0.01 \\",
+        "  --grid weight_decay=1e-4 --workers 2",
+    )
+)
+@add_flags(
+    asked={
+        "method": flag(str, "constraintmatch, pseudo_label, constrained or fully_constrained. (constraintmatch)"),
+        "sampler": flag(
+            Literal["grid", "tpe"], "grid: every combination; tpe: --trials draws between the values. (grid)"
+        ),
+        "trials": flag(int, "Number of trials, with --sampler tpe."),
+        "steps": flag(int, "Training steps of a trial; fewer than the paper's mark the search as cut."),
+        "storage": flag(str, "SQLite file, or postgresql://… for workers on many machines. (search.db)"),
+        "study": flag(str, "Name of the search in the storage. (data set, method and sampler)"),
+        "workers": flag(int, "Processes to work here; the same command elsewhere is one more. (1)"),
+        "out": flag(Path, "Write trials and best settings to this file too."),
+    },
+    settings=shared("device"),
+    pairs={
+        "pairs": flag(Path, "The pairs. (drawn from the labels of a data set)"),
+        "n_constraints": flag(int, "Number to draw from a data set's labels. (10,000)", "--constraints"),
+        **shared("columns", "data_dir", "flip"),
+    },
+)
+def search(
+    data: Source,
+    *,
+    model: Annotated[Path, option("Model or run folder that every trial begins with.")],
+    grid: Annotated[
+        list[str] | None, option("Other values of a setting, may be repeated: lr=0.03,0.01. (the paper's)")
+    ] = None,
+    pairs: dict[str, Any],
+    asked: dict[str, Any],
+    settings: dict[str, Any],
+    sets: Sets = None,
+    quiet: QuietFlag = False,
+) -> None:
+    """Search settings by the loss on validation pairs.
+
+    The paper's grid by default. The same command again goes on where it stopped, and several at once share the work; a
+    trial whose worker died is taken up again.
+    """
+    from constraintmatch.paper.search import Search
+    from constraintmatch.paper.search import search as run_search
+
+    more = opened(read_settings(sets or [], settings_of("search"), "search"))
+    request = Search(data=data, model=model, values=_values(grid or []), **asked, **pairs, **more, settings=settings)
+    found = run_search(request, reporter(quiet))
+    print_rows(found.lines() + ([("written", str(request.out))] if request.out is not None else []))
+
+
+def _values(texts: list[str]) -> dict[str, tuple[float, ...]]:
+    """`lr=0.03,0.01` as a name and numbers; those of a name that comes again are added."""
+    found: dict[str, tuple[float, ...]] = {}
+    for text in texts:
+        name, mark, rest = text.partition("=")
+        name = name.strip().replace("-", "_")
+        try:
+            values = tuple(float(value) for value in words(rest))
+            found[name] = tuple(dict.fromkeys((*found.get(name, ()), *values)))
+        except ValueError:
+            mark = ""
+        if not mark:
+            raise InputError(f"--grid {text}: write a name and numbers, --grid lr=0.03,0.01 for example")
+    return found
+
+
+@app.command(
+    **about(
+        PANEL,
         "constraintmatch paper table1 --sets cifar10 \\",
         "  --data-dir data --folds 0",
         "constraintmatch paper table2 flip links --steps 3000 \\",
         "  --sets cifar100-20 --data-dir data --folds 0",
         "constraintmatch paper table1 --list",
-    ),
+    )
 )
-@guarded
+@add_flags(
+    cuts={
+        "sets": flag(str, "Some of its data sets: cifar10,cifar100-20. (all)"),
+        "folds": flag(str, "Which folds: 0 or 0-1 or 0,3. (0-4)"),
+        "methods": flag(str, "Some of its methods: constrained,constraintmatch. (all)"),
+        "n_constraints": flag(str, "Some of its numbers of constraints: 10000. (all)", "--constraints"),
+        "steps": flag(int, "Cut the trainings to this number of steps; marked as cut. (20,000)"),
+    },
+    folders={
+        "starts": flag(Path, "Folder with the starts: scan-cifar10 and so on. (weights)"),
+        "results": flag(Path, "Folder for one JSON per cell. (results/paper)"),
+        "out": flag(Path, "Folder for the run folders. (runs/paper)"),
+        "models": flag(Path, "Folder for the trained models, in half precision, with cards. (not kept)"),
+        "figures": flag(Path, "Folder for the gallery's picture. (docs/figures)"),
+    },
+    settings=shared("device"),
+    images=shared("data_dir"),
+)
 def paper(
     names: Annotated[
         list[str],
@@ -46,45 +171,38 @@ def paper(
             help="One or more of table1, table2, table3, flip, links, selection, entropy, amount, noise and gallery.",
         ),
     ],
-    sets: Annotated[str, option("Some of its data sets: cifar10,cifar100-20. (all)")] = "",
-    folds: Annotated[str, option("Which folds: 0 or 0-1 or 0,3. (0-4)")] = "",
-    methods: Annotated[str, option("Some of its methods: constrained,constraintmatch. (all)")] = "",
-    constraints: Annotated[str, option("Some of its numbers of constraints: 10000. (all)")] = "",
-    steps: Annotated[int | None, option("Cut the trainings to so many steps; marked as cut. (20,000)")] = None,
-    list_cells: Annotated[bool, option("Only say which cells there are and which are finished.", "--list")] = False,
-    data_dir: DataDir = None,
-    starts: Annotated[Path, option("Folder with the starts: scan-cifar10 and so on. (weights)")] = Path("weights"),
-    results: Annotated[Path, option("Folder for one JSON per cell. (results/paper)")] = Path("results/paper"),
-    out: Annotated[Path, option("Folder for the run folders. (runs/paper)")] = Path("runs/paper"),
-    models: Annotated[
-        Path | None, option("Folder for the trained models, in half precision, with cards. (not kept)")
-    ] = None,
-    figures: Annotated[Path, option("Folder for the gallery's picture. (docs/figures)")] = Path("docs/figures"),
-    device: Device = None,
+    *,
+    cuts: dict[str, Any],
+    list_cells: Annotated[bool, option("Only list the cells there are and which are finished.", "--list")] = False,
+    folders: dict[str, Any],
+    settings: dict[str, Any],
     quiet: QuietFlag = False,
+    images: dict[str, Any],
 ) -> None:
     """Run tables and figures of the paper.
 
     Every cell of the grids becomes one JSON, a cell that several share only once; finished cells are skipped, a stopped
     one goes on from its checkpoint. The same command started several times on one machine shares the cells: once for
-    each GPU, with another CUDA_VISIBLE_DEVICES each. Then each table is shown with the paper's values beside ours.
+    each GPU, with another CUDA_VISIBLE_DEVICES each. Then each table is shown with the paper's values next to ours.
     Without --data-dir what is finished is shown and nothing is run.
     """
     from constraintmatch.paper import runner
     from constraintmatch.paper.cells import FOLDS, grid_cells
     from constraintmatch.paper.gallery import gallery_sets, make_gallery
 
-    place = runner.Place(data_dir, starts, results, out, models, {"device": device} if device else {}, reporter(quiet))
-    cuts: dict[str, Any] = {
-        "sets": words(sets) if sets else None,
-        "folds": numbers(folds, "--folds", last=FOLDS - 1) if folds else None,
-        "steps": steps,
-        "methods": words(methods) if methods else None,
-        "n_constraints": numbers(constraints, "--constraints") if constraints else None,
-    }
+    results = folders.get("results", Path("results/paper"))
+    runs, starts = folders.get("out", Path("runs/paper")), folders.get("starts", Path("weights"))
+    data_dir, models = images.get("data_dir"), folders.get("models")
+    place = runner.Place(data_dir, starts, results, runs, models, settings, reporter(quiet))
+    sets = words(cuts.get("sets", ""))
+    cuts |= {name: words(cuts[name]) for name in ("sets", "methods") if name in cuts}
+    if "folds" in cuts:
+        cuts["folds"] = numbers(cuts["folds"], "--folds", last=FOLDS - 1)
+    if "n_constraints" in cuts:
+        cuts["n_constraints"] = numbers(cuts["n_constraints"], "--constraints")
     grids = [name for name in names if name != "gallery"]
     chosen = grid_cells(*grids, **cuts) if grids else []
-    galleries = gallery_sets(cuts["sets"]) if "gallery" in names else ()
+    galleries = gallery_sets(cuts.get("sets")) if "gallery" in names else ()
     if list_cells:
         shown = [results / f"gallery-{dataset}.json" for dataset in galleries]
         made = [("finished" if path.is_file() else "missing", path.stem) for path in shown]
@@ -92,16 +210,13 @@ def paper(
         return
     runner.run_missing(chosen, place)
     for name in grids:
-        _show(name, results, words(sets), steps, titled=len(grids) > 1)
+        _show(name, results, sets, cuts.get("steps"), titled=len(grids) > 1)
     if galleries:
+        figures = folders.get("figures", Path("docs/figures"))
         print_rows([("gallery", str(make_gallery(dataset, place, figures))) for dataset in galleries])
 
 
-@app.command(
-    cls=GroupedHelp,
-    epilog=example("constraintmatch card weights/constraintmatch-cifar10"),
-)
-@guarded
+@app.command(**about(PANEL, "constraintmatch card weights/constraintmatch-cifar10"))
 def card(
     model: Model,
     results: Annotated[Path, option("Folder with one JSON per cell. (results/paper)")] = Path("results/paper"),
@@ -115,8 +230,32 @@ def card(
     print_rows([("card", str(write_card(model, results)))])
 
 
+@app.command(**about(PANEL, "constraintmatch import-scan scan.pth.tar cifar10 \\", "  --out starts/c10"))
+def import_scan(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The checkpoint. Nothing in it is run.")],
+    data: Annotated[
+        str,
+        typer.Argument(metavar="DATA", help="Its data set: cifar10, cifar100-20, stl10, imagenet10 or imagenet-dogs."),
+    ],
+    out: Annotated[Path, option("New model folder.")],
+    head: Annotated[int | None, option("Which of several cluster heads. (the file's best, or 0)")] = None,
+    half: Annotated[bool, option("Keep the weights in half precision.", "--half")] = False,
+) -> None:
+    """Turn a checkpoint of SCAN's code into a model folder.
+
+    It may be of any stage; after SimCLR alone it has no clusters yet.
+    """
+    from constraintmatch import scan_import
+
+    config = scan_import.import_scan(file, data, out, head=head, half=half).config
+    clusters = f"{config.n_clusters:,}" if config.n_clusters else "none yet"
+    print_rows([("model", f"{out} ({config.backbone})"), ("clusters", clusters)])
+
+
 def _show(name: str, results: Path, sets: tuple[str, ...], steps: int | None, *, titled: bool) -> None:
     """Print a table or the numbers of a figure: laid out for a terminal, as Markdown in a pipe."""
+    from rich.console import Console
+
     from constraintmatch.paper import reproduction, terminal
     from constraintmatch.paper.cells import GRIDS
 

@@ -1,58 +1,130 @@
 """What the commands share: the app, options that several have, one-line errors, and how results are printed."""
 
-from collections.abc import Callable, Iterable
-from functools import wraps
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
 from constraintmatch.errors import InputError
 from constraintmatch.files import mend
-from constraintmatch.flags import OneLineErrors
+from constraintmatch.flags import new_spelling
 from constraintmatch.progress import Quiet, Reporter, console_reporter, say_error
 
 __all__ = [
-    "DATA",
-    "Backbone",
-    "Browser",
-    "Channels",
-    "Clusters",
-    "Columns",
-    "DataDir",
-    "Device",
-    "Flip",
-    "Host",
-    "Labels",
+    "Images",
     "Model",
-    "Pictures",
-    "Port",
-    "Pretrained",
     "QuietFlag",
-    "Side",
+    "Sets",
     "Source",
-    "Split",
-    "Strict",
-    "Token",
-    "Without",
+    "about",
+    "add_flags",
     "app",
-    "class_folders",
-    "example",
-    "guarded",
+    "flag",
+    "opened",
     "option",
     "print_rows",
     "reporter",
+    "shared",
     "words",
 ]
 
+
+class _Command(TyperCommand):
+    """A command whose help has a heading for each panel, and that knows how its flags of before are spelled now."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            if record is not None and parameter.name != "help":  # whoever reads this has found it
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records, col_max=26)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            flag = getattr(error, "option_name", "") if type(error).__name__ == "NoSuchOption" else ""
+            new = new_spelling(str(self.name), flag, given) if flag else None
+            if new is None:
+                raise
+            takes = [str(parameter.metavar) for parameter in self.params if parameter.param_type_name == "argument"]
+            raise InputError(
+                f"{new}: {' '.join([ctx.command_path, *takes])}" if new.endswith("alone") else new
+            ) from None
+
+
+class _Commands(TyperGroup):
+    """The commands under a heading for what people want; whatever a user can fix is one line and exit code 2."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 (click's)
+        groups: dict[str, list[tuple[str, str]]] = {}
+        longest = max(map(len, self.commands))
+        for name, command in self.commands.items():
+            line = (f"{name:<{longest}}", command.get_short_help_str(formatter.width - longest - 6))
+            groups.setdefault(str(getattr(command, "rich_help_panel", "")), []).append(line)
+        for heading, lines in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(lines)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except InputError as error:
+            code = say_error(f"error: {error}", 2)
+        except KeyboardInterrupt as stop:
+            code = say_error(str(stop) or "stopped", 130)
+        except OSError as error:  # writes that are not atomic (the log), and what is looked at in passing
+            helps = _NO_PERMISSION if isinstance(error, PermissionError) else mend(error)
+            if helps is None:
+                raise
+            code = say_error(f"error: {error.filename}: {helps}" if error.filename else f"error: {helps}", 2)
+        raise typer.Exit(code)
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            code = super().main(*arguments, **{**options, "standalone_mode": False})
+        except typer.Abort:
+            code = say_error("stopped", 130)
+        except BrokenPipeError:  # the reader had enough, as head has
+            sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 (else Python complains when it flushes at the end)
+            code = 1
+        except Exception as error:
+            code = _usage_error(error)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+_NO_PERMISSION = "no permission to read or write it; change that or choose another place"  # which of them is not known
+
+
+def _usage_error(error: Exception) -> int:
+    """Say a usage error of typer's parser (old ones have click's own), and its exit code; a bug is raised again."""
+    said = getattr(error, "format_message", None)
+    if said is None:
+        raise error
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        typer.echo(said(), err=True)
+        return 2
+    more = f" (see {context.command_path} --help)" if context is not None else ""
+    text = said().strip().rstrip(".")
+    return say_error(f"error: {text[:1].lower()}{text[1:]}{more}", 2)
+
+
 app = typer.Typer(
     name="constraintmatch",
-    cls=OneLineErrors,
+    cls=_Commands,
     help="Turn images and a few same-or-different answers into a clustering model that also places new images.",
-    epilog="Start here: constraintmatch demo. Help on a command: constraintmatch train --help.",
+    epilog="Start here: constraintmatch demo. Help: constraintmatch train --help.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -61,79 +133,99 @@ app = typer.Typer(
 )
 
 
+def about(panel: str, *lines: str) -> dict[str, Any]:
+    """How a command is shown: the heading it stands under, and the lines of an example."""
+    example = "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
+    return {"cls": _Command, "rich_help_panel": panel, "epilog": example}
+
+
+def add_flags(**groups: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator for commands with many flags: each group of flags arrives as one dictionary of those given."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        kind, parameters = inspect.Parameter.KEYWORD_ONLY, []
+        for own in inspect.signature(command, eval_str=True).parameters.values():
+            flags = groups.get(own.name)
+            new = (
+                None
+                if flags is None
+                else [inspect.Parameter(n, kind, default=None, annotation=a) for n, a in flags.items()]
+            )
+            parameters += [own.replace(kind=kind)] if new is None else new
+
+        def wrapper(**values: Any) -> None:
+            given = {
+                group: {name: value for name in flags if (value := values.pop(name)) is not None}
+                for group, flags in groups.items()
+            }
+            command(**values, **given)
+
+        wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate
+
+
 def option(text: str, *names: str, panel: str | None = None) -> Any:
     """An option under a heading of the help; the text says what happens without it."""
     return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
 
 
-DATA = "A folder of images, a .npy or .npz file of images or embeddings, or a data set: digits, cifar10, cifar100-20."
-Source = Annotated[str, typer.Argument(metavar="DATA", help=DATA)]
+def flag(kind: Any, text: str, *names: str, panel: str | None = None) -> Any:
+    """A flag of a group of `add_flags`, which may be left out."""
+    return Annotated[kind | None, option(text, *names, panel=panel)]
+
+
+def shared(*names: str) -> dict[str, Any]:
+    """These of the flags that several commands have."""
+    return {name: _SHARED[name] for name in names}
+
+
+_SHARED = {
+    "columns": flag(str, "Names of the columns of the pairs: i,j,c_ij. (left,right,link)"),
+    "device": flag(str, "cuda, mps or cpu. (the first that is there)"),
+    "seed": flag(int, "Seed of everything random. (0)"),
+    "test": flag(str, "Held-out images, or a data set, for scores.", panel="Images"),
+    "split": flag(str, "train, val, test, train+val or train+test of a data set.", panel="Images"),
+    "data_dir": flag(Path, "Folder that holds the data set.", panel="Images"),
+    "class_folders": flag(
+        bool, "Sub-folders are classes, for scores. (if all images are in some)", "--labels/--no-labels", panel="Images"
+    ),
+    "strict": flag(bool, "Stop at a file that cannot be read. (skip it)", "--strict", panel="Images"),
+    "pictures": flag(Path, "For embeddings: the folder of their images.", panel="Images"),
+    "flip": flag(bool, "A mirrored image means the same, or not. (it does)", "--mirror/--no-mirror", panel="Images"),
+}
+_DATA = "A folder of images, a .npy or .npz file of images or embeddings, or a data set: digits, cifar10, cifar100-20."
+_SET = "Any other setting; may be repeated. (constraintmatch settings lists them)"
+Source = Annotated[str, typer.Argument(metavar="DATA", help=_DATA)]
+Images = Annotated[str | None, typer.Argument(metavar="DATA", help=_DATA)]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder or a run folder.")]
-Clusters = Annotated[int | None, option("How many clusters to find.")]
-Columns = Annotated[str | None, option("Names of its columns: i,j,c_ij. (left,right,link)", panel="Pairs")]
-Device = Annotated[str | None, option("cuda, mps or cpu. (the first that is there)")]
 QuietFlag = Annotated[bool, option("No progress and no remarks.", "--quiet", "-q")]
-Split = Annotated[str | None, option("train, val, test, train+val or train+test of a data set.", panel="Images")]
-DataDir = Annotated[Path | None, option("Where the data set of that name lies.", panel="Images")]
-Labels = Annotated[
-    bool | None,
-    option("Sub-folders are classes, for scores. (if all images lie in some)", "--labels/--no-labels", panel="Images"),
-]
-Strict = Annotated[bool, option("Stop at a file that cannot be read. (skip it)", "--strict", panel="Images")]
-Side = Annotated[int | None, option("Resize to so many pixels a side. (fits the images)", panel="Images")]
-Channels = Annotated[int | None, option("1 for grey, 3 for colour. (fits the images)", panel="Images")]
-Pictures = Annotated[Path | None, option("Of embeddings: the folder of their images.", panel="Images")]
-Flip = Annotated[
-    bool | None, option("A mirrored image means the same, or not. (it does)", "--flip/--no-flip", panel="Images")
-]
-Without = Annotated[str, option("Changes that would spoil the images: rotate,solarize.", panel="Images")]
-Host = Annotated[str, option("Address to listen on. (127.0.0.1: this machine only)", panel="Server")]
-Port = Annotated[int, option("Port to listen on, 0 for a free one. (8765)", panel="Server")]
-Token = Annotated[
-    str | None, option("Secret in the page's address. (none; off this machine a new one)", panel="Server")
-]
-Browser = Annotated[bool, option("Open the page in the browser. (yes)", "--browser/--no-browser", panel="Server")]
-Backbone = Annotated[str | None, option("tiny, resnet18, resnet34 or timm:NAME. (fits the images)")]
-Pretrained = Annotated[bool, option("Begin with the weights of a timm backbone.", "--pretrained")]
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=_SET, show_default=False)]
 
 
-_NO_PERMISSION = "no permission to read or write it; change that or choose another place"  # which of them is not known
+def opened(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of images under the names that the library has for them."""
+    renamed = {"labels": "class_folders"}
+    found = {renamed.get(name, name): value for name, value in given.items()}
+    return found | ({"without": words(given["without"])} if "without" in given else {})
 
 
-def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with one line and exit code 2 for what a person can mend, 130 for a stop; bugs show a traceback."""
-
-    @wraps(command)
-    def wrapper(*arguments: Any, **options: Any) -> None:
-        try:
-            command(*arguments, **options)
-        except InputError as error:
-            _stop(f"error: {error}", 2)
-        except KeyboardInterrupt as stop:
-            _stop(str(stop) or "stopped", 130)
-        except OSError as error:  # writes that are not atomic (the log), and what is looked at in passing
-            helps = _NO_PERMISSION if isinstance(error, PermissionError) else mend(error)
-            if helps is None:
-                raise
-            _stop(f"error: {error.filename}: {helps}" if error.filename else f"error: {helps}", 2)
-
-    return wrapper
-
-
-def _stop(text: str, code: int) -> None:
-    raise typer.Exit(say_error(text, code))
+def words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def reporter(quiet: bool) -> Reporter:
     return Quiet() if quiet else console_reporter()
 
 
-def class_folders(labels: bool | None) -> bool | Literal["auto"]:
-    return "auto" if labels is None else labels
-
-
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:
     """Two columns: names, and values that wrap beside them in a terminal and stay whole in a pipe."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     console, rows = Console(), list(rows)
     if not console.is_terminal:
         width = max(len(name) for name, _ in rows)
@@ -145,11 +237,6 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
     for name, value in rows:
         table.add_row(Text(name), Text(value))  # as they are: a path may hold brackets
     console.print(table)
-
-
-def example(*lines: str) -> str:
-    """An epilog that keeps its lines."""
-    return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def _version(wanted: bool) -> None:
@@ -167,7 +254,3 @@ def _options(
     ] = False,
 ) -> None:
     """Options before the command."""
-
-
-def words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())

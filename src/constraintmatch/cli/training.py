@@ -1,274 +1,48 @@
-"""Commands that make models: train, pretrain, import-scan, join, demo."""
+"""From a folder to clusters: demo, train, predict, pretrain, settings."""
 
 import shlex
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from constraintmatch.cli.shared import (
-    DATA,
-    Backbone,
-    Channels,
-    Clusters,
-    Columns,
-    DataDir,
-    Device,
-    Flip,
-    Labels,
-    Pictures,
-    Pretrained,
+    Images,
+    Model,
     QuietFlag,
-    Side,
+    Sets,
     Source,
-    Split,
-    Strict,
-    Without,
+    about,
+    add_flags,
     app,
-    class_folders,
-    example,
-    guarded,
+    flag,
+    opened,
     option,
     print_rows,
     reporter,
+    shared,
     words,
 )
-from constraintmatch.flags import STAGES, GroupedHelp, add_flags, method_flags, methods, settings_flags, stage_flags
-
-__all__ = ["Conflict"]
-
-METHOD = f"One of {', '.join(name for name in methods() if name not in STAGES)}. (constraintmatch)"
-
-
-class Conflict(StrEnum):
-    """What to do with contradictory pairs."""
-
-    error = "error"
-    drop = "drop"
-    keep = "keep"
-
-
-@app.command(
-    cls=GroupedHelp,
-    epilog=example(
-        "constraintmatch train photos --pairs pairs.csv \\",
-        "  --clusters 12 --out runs/photos",
-        "constraintmatch train --resume --out runs/photos",
-    ),
-)
-@guarded
-@add_flags(arguments=method_flags(), settings=settings_flags())
-def train(
-    data: Annotated[str | None, typer.Argument(metavar="DATA", help=DATA)] = None,
-    *,
-    pairs: Annotated[Path | None, option("The pairs: left,right,link as CSV, Parquet or JSON lines.")] = None,
-    clusters: Clusters = None,
-    out: Annotated[Path | None, option("The run folder. (runs/ and the name of DATA; a new one each time)")] = None,
-    method: Annotated[str | None, option(METHOD)] = None,
-    model: Annotated[Path | None, option("Model or run folder to begin with. (makes a short start)")] = None,
-    backbone: Backbone = None,
-    pretrained: Pretrained = False,
-    resume: Annotated[bool, option("Continue the run in --out.", "--resume")] = False,
-    from_run: Annotated[Path | None, option("Repeat the choices of a run.json; flags given here win.")] = None,
-    quiet: QuietFlag = False,
-    columns: Columns = None,
-    on_conflict: Annotated[
-        Conflict | None, option("What to do with contradictions: error, drop, keep. (drop)", panel="Pairs")
-    ] = None,
-    close: Annotated[
-        bool, option("Add the pairs that they imply, or not. (no)", "--close/--no-close", panel="Pairs")
-    ] = False,
-    holdout_pairs: Annotated[float, option("Share set aside to judge the model by. (0)", panel="Pairs")] = 0.0,
-    side: Side = None,
-    channels: Channels = None,
-    test: Annotated[str | None, option("Held-out images, or a data set, for scores.", panel="Images")] = None,
-    data_dir: DataDir = None,
-    labels: Labels = None,
-    strict: Strict = False,
-    pictures: Pictures = None,
-    flip: Flip = None,
-    without: Without = "",
-    arguments: dict[str, Any],
-    settings: dict[str, Any],
-) -> None:
-    """Train a clustering model on images and pairs.
-
-    Without --model it first makes a short self-supervised start of its own. The run folder gets the model,
-    clusters.csv, evaluation.json and report.html. A data set of the paper has its own sizes and rates.
-    """
-    from constraintmatch import workflow
-    from constraintmatch.planning import Train
-
-    request = Train(
-        data=data,
-        pairs=pairs,
-        clusters=clusters,
-        out=out,
-        method=method,
-        model=model,
-        backbone=backbone,
-        pretrained=pretrained,
-        side=side,
-        channels=channels,
-        data_dir=data_dir,
-        test=test,
-        class_folders=class_folders(labels),
-        columns=columns,
-        on_conflict=None if on_conflict is None else on_conflict.value,
-        close=close,
-        holdout_pairs=holdout_pairs,
-        flip=flip,
-        without=words(without),
-        strict=strict,
-        pictures=pictures,
-        resume=resume,
-        from_run=from_run,
-        arguments=arguments,
-        settings=settings,
-    )
-    print_rows(workflow.train(request, reporter(quiet)).lines())
-
-
-STAGE_SETTINGS = (
-    "seed device bf16 channels_last compile cuda_graph log_every evaluate_every checkpoint_every tensorboard"
+from constraintmatch.errors import InputError
+from constraintmatch.files import check_target
+from constraintmatch.flags import (
+    METHODS,
+    STAGES,
+    check_names,
+    read_settings,
+    setting_tables,
+    settings_of,
+    split_settings,
 )
 
+__all__ = ["PANEL"]
 
-@app.command(
-    cls=GroupedHelp,
-    epilog=example(
-        "constraintmatch pretrain photos --clusters 12 \\",
-        "  --out starts/photos",
-        "constraintmatch train photos --pairs pairs.csv \\",
-        "  --model starts/photos --out runs/photos",
-    ),
-)
-@guarded
-@add_flags(arguments=stage_flags(), settings=settings_flags(STAGE_SETTINGS.split()))
-def pretrain(
-    data: Source,
-    *,
-    out: Annotated[Path, option("Folder for the stages and for the model they leave.")],
-    clusters: Clusters = None,
-    chain: Annotated[
-        str | None,
-        option(
-            "scan: simclr,scan,self_label, as the paper; byol: byol,scan,self_label,linear_scan; "
-            "own: byol,linear_scan,neighbour_label,linear_scan; short: simclr,linear_scan. "
-            "(scan for the paper's data sets, else own)"
-        ),
-    ] = None,
-    stages: Annotated[str, option(f"Instead of a chain: some of {', '.join(STAGES)}.")] = "",
-    pretext: Annotated[str | None, option("What features are learnt by: simclr, byol. (as in the chain)")] = None,
-    backbone: Backbone = None,
-    pretrained: Pretrained = False,
-    quiet: QuietFlag = False,
-    side: Side = None,
-    channels: Channels = None,
-    data_dir: DataDir = None,
-    labels: Labels = None,
-    strict: Strict = False,
-    flip: Flip = None,
-    without: Without = "",
-    arguments: dict[str, Any],
-    settings: dict[str, Any],
-) -> None:
-    """Make a full self-supervised start: a pretext task, clusters, self-labelling.
-
-    The same command again goes on where it stopped.
-    """
-    from constraintmatch import workflow
-    from constraintmatch.planning import Train
-
-    request = Train(
-        data=data,
-        clusters=clusters,
-        out=out,
-        backbone=backbone,
-        pretrained=pretrained,
-        side=side,
-        channels=channels,
-        data_dir=data_dir,
-        class_folders=class_folders(labels),
-        flip=flip,
-        without=words(without),
-        strict=strict,
-        settings=settings,
-    )
-    model = workflow.pretrain_model(request, words(stages), arguments, reporter(quiet), chain=chain, pretext=pretext)
-    following = f"constraintmatch train {shlex.quote(data)} --pairs pairs.csv --model {shlex.quote(str(out))}"
-    print_rows([("model", str(model)), ("next", following)])
+PANEL = "From a folder to clusters"
+_CLUSTERS = {"clusters": flag(int, "Number of clusters to find.")}
+_RECIPE = "safe: keep the start unless held-out pairs say that training is better; paper: as published. (safe)"
 
 
-@app.command(
-    cls=GroupedHelp,
-    epilog=example("constraintmatch import-scan scan.pth.tar \\", "  --data cifar10 --out starts/c10"),
-)
-@guarded
-def import_scan(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The checkpoint. Nothing in it is run.")],
-    data: Annotated[str, option("Its data set: cifar10, cifar100-20, stl10, imagenet10, imagenet-dogs.")],
-    out: Annotated[Path, option("New model folder.")],
-    head: Annotated[int | None, option("Which of several cluster heads. (the file's best, or 0)")] = None,
-    half: Annotated[bool, option("Keep the weights in half precision.", "--half")] = False,
-) -> None:
-    """Turn a checkpoint of SCAN's code into a model folder.
-
-    It may be of any stage; after SimCLR alone it has no clusters yet.
-    """
-    from constraintmatch import scan_import
-
-    config = scan_import.import_scan(file, data, out, head=head, half=half).config
-    clusters = f"{config.n_clusters:,}" if config.n_clusters else "none yet"
-    print_rows([("model", f"{out} ({config.backbone})"), ("clusters", clusters)])
-
-
-@app.command(
-    cls=GroupedHelp,
-    epilog=example(
-        "constraintmatch join starts/photos \\",
-        "  starts/photos/simclr \\",
-        "  --data photos --out starts/joined",
-    ),
-)
-@guarded
-def join(
-    models: Annotated[list[Path], typer.Argument(metavar="MODEL", help="Two model or run folders, or more.")],
-    data: Annotated[str, typer.Option("--data", metavar="DATA", help=DATA)],
-    out: Annotated[Path, option("New model folder.")],
-    half: Annotated[bool, option("Keep the weights in half precision.", "--half")] = False,
-    device: Device = None,
-    quiet: QuietFlag = False,
-    split: Split = None,
-    data_dir: DataDir = None,
-    strict: Strict = False,
-) -> None:
-    """Join trained networks into one model.
-
-    Networks that were trained differently see different things; side by side they need fewer answers. The model has the
-    clusters of the first one until answers tell its head (loop, annotate) or a training changes it. It takes as long as
-    all of them together. DATA are images like those they were trained on; labels are not looked at.
-    """
-    from constraintmatch.joining import join_folders
-
-    config = join_folders(
-        models,
-        data,
-        out,
-        split=split,
-        data_dir=data_dir,
-        strict=strict,
-        device=device,
-        half=half,
-        reporter=reporter(quiet),
-    ).config
-    clusters = f"{config.n_clusters:,}" if config.n_clusters else "none yet"
-    print_rows([("model", f"{out} ({config.backbone})"), ("clusters", clusters)])
-
-
-@app.command(cls=GroupedHelp, epilog=example("constraintmatch demo --out demo"))
-@guarded
+@app.command(**about(PANEL, "constraintmatch demo --out demo"))
 def demo(
     out: Annotated[Path, option("Folder for the runs and the report. (demo)")] = Path("demo"),
     seed: Annotated[int, option("Seed of everything random. (0)")] = 0,
@@ -281,3 +55,180 @@ def demo(
     from constraintmatch.demo import run_demo
 
     typer.echo(run_demo(out, seed=seed, reporter=reporter(quiet)))
+
+
+@app.command(
+    **about(
+        PANEL,
+        "constraintmatch train photos --pairs pairs.csv \\",
+        "  --clusters 12 --out runs/photos",
+        "constraintmatch train photos --pairs pairs.csv \\",
+        "  --clusters 50 --set merge=yes --set max_entropy=0.3",
+        "constraintmatch train --resume --out runs/photos",
+    )
+)
+@add_flags(
+    request={
+        "pairs": flag(Path, "The pairs: left,right,link as CSV, Parquet or JSON lines."),
+        **shared("columns"),
+        **_CLUSTERS,
+        "out": flag(Path, "The run folder. (runs/ and the name of DATA; a new one each time)"),
+        "method": flag(str, f"One of {', '.join(METHODS)}. (constraintmatch)"),
+        "model": flag(Path, "Model or run folder to begin with. (makes a short start)"),
+        "resume": flag(bool, "Continue the run in --out.", "--resume"),
+        "from_run": flag(Path, "Repeat the choices of a run.json; flags given here win."),
+    },
+    images=shared("test", "data_dir", "pictures", "flip"),
+    chosen={
+        "recipe": flag(Literal["safe", "paper"], _RECIPE, panel="Training"),
+        "error_rate": flag(
+            float, "Share of the pairs that are wrong. (the safe recipe estimates it)", panel="Training"
+        ),
+        "steps": flag(int, "Training steps. (500 to 20,000, by the number of images)", panel="Training"),
+        "lr": flag(float, "Learning rate. (0.01)", panel="Training"),
+        "seed": flag(int, "Seed of everything random. (0)", panel="Training"),
+        "device": flag(str, "cuda, mps or cpu. (the first that is there)", panel="Training"),
+    },
+)
+def train(
+    data: Images = None,
+    *,
+    request: dict[str, Any],
+    sets: Sets = None,
+    quiet: QuietFlag = False,
+    chosen: dict[str, Any],
+    images: dict[str, Any],
+) -> None:
+    """Train a clustering model on images and pairs.
+
+    Without --model it first makes a short self-supervised start of its own. The run folder gets the model,
+    clusters.csv, evaluation.json and report.html. A data set of the paper has its own sizes and rates.
+    """
+    from constraintmatch import workflow
+    from constraintmatch.planning import Train
+
+    recorded = request.keys() & {"resume", "from_run"}  # a method that is known only when the record is read
+    method = request.get("method", None if recorded else "constraintmatch")
+    given = _settings("train", method, sets, chosen)
+    arguments, settings, more = split_settings(given)
+    asked = Train(data=data, **request, **images, **opened(more), arguments=arguments, settings=settings)
+    print_rows(workflow.train(asked, reporter(quiet)).lines())
+
+
+def _settings(command: str, method: str | None, sets: list[str] | None, chosen: dict[str, Any]) -> dict[str, Any]:
+    """The settings of `--set` with those that have a flag of their own; each is given once."""
+    known, title = settings_of(command, method), method or command
+    found = read_settings(sets or [], known, title)
+    check_names(chosen, known, title)
+    if twice := sorted(found.keys() & chosen):
+        raise InputError(f"--{twice[0].replace('_', '-')} and --set {twice[0]}: give one of them")
+    return {**chosen, **found}
+
+
+@app.command(
+    **about(PANEL, "constraintmatch predict runs/photos new-photos \\", "  --out clusters.csv --sort-into sorted")
+)
+@add_flags(how=shared("device", "split", "data_dir", "strict", "pictures"))
+def predict(
+    model: Model,
+    data: Source,
+    *,
+    out: Annotated[Path, option("File for name,cluster,confidence. (clusters.csv)")] = Path("clusters.csv"),
+    sort_into: Annotated[Path | None, option("New folder for one folder of images per cluster.")] = None,
+    link: Annotated[bool, option("Sorted images are links or copies. (links)", "--link/--copy")] = True,
+    how: dict[str, Any],
+    quiet: QuietFlag = False,
+) -> None:
+    """Place images in the clusters of a trained model."""
+    from constraintmatch import sorting, workflow
+
+    check_target(out)
+    if sort_into is not None:
+        sorting.check_sort_folder(sort_into, data, out)
+    images, found = workflow.predict_images(model, data, **how, reporter=reporter(quiet))
+    workflow.write_clusters(out, images.images.names, found)
+    rows = [("clusters", f"{out} ({len(found):,} images in {found.n_clusters} clusters)")]
+    if sort_into is not None:
+        sorting.sort_images(images, found, sort_into, link=link)
+        rows.append(("sorted", str(sort_into)))
+    print_rows(rows)
+
+
+_CHAINS = (
+    "scan: simclr,scan,self_label, as the paper; byol: byol,scan,self_label,linear_scan; "
+    "own: byol,linear_scan,neighbour_label,linear_scan; short: simclr,linear_scan. "
+    "(scan for the paper's data sets, else own)"
+)
+
+
+@app.command(
+    **about(
+        PANEL,
+        "constraintmatch pretrain photos --clusters 12 \\",
+        "  --out starts/photos --set byol.epochs=200",
+        "constraintmatch train photos --pairs pairs.csv \\",
+        "  --model starts/photos --out runs/photos",
+    )
+)
+@add_flags(
+    start={
+        "chain": flag(str, _CHAINS),
+        "stages": flag(str, f"Instead of a chain: some of {', '.join(STAGES)}."),
+        "pretext": flag(str, "How features are learned: simclr or byol. (as in the chain)"),
+    },
+    chosen=shared("seed", "device"),
+    images={**_CLUSTERS, **shared("data_dir", "flip")},
+)
+def pretrain(
+    data: Source,
+    *,
+    out: Annotated[Path, option("Folder for the stages and for the model they leave.")],
+    images: dict[str, Any],
+    start: dict[str, Any],
+    chosen: dict[str, Any],
+    sets: Sets = None,
+    quiet: QuietFlag = False,
+) -> None:
+    """Make a full self-supervised start for train.
+
+    Its stages learn features, find clusters and label images by them. The same command again goes on where it stopped.
+    """
+    from constraintmatch import workflow
+    from constraintmatch.planning import Train
+
+    given = _settings("pretrain", None, sets, chosen)
+    recipe: dict[str, dict[str, Any]] = {}
+    for name in [name for name in given if "." in name]:
+        stage, _, own = name.partition(".")
+        recipe.setdefault(stage, {})[own] = given.pop(name)
+    _, settings, more = split_settings(given)
+    asked = Train(data=data, out=out, **images, **opened(more), settings=settings)
+    stages = words(start.pop("stages", ""))
+    model = workflow.pretrain_model(asked, stages, recipe, reporter(quiet), **start)
+    following = f"constraintmatch train {shlex.quote(data)} --pairs pairs.csv --model {shlex.quote(str(out))}"
+    print_rows([("model", str(model)), ("next", following)])
+
+
+@app.command(**about(PANEL, "constraintmatch settings constraintmatch", "constraintmatch settings linear_scan"))
+def settings(
+    method: Annotated[
+        str | None, typer.Argument(metavar="METHOD", help=f"{', '.join(METHODS)}; or a stage: {', '.join(STAGES)}.")
+    ] = None,
+) -> None:
+    """List what --set changes: name, default, values, meaning.
+
+    Without METHOD the settings of all methods and stages are shown.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    for title, rows in setting_tables(method):
+        console.print(Text(f"\n{title}", style="bold"))
+        table = Table(box=None, padding=(0, 0, 0, 2), width=min(console.width, 80), header_style="dim")
+        for heading, width in (("name", 16), ("default", 14), ("values", 14), ("meaning", None)):
+            table.add_column(heading, width=width)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(table)

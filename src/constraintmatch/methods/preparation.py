@@ -185,7 +185,7 @@ def check_images(model: ClusterModel, images: ImageSet) -> None:
     config = model.config
     if (images.side, images.channels) != (config.side, config.channels):
         takes, given = kind_of(config.side, config.channels), kind_of(images.side, images.channels)
-        mend = f"load them with --side {config.side}"
+        mend = f"load them with side={config.side}"
         if 1 in (config.side, images.side):
             mend = "give what it was trained on"
         raise InputError(f"the model takes {takes}, these are {given}; {mend}")

@@ -146,7 +146,7 @@ def _check(folder: Path, dataset: str, told: Mapping[str, float]) -> str:
     return f"""To check them, on a CPU or a GPU (`--json FILE` has all digits):
 
 ```sh
-constraintmatch evaluate {_shown(folder)} --data {dataset}{where}
+constraintmatch evaluate {_shown(folder)} {dataset}{where}
 ```
 
 should say {expected}, ACC to ± 0.0005 (a twentieth of a point): machines round differently."""
@@ -181,7 +181,7 @@ def _stage_parts(folder: Path, stage: _Stage) -> Iterator[str]:
     yield f"On the test images, in %, before rounding to half precision: {', '.join(told)}."
     if "acc" in stage.result["scores"]:
         where = "" if DATASETS[stage.dataset].bundled else " --data-dir DIR"
-        yield f"```sh\nconstraintmatch evaluate {_shown(folder)} --data {stage.dataset}{where}\n```"
+        yield f"```sh\nconstraintmatch evaluate {_shown(folder)} {stage.dataset}{where}\n```"
     yield "## How it was made"
     yield _NO_LABELS
 

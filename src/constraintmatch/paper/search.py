@@ -56,6 +56,7 @@ from constraintmatch.views import check_operation_names
 __all__ = ["PAPER_VALUES", "Found", "Search", "search"]
 
 FORMAT = 1
+_FLAGS = ("data_dir", "model", "method", "columns", "pairs", "n", "out", "steps", "device")  # others go by --set
 _SHARED = {"weight_decay": (1e-3, 1e-4, 1e-5), "lr": (0.03, 0.01, 0.003, 0.001, 0.0001)}
 _WEIGHTS = (1.0, 0.5, 0.1, 0.05)
 # The paper's table of search values, by method: 15, 300, 240 and 15 points.
@@ -141,14 +142,15 @@ class Found:
 
 
 def _as_flags(values: Mapping[str, Any]) -> str:
-    """Values as flags for a shell, without those that are None."""
+    """Values as words for a shell, without those that are None: a flag, or --set where there is none."""
     words: list[str] = []
     for name, value in values.items():
-        spelled = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{spelled}" if value else f"--no-{spelled}")
+        if name == "flip" and value is not None:
+            words.append("--mirror" if value else "--no-mirror")
+        elif name in _FLAGS and value is not None:
+            words += [f"--{name.replace('_', '-')}", shlex.quote(str(value))]
         elif value is not None:
-            words += [f"--{spelled}", shlex.quote(str(value))]
+            words += ["--set", shlex.quote(f"{name}={value}")]
     return " ".join(words)
 
 
@@ -321,7 +323,7 @@ def _from_pairs(
     if not request.pairs.exists():
         raise InputError(f"{request.pairs}: no such file")  # before thousands of images are read
     if not request.holdout_pairs:
-        raise InputError("--holdout-pairs 0 leaves no pairs to judge by; try 0.2")
+        raise InputError("holdout_pairs=0 leaves no pairs to judge by; try --set holdout_pairs=0.2")
     config, split = model.config, "train" if request.data in DATASETS else None
     data = open_data(
         request.data,

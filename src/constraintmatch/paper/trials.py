@@ -95,7 +95,7 @@ class Tried:
     @property
     def flags(self) -> str:
         """The settings as flags of `train`."""
-        return " ".join(f"--{name.replace('_', '-')} {value!r}" for name, value in self.settings.items())
+        return " ".join(f"--set {name}={value!r}" for name, value in self.settings.items())
 
 
 def work(study: Any, slots: Slots, train: Train, *, runs: Path | None, patience: Patience, reporter: Reporter) -> None:
