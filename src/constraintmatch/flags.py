@@ -311,7 +311,6 @@ _MOVED = {
 _GONE = {  # of earlier versions, and what there is now
     **{name: said for name, (_, said) in GONE.items()},
     "k_means": "the stage linear_scan finds better clusters as fast",
-    "pseudo_error_rate": "--error-rate is for pairs and pseudo-constraints alike",
     "simsiam": "the stage byol learns better features",
 }
 
