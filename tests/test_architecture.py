@@ -51,7 +51,6 @@ ROOMS = [
     "running",
     "pretraining",
     "rounds",
-    "markup",
     "charts",
     "galleries",
     "report",
