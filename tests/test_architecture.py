@@ -52,7 +52,6 @@ ROOMS = [
     "running",
     "pretraining",
     "rounds",
-    "markup",
     "charts",
     "galleries",
     "report",

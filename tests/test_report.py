@@ -2,13 +2,14 @@
 
 import base64
 import io
+import itertools
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from html import escape, unescape
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from constraintmatch.charts import Series, histogram, line_chart, nice_ticks
+from constraintmatch.charts import histogram, line_chart, nice_ticks, percent, short_number
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import Predictions, accuracy, agreement, collapse_warnings, nmi
 from constraintmatch.images import ImageSet, Skipped
-from constraintmatch.markup import percent, short_number
-from constraintmatch.report import report_html, write_report
+from constraintmatch.report import report_html, why_no_report, write_report
 
 VOID = {"meta", "link", "img", "br"}
 MakeRun = Callable[..., Path]
@@ -459,6 +459,31 @@ def test_the_report_is_written_whole_and_replaces_the_old_one(make_run: MakeRun,
     assert sorted(file.name for file in run.iterdir()) == ["log.jsonl", "report.html", "run.json"]
 
 
+def test_the_verdict_of_the_safe_recipe_and_the_pairs_to_look_at_come_first(
+    make_run: MakeRun, stripes: ImageSet
+) -> None:
+    doubtful = [{"left": 0, "right": 1, "link": 1}] * 2
+    verdict = {"kind": "verdict", "kept": "the start", "why": "it keeps <more> pairs", "wrong_must_links": 0.125}
+    guess = soft_guess(labels_of(stripes), 3)
+    page = Page(report_html(make_run([{**verdict, "doubtful": doubtful}]), stripes, guess))
+    assert "The start: it keeps <more> pairs. About 12.5% of the must-links look wrong to this model." in page.text
+    assert "Look at 2 pairs again: they are in doubtful.csv" in page.text
+    assert page.all("section")[0]["id"] == "kept"
+    assert "again" not in Page(report_html(make_run([{**verdict, "doubtful": []}]), stripes, guess)).text
+    assert "kept" not in Page(report_html(make_run(), stripes, guess)).ids()
+
+
+def test_without_jinja2_the_report_names_what_to_install_and_to_type(
+    make_run: MakeRun, stripes: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, guess = make_run(), soft_guess(labels_of(stripes), 3)
+    assert why_no_report(run) is None
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(InputError, match=f"pip install jinja2, then constraintmatch report {run}"):
+        write_report(run, stripes, guess)
+    assert not (run / "report.html").exists()
+
+
 def test_headings_and_tables_are_marked_up(make_run: MakeRun, stripes: ImageSet) -> None:
     constraints = Constraints.sample(labels_of(stripes), 50, seed=0)
     html = report_html(make_run(training_log(3)), stripes, soft_guess(labels_of(stripes), 3), constraints=constraints)
@@ -466,7 +491,7 @@ def test_headings_and_tables_are_marked_up(make_run: MakeRun, stripes: ImageSet)
     assert len(page.all("h1")) == 1
     levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch(r"h[1-6]", tag)]
     assert len(levels) > 1
-    assert all(after <= before + 1 for before, after in pairwise(levels))
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
     for tag in ("th", "svg", "img"):
         assert page.all(tag), tag
     assert all(attributes.get("scope") in {"row", "col"} for attributes in page.all("th"))
@@ -519,8 +544,8 @@ def test_ticks_are_few_round_and_reach_around_the_values(start: float, width: fl
     ],
 )
 def test_ticks_of_one_axis_are_written_alike(values: tuple[float, float], ticks: list[str]) -> None:
-    figure = line_chart("Losses", [Series("total", tuple(enumerate(values, 1)))])
-    assert re.findall(r'text-anchor="end">([^<]*)</text>', figure)[:6] == ticks
+    chart = line_chart("Losses", {"total": list(enumerate(values, 1))})
+    assert [said for _, said in chart["y_ticks"]] == ticks
 
 
 def test_short_numbers_keep_what_counts() -> None:
@@ -537,17 +562,15 @@ def test_short_numbers_keep_what_counts() -> None:
 @example([[-5e-324, 0.0]], False)
 @settings(max_examples=30, deadline=None)
 def test_lines_stay_inside_the_drawing(lines: list[list[float]], shares: bool) -> None:
-    series = [Series(f"line {n}", tuple(enumerate(values, 1))) for n, values in enumerate(lines)]
-    figure = line_chart("Title & more", series, shares=shares)
-    Page(figure)
-    drawn = re.findall(r'points="([^"]*)"', figure)
-    assert len(drawn) == (len(lines) if max(map(len, lines)) > 1 else 0)  # single values stand as numbers
-    for points in drawn:
-        for x, y in (map(float, point.split(",")) for point in points.split()):
-            assert 52 <= x <= 468.1
-            assert 11.9 <= y <= 200.1
+    chart = line_chart("Title", {f"line {n}": list(enumerate(of, 1)) for n, of in enumerate(lines)}, shares=shares)
+    drawn = [line["points"].split() for line in chart["lines"]]
+    assert [len(points) for points in drawn] == ([len(of) for of in lines] if max(map(len, lines)) > 1 else [])
+    for point in itertools.chain(*drawn):
+        x, y = map(float, point.split(","))
+        assert 52 <= x <= 468
+        assert 12 <= y <= 200
 
 
 def test_a_histogram_of_equal_values_is_one_bar() -> None:
-    figure = histogram("Confidence", np.ones(7), [("images", np.ones(7, bool))])
-    assert re.findall(r"<title>(.*?)</title>", figure) == ["7 images, confidence 95% to 100%"]
+    chart = histogram("Confidence", np.ones(7), {"images": np.ones(7, bool)})
+    assert [bar["said"] for bar in chart["bars"]] == ["7 images, confidence 95% to 100%"]

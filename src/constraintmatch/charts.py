@@ -1,46 +1,40 @@
-"""Small charts as inline SVG: sharp at every size, coloured by the page's CSS variables, readable without a script."""
+"""Small charts as plain values: places, ticks and words. The report's template draws them as inline SVG."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from constraintmatch.markup import percent, short_number, text
-
-__all__ = ["Series", "histogram", "line_chart", "nice_ticks"]
+__all__ = ["histogram", "line_chart", "nice_ticks", "percent", "plural", "short_number"]
 
 _Item = TypeVar("_Item")
 
 WIDTH, HEIGHT = 480, 230  # of the drawing; the page scales it to the width that is there
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 30
+LEFT, RIGHT, TOP, BOTTOM = 52, 468, 12, 200  # of the area that holds the data
+EMPTY = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "step": None, "bars": (), "lines": ()}
 MAX_POINTS = 300  # per line: more than the pixels that could show them
-DOTS_UP_TO = 40  # points that get a dot, which tells its value on hover
+DOTS_UP_TO = 40  # points that get a dot, which shows its value on hover
 TABLE_ROWS = 12
 SMALLEST = 1e-200  # a span under it is none: its logarithm may not exist
 
 
-@dataclass(frozen=True)
-class Series:
-    """One line: its name and its (step, value) points in order."""
-
-    name: str
-    points: tuple[tuple[float, float], ...]
+def percent(value: float) -> str:
+    """A fraction as 93.1%."""
+    return f"{value:.1%}"
 
 
-@dataclass(frozen=True)
-class _Scale:
-    """From values to places in the drawing."""
+def plural(count: int, word: str) -> str:
+    """1 image, 1,200 images."""
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
 
-    x: tuple[float, float]
-    y: tuple[float, float]
 
-    def place(self, x: float, y: float) -> tuple[float, float]:
-        across = (x - self.x[0]) / (self.x[1] - self.x[0])
-        up = (y - self.y[0]) / (self.y[1] - self.y[0])
-        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+def short_number(value: float) -> str:
+    """A number with three or four digits that count: 0.0213, 1.204, 15,300."""
+    if value == 0 or 1e-4 <= abs(value) < 10:
+        return f"{value:.3g}" if abs(value) < 1 else f"{value:.3f}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -54,147 +48,117 @@ def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
-def line_chart(title: str, series: Sequence[Series], *, shares: bool = False) -> str:
-    """A figure with one line per series over steps, its legend with the last values, and its numbers, folded.
+def line_chart(
+    title: str, lines: Mapping[str, Sequence[tuple[float, float]]], *, shares: bool = False
+) -> dict[str, Any]:
+    """A chart with one line per name over (step, value) points, its last values and its numbers.
 
-    `shares` are fractions, drawn from 0 to 100%. Each series has a point; where none has two, only the values stand.
+    `shares` are fractions, drawn from 0 to 100%. Each line has a point; where none has two, only the values remain.
     """
     say = percent if shares else short_number
-    heading = f"<h3>{text(title)}</h3>"
-    if all(len(line.points) < 2 for line in series):
-        step = max(line.points[-1][0] for line in series)
-        return (
-            f'<figure class="chart">{heading}{_legend(series, say)}<p class="quiet">At step {step:,.0f}.</p></figure>'
-        )
-    thinned = [Series(line.name, _thin(line.points, MAX_POINTS)) for line in series]
-    drawing = _drawing(title, thinned, shares, say)
-    return f'<figure class="chart">{heading}{drawing}{_legend(series, say)}{_numbers(series, say)}</figure>'
+    legend = [(name, say(points[-1][1])) for name, points in lines.items()]
+    chart = {**EMPTY, "title": title, "legend": legend}
+    last = max(points[-1][0] for points in lines.values())
+    if all(len(points) < 2 for points in lines.values()):
+        return {**chart, "step": f"{last:,.0f}"}
+    thinned = {name: _thin(points, MAX_POINTS) for name, points in lines.items()}
+    ends = ", ".join(f"{name} {say(points[0][1])} to {say(points[-1][1])}" for name, points in lines.items())
+    return {
+        **chart,
+        "label": f"{title} over steps 0 to {max(1.0, last):,.0f}: {ends}",
+        **_drawing(thinned, shares, say),
+        "numbers": _numbers(lines, say),
+    }
 
 
-def _drawing(title: str, series: Sequence[Series], shares: bool, say: Callable[[float], str]) -> str:
-    steps = [step for line in series for step, _ in line.points]
-    values = [value for line in series for _, value in line.points]
-    y_ticks = nice_ticks(min(0.0, *values), max(1.0, *values) if shares else max(0.0, *values))
-    last = max(1.0, *steps)
-    x_ticks = [tick for tick in nice_ticks(0, last) if tick <= last]
-    scale = _Scale((0, last), (y_ticks[0], y_ticks[-1]))
-    ends = ", ".join(
-        f"{line.name} {say(line.points[0][1])} to {say(line.points[-1][1])}" for line in series if line.points
-    )
-    label = f"{title} over steps 0 to {last:,.0f}: {ends}"
-    lines = "".join(_line(number, line, scale, say) for number, line in enumerate(series, 1))
-    return _svg(label, _grid(scale, x_ticks, y_ticks, _tick_text(y_ticks, shares)) + lines)
+def _drawing(
+    lines: Mapping[str, Sequence[tuple[float, float]]], shares: bool, say: Callable[[float], str]
+) -> dict[str, Any]:
+    """The ticks, the lines and, where there are few points, a dot for each."""
+    values = [value for points in lines.values() for _, value in points]
+    last = max(1.0, *(step for points in lines.values() for step, _ in points))
+    ticks = nice_ticks(min(0.0, *values), max(1.0 if shares else 0.0, *values))
+    drawn = []
+    for name, points in lines.items():
+        places = [(_across(step, last), _up(value, ticks)) for step, value in points]
+        told = [f"{name} {say(value)} at step {step:,.0f}" for step, value in points]
+        dots = list(zip(places, told, strict=True)) if len(points) <= DOTS_UP_TO else []
+        drawn.append({"points": " ".join(f"{x},{y}" for x, y in places), "dots": dots})
+    steps = [(tick, _across(tick, last)) for tick in nice_ticks(0, last) if tick <= last]
+    return {
+        "lines": drawn,
+        "y_ticks": _y_ticks(ticks, ticks, shares),
+        "x_ticks": [(x, "end" if x > RIGHT - 12 else "middle", f"{tick:,.6g}") for tick, x in steps],  # none sticks out
+    }
 
 
-def _tick_text(ticks: Sequence[float], shares: bool) -> Callable[[float], str]:
-    """How to write the ticks: all with as many digits as their distance needs, short enough for the margin."""
+def _across(value: float, last: float) -> float:
+    return round(LEFT + value / last * (RIGHT - LEFT), 1)
+
+
+def _up(value: float, ticks: Sequence[float]) -> float:
+    return round(BOTTOM - (value - ticks[0]) / (ticks[-1] - ticks[0]) * (BOTTOM - TOP), 1)
+
+
+def _y_ticks(shown: Sequence[float], ticks: Sequence[float], shares: bool = False) -> list[tuple[float, str]]:
+    """Places and words: all with as many digits as their distance needs, short enough for the margin."""
     digits = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-9))
+    largest = max(map(abs, ticks))
+    spelled = f",.{digits}f"
     if shares:
-        return lambda value: f"{value:.0%}"
-    if digits > 3 or max(map(abs, ticks)) >= 1e7:
-        return lambda value: f"{value:.2g}"
-    if max(map(abs, ticks)) >= 1e4:
-        return lambda value: f"{value / 1000:,g}k"
-    return lambda value: f"{value:,.{digits}f}"
+        spelled = ".0%"
+    elif digits > 3 or largest >= 1e7:
+        spelled = ".2g"
+    elif largest >= 1e4:
+        return [(_up(tick, ticks), f"{tick / 1000:,g}k") for tick in shown]
+    return [(_up(tick, ticks), f"{tick:{spelled}}") for tick in shown]
 
 
-def _svg(label: str, content: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text(label)}">{content}</svg>'
+def _numbers(
+    lines: Mapping[str, Sequence[tuple[float, float]]], say: Callable[[float], str]
+) -> tuple[list[str], list[list[str]]]:
+    """The head and the rows of a table: the values at up to a dozen steps."""
+    columns = [dict(points) for points in lines.values()]
+    steps = _thin(sorted({step for column in columns for step in column}), TABLE_ROWS)
+    rows = [[f"{step:,.0f}", *(say(of[step]) if step in of else "" for of in columns)] for step in steps]
+    return ["step", *lines], rows
 
 
-def _grid(scale: _Scale, x_ticks: Sequence[float], y_ticks: Sequence[float], tick_text: Callable[[float], str]) -> str:
-    parts = []
-    for tick in y_ticks:
-        _, y = scale.place(scale.x[0], tick)
-        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick_text(tick)}</text>')
-    for tick in x_ticks:
-        x, _ = scale.place(tick, scale.y[0])
-        anchor = "end" if x > WIDTH - RIGHT - 12 else "middle"  # the last one would stick out
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 10}" text-anchor="{anchor}">{tick:,.6g}</text>')
-    return "".join(parts)
-
-
-def _line(number: int, line: Series, scale: _Scale, say: Callable[[float], str]) -> str:
-    places = [scale.place(*point) for point in line.points]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    drawn = f'<polyline class="line s{number}" points="{path}"/>'
-    if len(places) > DOTS_UP_TO:
-        return drawn
-    return drawn + "".join(
-        f'<circle class="dot s{number}" cx="{x:.1f}" cy="{y:.1f}" r="2.6">'
-        f"<title>{text(line.name)} {say(value)} at step {step:,.0f}</title></circle>"
-        for (x, y), (step, value) in zip(places, line.points, strict=True)
-    )
-
-
-def _legend(series: Sequence[Series], say: Callable[[float], str]) -> str:
-    entries = "".join(
-        f'<li><svg class="key" viewBox="0 0 24 8" aria-hidden="true"><path class="line s{number}" d="M0 4H24"/></svg> '
-        f"{text(line.name)} <b>{say(line.points[-1][1])}</b></li>"
-        for number, line in enumerate(series, 1)
-    )
-    return f'<ul class="legend">{entries}</ul>'
-
-
-def _numbers(series: Sequence[Series], say: Callable[[float], str]) -> str:
-    """The values at up to a dozen steps as a folded table."""
-    steps = _thin(tuple(sorted({step for line in series for step, _ in line.points})), TABLE_ROWS)
-    columns = [dict(line.points) for line in series]
-    head = "".join(f'<th scope="col">{text(line.name)}</th>' for line in series)
-    rows = "".join(
-        f'<tr><th scope="row">{step:,.0f}</th>'
-        + "".join(f"<td>{say(column[step]) if step in column else ''}</td>" for column in columns)
-        + "</tr>"
-        for step in steps
-    )
-    table = f'<table><thead><tr><th scope="col">step</th>{head}</tr></thead><tbody>{rows}</tbody></table>'
-    return f'<details><summary>Numbers</summary><div class="wide">{table}</div></details>'
-
-
-def _thin(items: Sequence[_Item], most: int) -> tuple[_Item, ...]:
+def _thin(items: Sequence[_Item], most: int) -> Sequence[_Item]:
     """At most this many of the items, evenly spaced, with the first and the last."""
     if len(items) <= most:
-        return tuple(items)
-    return tuple(items[index] for index in np.linspace(0, len(items) - 1, most).round().astype(int))
+        return items
+    return [items[index] for index in np.linspace(0, len(items) - 1, most).round().astype(int)]
 
 
 def histogram(
-    title: str, values: ArrayLike, parts: Sequence[tuple[str, NDArray[np.bool_]]], *, n_bins: int = 20
-) -> str:
-    """A figure with the counts of values in [0, 1], stacked from disjoint masks that name the parts."""
+    title: str, values: ArrayLike, parts: Mapping[str, NDArray[np.bool_]], *, n_bins: int = 20
+) -> dict[str, Any]:
+    """A chart with the counts of values in [0, 1], stacked from disjoint masks that name the parts."""
     array = np.asarray(values, np.float64)
-    counts = [np.histogram(array[mask], n_bins, (0, 1))[0] for _, mask in parts]
-    y_ticks = nice_ticks(0, int(max(1, np.sum(counts, axis=0).max(initial=0))))
-    scale = _Scale((0, 1), (0, y_ticks[-1]))
-    bars = "".join(
-        _stack(index, n_bins, [(name, count[index]) for (name, _), count in zip(parts, counts, strict=True)], scale)
-        for index in range(n_bins)
-    )
-    grid = _grid(scale, (), [tick for tick in y_ticks if tick == int(tick)], _tick_text(y_ticks, False))
-    names = "".join(
-        f'<text x="{scale.place(share, 0)[0]:.1f}" y="{HEIGHT - 10}" text-anchor="{anchor}">{share:.0%}</text>'
-        for share, anchor in ((0, "start"), (0.25, "middle"), (0.5, "middle"), (0.75, "middle"), (1, "end"))
-    )
-    legend = "".join(
-        f'<li><span class="swatch s{number}"></span> {text(name)} <b>{int(mask.sum()):,}</b></li>'
-        for number, (name, mask) in enumerate(parts, 1)
-    )
-    label = f"{title}: {len(array):,} images, mean {percent(float(array.mean()))}"
-    drawing = _svg(label, grid + names + bars)
-    return f'<figure class="chart"><h3>{text(title)}</h3>{drawing}<ul class="legend">{legend}</ul></figure>'
-
-
-def _stack(index: int, n_bins: int, heights: Sequence[tuple[str, int]], scale: _Scale) -> str:
-    below, drawn = 0, []
-    left, right = scale.place(index / n_bins, 0)[0] + 1, scale.place((index + 1) / n_bins, 0)[0] - 1
-    for number, (name, height) in enumerate(heights, 1):
-        top, foot = scale.place(0, below + height)[1], scale.place(0, below)[1]
-        said = f"{height:,} {name}, confidence {index / n_bins:.0%} to {(index + 1) / n_bins:.0%}"
-        if height:
-            drawn.append(
-                f'<rect class="bar s{number}" x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" '
-                f'height="{foot - top:.1f}"><title>{text(said)}</title></rect>'
-            )
-        below += height
-    return "".join(drawn)
+    counts = np.array([np.histogram(array[mask], n_bins, (0, 1))[0] for mask in parts.values()])
+    tops = counts.cumsum(axis=0)
+    ticks = nice_ticks(0, int(max(1, tops.max(initial=0))))
+    width = (RIGHT - LEFT) / n_bins
+    bars = [
+        {
+            "part": part + 1,
+            "x": round(LEFT + index * width + 1, 1),
+            "y": (y := _up(tops[part, index], ticks)),
+            "width": round(width - 2, 1),
+            "height": round(_up(tops[part, index] - counts[part, index], ticks) - y, 1),
+            "said": f"{counts[part, index]:,} {name}, confidence {index / n_bins:.0%} to {(index + 1) / n_bins:.0%}",
+        }
+        for part, name in enumerate(parts)
+        for index in np.flatnonzero(counts[part]).tolist()
+    ]
+    anchors = {0.0: "start", 0.25: "middle", 0.5: "middle", 0.75: "middle", 1.0: "end"}
+    return {
+        **EMPTY,
+        "title": title,
+        "label": f"{title}: {len(array):,} images, mean {percent(float(array.mean()))}",
+        "bars": bars,
+        "y_ticks": _y_ticks([tick for tick in ticks if tick == int(tick)], ticks),
+        "x_ticks": [(_across(share, 1), anchor, f"{share:.0%}") for share, anchor in anchors.items()],
+        "legend": [(name, f"{mask.sum():,}") for name, mask in parts.items()],
+    }

@@ -16,7 +16,7 @@ from constraintmatch.methods import ViewChoice
 from constraintmatch.models import ClusterModel, build_model
 from constraintmatch.pretraining import SHORT_STAGES, pretrain, short_start
 from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.report import write_report
+from constraintmatch.report import why_no_report, write_report
 from constraintmatch.running import Around, method_settings, run_method, split_options
 from constraintmatch.runs import write_result
 
@@ -57,7 +57,8 @@ def run_demo(out: Path, *, seed: int = 0, reporter: Reporter | None = None) -> s
         for name in METHODS:
             model = _train(name, start, train, pairs, seed, around.within(f"{name}-{sample}"))
             found[name].append(_scores(model, test))
-    page = write_report(out / f"constraintmatch-{N_SAMPLES - 1}", train, predict(model, train), constraints=pairs)
+    last = out / f"constraintmatch-{N_SAMPLES - 1}"
+    page = why_no_report(last) or write_report(last, train, predict(model, train), constraints=pairs)
     write_result(out / "demo.json", {"pairs": N_PAIRS, "samples": N_SAMPLES, "steps": STEPS, "seed": seed, **found})
     return _table(found, len(train), len(test)) + f"\nreport: {page}\n"
 

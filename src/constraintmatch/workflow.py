@@ -181,6 +181,7 @@ class TrainResult:
 
     out: Path
     evaluation: dict[str, Any]
+    report: str  # its path, or why it was left out
 
     def lines(self) -> list[tuple[str, str]]:
         """The closing summary as rows of a table."""
@@ -192,7 +193,7 @@ class TrainResult:
         return [
             ("clusters", f"{self.out / 'clusters.csv'} ({told['images']:,} images in {told['clusters']} clusters)"),
             ("model", str(self.out / "model")),
-            ("report", str(self.out / "report.html")),
+            ("report", self.report),
             *kept,
             *score_lines(told),
             ("next", f"constraintmatch predict {shlex.quote(str(self.out))} NEW_IMAGES --out new.csv"),
@@ -212,12 +213,11 @@ def train(request: Train, reporter: Reporter | None = None) -> TrainResult:
         model = _start(plan, around)
         if plan.pairs is not None and plan.pairs.held_out is not None:
             plan.pairs.held_out.write(plan.out / "held-out-pairs.csv", names=plan.data.images.names)
-        constraints = plan.pairs.training if plan.pairs else None
         trained = run_method(
             plan.method,
             model,
             plan.data.images,
-            constraints,
+            plan.pairs.training if plan.pairs else None,
             arguments=plan.arguments,
             settings=plan.settings,
             around=around,
@@ -264,7 +264,7 @@ def _start(plan: Plan, around: Around) -> ClusterModel:
 
 def _finish(plan: Plan, trained: Trained) -> TrainResult:
     """Write what the run found: clusters.csv, evaluation.json and, last, the report."""
-    from constraintmatch.report import write_report
+    from constraintmatch.report import why_no_report, write_report
     from constraintmatch.training import choose_device
 
     model, images, held_out = trained.model, plan.data.images, plan.data.held_out
@@ -280,8 +280,9 @@ def _finish(plan: Plan, trained: Trained) -> TrainResult:
     told["verdict"] = _judged(trained.log, images, plan.out)
     write_clusters(plan.out / "clusters.csv", images.names, predictions)
     write_json(plan.out / "evaluation.json", told)
-    write_report(plan.out, images, predictions, constraints=plan.pairs.training if plan.pairs else None)
-    return TrainResult(plan.out, told)
+    pairs = plan.pairs.training if plan.pairs else None
+    report = why_no_report(plan.out) or write_report(plan.out, images, predictions, constraints=pairs)
+    return TrainResult(plan.out, told, str(report))
 
 
 def _judged(log: Sequence[Mapping[str, Any]], images: ImageSet, out: Path) -> dict[str, Any] | None:
@@ -423,11 +424,10 @@ def write_run_report(
 ) -> Path:
     """Write report.html anew from a run folder and its images, or other images."""
     from constraintmatch.models import model_folder
-    from constraintmatch.report import write_report
+    from constraintmatch.report import check_run, write_report
 
     run, reporter = Path(run), reporter or Quiet()
-    if not (run / "run.json").is_file():
-        raise InputError(f"{run}: not a run folder (there is no run.json)")
+    check_run(run)
     model_folder(run)
     record = _data_record(run / "run.json")
     place = str(source) if source is not None else record.get("source")

@@ -6,13 +6,12 @@ import json
 import multiprocessing
 import os
 import shlex
-import shutil
 import signal
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -27,14 +26,14 @@ from constraintmatch.methods import ViewChoice
 from constraintmatch.models import ClusterModel, load_model
 from constraintmatch.paper.cells import STEPS
 from constraintmatch.paper.trials import (
-    Patience,
-    Slots,
+    PAPER_VALUES,
+    Space,
     Tried,
-    finished_trials,
     load_optuna,
     open_storage,
     open_study,
-    sqlite_file,
+    runs_folder,
+    search_space,
     work,
 )
 from constraintmatch.pretraining import training_size
@@ -53,21 +52,10 @@ from constraintmatch.sources import Data, open_data, open_pairs
 from constraintmatch.training import NonFinite, TrainSettings, choose_device
 from constraintmatch.views import check_operation_names
 
-__all__ = ["PAPER_VALUES", "Found", "Search", "search"]
+__all__ = ["Found", "Search", "search"]
 
 FORMAT = 1
 _FLAGS = ("data_dir", "model", "method", "columns", "pairs", "n", "out", "steps", "device")  # others go by --set
-_SHARED = {"weight_decay": (1e-3, 1e-4, 1e-5), "lr": (0.03, 0.01, 0.003, 0.001, 0.0001)}
-_WEIGHTS = (1.0, 0.5, 0.1, 0.05)
-# The paper's table of search values, by method: 15, 300, 240 and 15 points.
-PAPER_VALUES: Mapping[str, Mapping[str, tuple[float, ...]]] = MappingProxyType(
-    {
-        "constrained": _SHARED,
-        "pseudo_label": {**_SHARED, "pseudo_weight": _WEIGHTS, "min_confidence": (0.7, 0.8, 0.9, 0.95, 0.99)},
-        "constraintmatch": {**_SHARED, "pseudo_weight": _WEIGHTS, "max_entropy": (0.05, 0.1, 0.2, 0.3)},
-        "fully_constrained": _SHARED,
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -93,7 +81,6 @@ class Search:
     flip: bool | None = None
     without: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)  # how to train: device, compile …
-    patience: Patience = field(default_factory=Patience)
 
 
 @dataclass(frozen=True)
@@ -161,24 +148,18 @@ def search(request: Search, reporter: Reporter | None = None) -> Found:
     if request.out is not None:
         check_target(request.out)
     task = _open_task(request, reporter)
-    name = request.study or "-".join((_data_name(request), request.method, request.sampler))
+    data = request.data if request.data in DATASETS else Path(os.path.abspath(request.data)).name  # noqa: PTH100
+    name = request.study or f"{data}-{request.method}-{request.sampler}"
     protocol = _protocol(task, request)
-
-    def train(settings: dict[str, float], folder: Path | None, reporter: Reporter) -> dict[str, Any]:
-        return _train(task, request.method, settings, folder, reporter)
 
     with open_storage(request.storage) as storage:
         study = open_study(storage, name, protocol, request.storage)
-        runs = _runs_folder(request.storage, name, protocol)
-        helpers = _start_helpers(request)
+        runs, train = runs_folder(request.storage, name, protocol), partial(_train, task, request.method)
         try:
-            work(study, task.slots, train, runs=runs, patience=request.patience, reporter=reporter)
+            with _helpers(request):
+                tried = tuple(work(study, task.space, train, runs=runs, reporter=reporter))
         except KeyboardInterrupt:
             raise KeyboardInterrupt("stopped; the same command goes on with what is left") from None
-        finally:
-            _end_helpers(helpers)
-        tried = tuple(finished_trials(study, task.slots))
-    _clear(runs)
     found = Found(request, name, task.settings.steps, task.full_steps, tried, _shared(request, task))
     if request.out is not None:
         _write(found, task, protocol, request.out)
@@ -192,8 +173,8 @@ def search(request: Search, reporter: Reporter | None = None) -> Found:
 class _Task:
     """A search before its first trial: everything opened and checked."""
 
-    slots: Slots
-    images: ImageSet
+    space: Space
+    data: Data
     constraints: Constraints
     judged: ImageSet
     judges: Constraints  # over the rows of `judged`
@@ -203,26 +184,21 @@ class _Task:
     settings: TrainSettings
     full_steps: int
     usual_steps: int  # of `train` on this device
-    record: dict[str, Any]
 
 
 def _open_task(request: Search, reporter: Reporter) -> _Task:
     """Everything a trial needs; whatever can be wrong with the request is found here."""
-    slots = _slots(request)
+    space = search_space(request.method, request.values, request.sampler, request.trials)
     if request.workers < 1:
         raise InputError(f"--workers {request.workers}: at least one has to work")
     check_operation_names(request.without)
     cpu = choose_device(request.settings.get("device")).type == "cpu"
     model = load_model(request.model)
     if not model.config.n_clusters:
-        raise InputError(
-            f"{request.model}: has no clusters yet; begin with a model that has (constraintmatch pretrain)"
-        )
+        raise InputError(f"{request.model}: has no clusters yet; give one that has (constraintmatch pretrain)")
     row = DATASETS.get(request.data)
-    by_pairs = request.pairs is not None
-    data, constraints, judged, judges = (
-        _from_pairs(request, model, reporter) if by_pairs else _from_labels(request, row)
-    )
+    opened = _from_labels(request, row) if request.pairs is None else _from_pairs(request, model, reporter)
+    data, constraints, judged, judges = opened
     options, full_steps = _base_options(request, row, len(data.images), cpu)
     usual_steps = options["steps"]
     options["steps"] = usual_steps if request.steps is None else request.steps
@@ -230,8 +206,8 @@ def _open_task(request: Search, reporter: Reporter) -> _Task:
     flip = request.flip if request.flip is not None else row is None or row.flip
     without = tuple(sorted({*request.without, *(row.without if row else ())}))
     task = _Task(
-        slots=slots,
-        images=data.images,
+        space=space,
+        data=data,
         constraints=constraints,
         judged=judged,
         judges=judges,
@@ -241,46 +217,9 @@ def _open_task(request: Search, reporter: Reporter) -> _Task:
         settings=method_settings(request.method, {**changes, **request.settings}),
         full_steps=full_steps,
         usual_steps=usual_steps,
-        record=data.record,
     )
     _rehearse(task, request.method)
     return task
-
-
-def _slots(request: Search) -> Slots:
-    values = _values(request)
-    if request.sampler == "grid":
-        grid = Slots(values)
-        if request.trials is not None:
-            raise InputError(f"--trials goes with --sampler tpe; the grid has {len(grid):,} points, --grid cuts it")
-        return grid
-    if request.trials is None or request.trials < 1:
-        raise InputError("--sampler tpe: say how many trials, --trials 50 for example")
-    return Slots(values, "tpe", request.trials)
-
-
-def _values(request: Search) -> dict[str, tuple[float, ...]]:
-    """The values of each parameter, the paper's where nothing else is asked."""
-    if request.method not in PAPER_VALUES:
-        raise InputError(f"no search for {request.method!r}; there is one for {', '.join(PAPER_VALUES)}")
-    defaults = {name: value.default for name, value in method_arguments(request.method).items()}
-    defaults |= vars(method_settings(request.method))
-    numbers = sorted(name for name, value in defaults.items() if isinstance(value, float))
-    if odd := sorted(request.values.keys() - set(numbers)):
-        raise InputError(f"cannot search over {odd[0]!r}; {request.method} has {', '.join(numbers)}")
-    asked = {**PAPER_VALUES[request.method], **request.values}
-    if empty := [name for name, values in asked.items() if not values]:
-        raise InputError(f"no values for {empty[0]}; give some: --grid {empty[0]}=0.1,0.01")
-    for name, values in asked.items():
-        for value in values:
-            _check_value(request.method, name, float(value))
-    return {name: tuple(dict.fromkeys(float(value) for value in values)) for name, values in asked.items()}
-
-
-def _check_value(method: str, name: str, value: float) -> None:
-    """Training settings are checked now; a method checks its own arguments when it is rehearsed."""
-    _, changes = split_options(method, {name: value})
-    method_settings(method, changes)
 
 
 def _rehearse(task: _Task, method: str) -> None:
@@ -288,11 +227,11 @@ def _rehearse(task: _Task, method: str) -> None:
 
     One argument at a time, and not with the paper's values: those are known to be right.
     """
-    own = {name: values for name, values in task.slots.values.items() if name in method_arguments(method)}
+    own = {name: values for name, values in task.space.values.items() if name in method_arguments(method)}
     new = [(name, value) for name, of in own.items() for value in of if value not in PAPER_VALUES[method].get(name, ())]
     if not new:
         return
-    few = task.images.take(np.arange(min(len(task.images), 4)))
+    few = task.data.images.take(np.arange(min(len(task.data.images), 4)))
     pairs = Constraints.from_lists(n_images=len(few), must_link=[(0, 1)])
     arguments = {key: min(value, 4) for key, value in task.arguments.items()}  # batches
     for name, value in new:
@@ -324,18 +263,11 @@ def _from_pairs(
         raise InputError(f"{request.pairs}: no such file")  # before thousands of images are read
     if not request.holdout_pairs:
         raise InputError("holdout_pairs=0 leaves no pairs to judge by; try --set holdout_pairs=0.2")
-    config, split = model.config, "train" if request.data in DATASETS else None
-    data = open_data(
-        request.data,
-        side=config.side,
-        channels=config.channels,
-        split=split,
-        data_dir=request.data_dir,
-        reporter=reporter,
-    )
-    pairs = open_pairs(
-        request.pairs, data.images, columns=request.columns, holdout=request.holdout_pairs, reporter=reporter
-    )
+    size: dict[str, Any] = {"side": model.config.side, "channels": model.config.channels}
+    split = "train" if request.data in DATASETS else None
+    data = open_data(request.data, **size, split=split, data_dir=request.data_dir, reporter=reporter)
+    how: dict[str, Any] = {"columns": request.columns, "holdout": request.holdout_pairs, "reporter": reporter}
+    pairs = open_pairs(request.pairs, data.images, **how)
     assert pairs.held_out is not None
     return data, pairs.training, data.images, pairs.held_out
 
@@ -360,7 +292,7 @@ def _shared(request: Search, task: _Task) -> dict[str, Any]:
 
     Steps only where they are more than `train` takes: fewer are for the search, and what it finds is for a whole run.
     """
-    settings = {key: value for key, value in request.settings.items() if key not in task.slots.values}
+    settings = {key: value for key, value in request.settings.items() if key not in task.space.values}
     steps = {"steps": task.settings.steps} if task.settings.steps > task.usual_steps else {}
     of_bound = {key: value for key, value in task.arguments.items() if "pairs_per_step" not in task.arguments}
     return {**settings, **steps, **of_bound}
@@ -370,18 +302,18 @@ def _protocol(task: _Task, request: Search) -> dict[str, Any]:
     """What must be the same for trials to be compared, as JSON gives it back."""
     chosen = {
         "format": FORMAT,
-        "data": request.data if request.data in DATASETS else task.record["kind"],
-        "images": task.images.fingerprint(),
+        "data": request.data if request.data in DATASETS else task.data.record["kind"],
+        "images": task.data.images.fingerprint(),
         "constraints": _mark(task.constraints),
         "validation_images": task.judged.fingerprint(),
         "validation_constraints": _mark(task.judges),
         "model": weights_hash(task.model),
         "method": request.method,
         "sampler": request.sampler,
-        "values": dict(task.slots.values),
+        "values": dict(task.space.values),
         "arguments": task.arguments,
         "views": task.views.request(),
-        "settings": {key: value for key, value in task.settings.request().items() if key not in task.slots.values},
+        "settings": {key: value for key, value in task.settings.request().items() if key not in task.space.values},
     }
     return dict(json.loads(json.dumps(chosen)))
 
@@ -393,10 +325,6 @@ def _mark(constraints: Constraints) -> str:
     return f"{len(constraints):,} pairs, {digest.hexdigest()}"
 
 
-def _data_name(request: Search) -> str:
-    return request.data if request.data in DATASETS else Path(os.path.abspath(request.data)).name  # noqa: PTH100
-
-
 # The work
 
 
@@ -405,12 +333,12 @@ def _train(
 ) -> dict[str, Any]:
     """What a training with these settings reaches on the validation constraints; the loss is None if it diverged."""
     own, changes = split_options(method, settings)
-    around = Around(folder, True, reporter, task.views, task.judged, task.judges, task.record)
+    around = Around(folder, True, reporter, task.views, task.judged, task.judges, task.data.record)
     try:
         trained = run_method(
             method,
             copy.deepcopy(task.model),
-            task.images,
+            task.data.images,
             task.constraints,
             arguments={**task.arguments, **own},
             settings=replace(task.settings, **changes),
@@ -424,49 +352,31 @@ def _train(
     return {"loss": kept.pop("constraint_loss"), **kept, **(scores(labels, found) if labels is not None else {})}
 
 
-def _runs_folder(storage: str, study: str, protocol: Mapping[str, Any]) -> Path | None:
-    """Where trials at work keep their checkpoints: beside a SQLite file. Other storages have no place of their own."""
-    file = sqlite_file(storage)
-    if file is None:
-        return None
-    told = f"{study}\n{json.dumps(protocol, sort_keys=True)}"
-    return file.with_name(f"{file.name}.runs") / hashlib.blake2b(told.encode(), digest_size=6).hexdigest()
-
-
-def _clear(runs: Path | None) -> None:
-    """Remove the checkpoints of a finished search; nothing in them is needed any more."""
-    if runs is not None:
-        shutil.rmtree(runs, ignore_errors=True)
-        with suppress(OSError):  # another search is at work there
-            runs.parent.rmdir()
-
-
-def _start_helpers(request: Search) -> list[Any]:
-    """The other workers of --workers: the same request, each in a process of its own."""
+@contextmanager
+def _helpers(request: Search) -> Iterator[None]:
+    """Inside, the other workers of --workers are at it: the same request, each in a process of its own."""
     context = multiprocessing.get_context("spawn")  # a fork would share CUDA and the storage's connections
     ours = replace(request, workers=1, out=None)
     helpers = [context.Process(target=_help, args=(ours,)) for _ in range(request.workers - 1)]
     for helper in helpers:
         helper.start()
-    return helpers
+    try:
+        yield
+    finally:  # there is no work left, or they put their trials back
+        for helper in helpers:
+            helper.terminate()
+        for helper in helpers:
+            helper.join()
 
 
 def _help(request: Search) -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a helper that is ended gives its trial back
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a helper that is ended puts its trial back
     try:
         search(request)
     except InputError as error:
         raise SystemExit(say_error(f"a helper stopped: {error}", 2)) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-
-
-def _end_helpers(helpers: Sequence[Any]) -> None:
-    """Stop the helpers: there is no work left, or they give their trials back."""
-    for helper in helpers:
-        helper.terminate()
-    for helper in helpers:
-        helper.join()
 
 
 # The report
@@ -484,7 +394,7 @@ def _write(found: Found, task: _Task, protocol: Mapping[str, Any], out: Path) ->
         "cut": found.cut,
         "steps": found.steps,
         "full_steps": found.full_steps,
-        "paper_values": papers == dict(task.slots.values),
+        "paper_values": papers == dict(task.space.values),
         "best": None if best is None else {"settings": best.settings, "loss": best.loss, "flags": best.flags},
         "trials": [{"settings": one.settings, "loss": one.loss, **one.told} for one in found.tried],
         "protocol": dict(protocol),

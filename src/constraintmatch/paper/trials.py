@@ -1,93 +1,131 @@
-"""Trials of a search, shared by workers through an Optuna storage: each slot is tried once, whoever dies meanwhile.
+"""The trials of a search in an Optuna storage, which several workers may share.
 
-A search has numbered slots: the points of a grid, or N draws of TPE. A worker claims a slot with a new trial that names
-it, and looks again: of several trials for one slot the first that stands wins. That needs only what every storage does
-at one stroke, adding a trial, and not the claim of a waiting one, which SQLite lets two workers make. A trial at work
-shows signs of life; one without is marked as failed, and its slot is open again.
+Optuna hands out the points, records signs of life, and queues the trial of a worker that died once more.
 """
 
-import itertools
+import hashlib
+import json
 import math
-import multiprocessing
 import os
-import platform
 import shutil
-import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from constraintmatch.errors import InputError
 from constraintmatch.files import check_target
 from constraintmatch.progress import Reporter
+from constraintmatch.running import method_arguments, method_settings, split_options
 from constraintmatch.runs import environment, flat_items
 
 __all__ = [
-    "Patience",
-    "Slots",
+    "PAPER_VALUES",
+    "Space",
     "Tried",
     "finished_trials",
     "load_optuna",
     "open_storage",
     "open_study",
-    "shown_storage",
-    "sqlite_file",
+    "runs_folder",
+    "search_space",
     "work",
 ]
+
+BEAT, GRACE, LOOK = 15, 90, 2.0  # seconds: between signs of life, without one until a trial is dead, between looks
+
+_SHARED = {"weight_decay": (1e-3, 1e-4, 1e-5), "lr": (0.03, 0.01, 0.003, 0.001, 0.0001)}
+_WEIGHTS = (1.0, 0.5, 0.1, 0.05)
+# The paper's table of search values, by method: 15, 300, 240 and 15 points.
+PAPER_VALUES: Mapping[str, Mapping[str, tuple[float, ...]]] = MappingProxyType(
+    {
+        "constrained": _SHARED,
+        "pseudo_label": {**_SHARED, "pseudo_weight": _WEIGHTS, "min_confidence": (0.7, 0.8, 0.9, 0.95, 0.99)},
+        "constraintmatch": {**_SHARED, "pseudo_weight": _WEIGHTS, "max_entropy": (0.05, 0.1, 0.2, 0.3)},
+        "fully_constrained": _SHARED,
+    }
+)
 
 # Trains with settings, in a folder of its own or none; gives back "loss" (None: diverged) and what else is to be kept.
 Train = Callable[[dict[str, float], Path | None, Reporter], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Patience:
-    """Seconds: between a worker's signs of life, without one until its trial is taken up, between looks for work."""
-
-    beat: float = 15.0
-    grace: float = 180.0
-    look: float = 2.0
-
-
-@dataclass(frozen=True)
-class Slots:
-    """What is to be tried: every combination of the values, or `n_draws` draws by TPE from between them."""
+class Space:
+    """What is to be tried: every combination of the values or, by TPE, `n_draws` draws from between them."""
 
     values: Mapping[str, tuple[float, ...]]
-    sampler: Literal["grid", "tpe"] = "grid"
-    n_draws: int = 0
+    n_draws: int | None = None
 
     def __len__(self) -> int:
-        return self.n_draws if self.sampler == "tpe" else math.prod(len(of) for of in self.values.values())
+        return math.prod(map(len, self.values.values())) if self.n_draws is None else self.n_draws
 
-    def point(self, slot: int) -> dict[str, float]:
-        """The settings of a slot, as far as they are known before it is tried."""
-        if self.sampler == "tpe":
-            return {}
-        points = itertools.product(*self.values.values())
-        return dict(zip(self.values, next(itertools.islice(points, slot, None)), strict=True))
+    def sampler(self) -> Any:
+        samplers = load_optuna().samplers
+        if self.n_draws is None:
+            return samplers.GridSampler(dict(self.values), seed=0)
+        tpe = samplers.TPESampler()
+        # A draw depends on the number of its trial and on what is finished, not on the worker.
+        tpe.before_trial = lambda _, trial: tpe.__init__(seed=trial.number)
+        return tpe
 
-    def distributions(self) -> dict[str, Any]:
-        """What Optuna is to know of the values. Ranges of a factor of ten or more are drawn from by their logarithm."""
-        of = load_optuna().distributions
-        if self.sampler == "grid":
-            return {name: of.CategoricalDistribution(values) for name, values in self.values.items()}
-        ranges = {name: (min(values), max(values)) for name, values in self.values.items()}
-        return {
-            name: of.FloatDistribution(low, high, log=low > 0 and high >= 10 * low)
-            for name, (low, high) in ranges.items()
-        }
+    def suggest(self, trial: Any) -> dict[str, float]:
+        """The settings of a trial. Ranges of a factor of ten or more are drawn from by their logarithm."""
+        if self.n_draws is None:
+            return {name: trial.suggest_categorical(name, of) for name, of in self.values.items()}
+        found = {}
+        for name, of in self.values.items():
+            low, high = min(of), max(of)
+            value = trial.suggest_float(name, low, high, log=low > 0 and high >= 10 * low)
+            found[name] = _rounded(value, low, high)  # what is shown and pasted is what was trained
+        return found
+
+
+def search_space(
+    method: str, values: Mapping[str, Sequence[float]], sampler: Literal["grid", "tpe"], trials: int | None
+) -> Space:
+    """The values of each parameter, the paper's where nothing else is asked; checked, as far as they are settings.
+
+    A method checks its own arguments when it is rehearsed.
+    """
+    if method not in PAPER_VALUES:
+        raise InputError(f"no search for {method!r}; there is one for {', '.join(PAPER_VALUES)}")
+    defaults = {name: value.default for name, value in method_arguments(method).items()} | vars(method_settings(method))
+    numbers = sorted(name for name, value in defaults.items() if isinstance(value, float))
+    if odd := sorted(values.keys() - set(numbers)):
+        raise InputError(f"cannot search over {odd[0]!r}; {method} has {', '.join(numbers)}")
+    chosen = {}
+    for name, asked in {**PAPER_VALUES[method], **values}.items():
+        chosen[name] = tuple(dict.fromkeys(map(float, asked)))
+        if not chosen[name]:
+            raise InputError(f"no values for {name}; give some: --grid {name}=0.1,0.01")
+        for value in chosen[name]:
+            method_settings(method, split_options(method, {name: value})[1])
+    space = Space(chosen, trials)
+    if sampler == "grid" and trials is not None:
+        n_points = len(Space(chosen))
+        raise InputError(f"--trials goes with --sampler tpe; the grid has {n_points:,} points, --grid cuts it")
+    if sampler == "tpe" and (trials is None or trials < 1):
+        raise InputError("--sampler tpe: say how many trials, --trials 50 for example")
+    return space
+
+
+def _rounded(value: float, low: float, high: float) -> float:
+    """A draw with three digits, or as many as tell a hundredth of a narrow range apart; never out of the range."""
+    texts = (float(f"{value:.{digits}g}") for digits in range(3, 18))
+    near = next((short for short in texts if abs(short - value) <= (high - low) / 100), value)
+    return min(max(near, low), high)
 
 
 @dataclass(frozen=True)
 class Tried:
-    """One finished slot: its settings, and its loss or, where training diverged, None."""
+    """A finished trial: its settings, and its loss or, where training diverged, None."""
 
-    slot: int
     settings: dict[str, float]
     loss: float | None
     told: dict[str, Any]  # what else the training told, seconds, commit, hardware
@@ -98,195 +136,86 @@ class Tried:
         return " ".join(f"--set {name}={value!r}" for name, value in self.settings.items())
 
 
-def work(study: Any, slots: Slots, train: Train, *, runs: Path | None, patience: Patience, reporter: Reporter) -> None:
-    """Take part in a search until every slot has a finished trial."""
-    desk = _Desk(study, slots, patience)
-    waited = beaten = False
-    while True:
-        trials = desk.trials()
-        running = [trial for trial in trials if trial.state.name == "RUNNING"]
-        dead = [trial for trial in running if desk.is_dead(trial)]
-        if dead:
-            for trial in dead:
-                desk.release(trial)
-            continue
-        taken = {trial.user_attrs["slot"] for trial in trials if _stands(trial)}
-        vacant = [slot for slot in range(len(slots)) if slot not in taken]
-        if vacant:
-            slot = vacant[os.getpid() % len(vacant) if beaten else 0]  # who was beaten looks where others may not
-            claimed = desk.claim(slot, trials)
-            beaten = claimed is None
-            if claimed is not None:
-                desk.do(claimed, slot, train, runs, reporter)
-        elif running:
-            if not waited:
-                reporter.say(f"nothing is left to begin; waiting for other workers (trials: {len(running):,})")
-            waited = True
-            multiprocessing.active_children()  # a helper that died is no longer counted as alive
-            time.sleep(patience.look)
-        else:
-            return
-
-
-def finished_trials(study: Any, slots: Slots) -> list[Tried]:
-    """The finished slots, the lowest loss first, what diverged at the end."""
-    tried: dict[int, Tried] = {}
-    for trial in _Desk(study, slots, Patience()).trials():
+def finished_trials(study: Any, space: Space) -> list[Tried]:
+    """The finished trials, the lowest loss first, what diverged at the end; each point of a grid once."""
+    found: dict[Any, Tried] = {}
+    for trial in study.get_trials(deepcopy=False):
         if trial.state.name in ("COMPLETE", "PRUNED"):
-            slot, told = trial.user_attrs["slot"], dict(trial.user_attrs["told"])
-            tried.setdefault(slot, Tried(slot, told.pop("settings"), told.pop("loss"), told))
-    return sorted(tried.values(), key=lambda one: (one.loss is None, one.loss or 0.0, one.slot))
+            told = dict(trial.user_attrs["told"])
+            one = Tried(told.pop("settings"), told.pop("loss"), told)
+            found.setdefault(tuple(sorted(one.settings.items())) if space.n_draws is None else trial.number, one)
+    return sorted(found.values(), key=lambda one: (one.loss is None, one.loss or 0.0))
 
 
-class _Desk:
-    """Where one worker sits: looks for open slots, claims them, trains, tells."""
+def work(study: Any, space: Space, train: Train, *, runs: Path | None, reporter: Reporter) -> list[Tried]:
+    """Take part in a search until all of it is finished; its trials, the best first."""
+    optuna = load_optuna()
+    study.sampler = space.sampler()
+    waited, lost = False, list[str]()
 
-    def __init__(self, study: Any, slots: Slots, patience: Patience) -> None:
-        self.study, self.slots, self.patience = study, slots, patience
-        self.here = _here()
-        self.seen: dict[int, tuple[int, float]] = {}  # of trials at work: the last beat, and when it was new to us
-
-    @cached_property
-    def origin(self) -> dict[str, Any]:
-        """What trials of this worker come from: workers may differ in it."""
-        told = environment()
-        return {"commit": told["commit"], "gpu": told["gpu"]}
-
-    def trials(self) -> list[Any]:
-        """The trials of the slots that are asked for, in the order of their making."""
-        found = self.study.get_trials(deepcopy=False)
-        return [trial for trial in found if trial.user_attrs.get("slot", len(self.slots)) < len(self.slots)]
-
-    def claim(self, slot: int, trials: Sequence[Any]) -> Any | None:
-        """A new trial for the slot; None if another worker was first."""
-        optuna = load_optuna()
-        earlier = [trial for trial in trials if trial.user_attrs["slot"] == slot]
-        drawn = earlier[-1].params if earlier else {}  # a draw is taken up again, not made anew
-        known = {**drawn, **self.slots.point(slot)}
-        token = f"{self.here} {os.getpid()} {threading.get_ident()} {time.time_ns()}"
-        given = {"slot": slot, "host": self.here, "pid": os.getpid(), "token": token, "beat": 0}
-        kinds = self.slots.distributions()
-        template = optuna.trial.create_trial(
-            state=optuna.trial.TrialState.RUNNING,
-            params=known,
-            distributions={name: kinds[name] for name in known},
-            user_attrs=given,
-        )
-        self.study.add_trial(template)
-        rivals = [trial for trial in self.trials() if trial.user_attrs["slot"] == slot]
-        ours = next(trial for trial in rivals if trial.user_attrs["token"] == token)
-        if any(_stands(trial) and trial.number < ours.number for trial in rivals):
-            self.release(ours)
-            return None
-        samplers = optuna.samplers
-        by_tpe = self.slots.sampler == "tpe"  # a draw depends on its slot and on what is finished, not on the worker
-        self.study.sampler = samplers.TPESampler(seed=slot) if by_tpe else samplers.RandomSampler(seed=0)
-        return optuna.trial.Trial(self.study, ours._trial_id)
-
-    def do(self, trial: Any, slot: int, train: Train, runs: Path | None, reporter: Reporter) -> None:
-        """Train the claimed trial and tell its loss; whatever stops it gives the slot back."""
-        optuna = load_optuna()
-        began, title = time.monotonic(), f"trial {slot + 1:,} of {len(self.slots):,}"
-        folder = runs / f"{slot:04d}" if runs is not None else None
+    def objective(trial: Any) -> float:
+        settings = space.suggest(trial)
+        done = next((one for one in tried if one.settings == settings), None)  # by a worker who was a little faster
+        if done is None:
+            reporter.say(f"{len(tried):,} of {len(space):,} trials done; now {_said(settings)}")
+        told = {"loss": done.loss, **done.told} if done else _train(study, trial, settings, train, runs, reporter)
         try:
-            settings = self._suggest(trial)
-            reporter.say(f"{title}: " + ", ".join(f"{name} {value:g}" for name, value in settings.items()))
-            with _beating(trial, self.patience.beat):
-                told = train(settings, folder, reporter)
-            told |= {"seconds": round(time.monotonic() - began, 1), **self.origin}
             trial.set_user_attr("told", {"settings": settings, **told})
-            state = optuna.trial.TrialState.PRUNED if told["loss"] is None else optuna.trial.TrialState.COMPLETE
-            self.study.tell(trial, told["loss"], state=state, skip_if_finished=True)
         except optuna.exceptions.UpdateFinishedTrialError:
-            reporter.say(f"{title}: no sign of life came through, and another worker took it up; its result counts")
-            return
-        except BaseException:
-            with suppress(Exception):  # the storage may be what is gone
-                self.release(trial)
+            lost.append(_said(settings))
             raise
-        reporter.say(f"{title}: " + ("diverged" if told["loss"] is None else f"validation loss {told['loss']:.5f}"))
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        if told["loss"] is None:
+            raise optuna.TrialPruned
+        return float(told["loss"])
 
-    def _suggest(self, trial: Any) -> dict[str, float]:
-        """The settings of the trial, drawn as far as it does not have them."""
-        if self.slots.sampler == "grid":
-            return dict(trial.params)
-        found = {}
-        for name, of in self.slots.distributions().items():
-            value = trial.suggest_float(name, of.low, of.high, log=of.log)
-            found[name] = _rounded(value, of.low, of.high)  # what is shown and pasted is what was trained
-        return found
-
-    def is_dead(self, trial: Any) -> bool:
-        """Whether the worker of a running trial is gone: its process here, or no sign of life for long."""
-        told = trial.user_attrs
-        if told["host"] == self.here and not _process_lives(told["pid"]):
-            return True
-        beat, since = self.seen.get(trial.number, (-1, 0.0))
-        if beat != told["beat"]:  # by our own clock: those of other machines may differ
-            self.seen[trial.number] = (told["beat"], time.monotonic())
-            return False
-        return time.monotonic() - since > self.patience.grace
-
-    def release(self, trial: Any) -> None:
-        """Mark a trial as failed, which opens its slot, unless it is ended already."""
-        optuna = load_optuna()
-        with suppress(ValueError, optuna.exceptions.UpdateFinishedTrialError):
-            self.study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+    while len(tried := finished_trials(study, space)) < len(space):
+        optuna.storages.fail_stale_trials(study)
+        trials = study.get_trials(deepcopy=False)
+        running = sum(_is_at_work(trial) for trial in trials)
+        if len(tried) + running < len(space) or any(trial.state.name == "WAITING" for trial in trials):
+            try:
+                study.optimize(objective, n_trials=1)
+            except ValueError:  # of Optuna, if the trial was ended meanwhile
+                if not lost:
+                    raise
+                reporter.say(f"{lost.pop()}: no sign of life came through, and another worker took it up")
+        else:
+            if not waited:
+                reporter.say(f"nothing is left to begin; waiting for other workers (trials: {running:,})")
+            waited = True
+            time.sleep(LOOK)
+    for folder in (runs, runs.parent) if runs is not None else ():
+        with suppress(OSError):  # another worker, or another search, is still at it
+            folder.rmdir()
+    return tried
 
 
-def _rounded(value: float, low: float, high: float) -> float:
-    """A draw with three digits, or as many as tell a hundredth of a narrow range apart; never out of the range."""
-    texts = (float(f"{value:.{digits}g}") for digits in range(3, 18))
-    near = next((short for short in texts if abs(short - value) <= (high - low) / 100), value)
-    return min(max(near, low), high)
+def _said(settings: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in settings.items())
 
 
-def _stands(trial: Any) -> bool:
-    """Whether a trial holds its slot: at work, finished, or diverged (which counts as finished)."""
-    return trial.state.name in ("RUNNING", "COMPLETE", "PRUNED")
+def _is_at_work(trial: Any) -> bool:
+    """Whether a worker is at this trial. One without settings died at once; one with a slot is of an old version."""
+    return trial.state.name == "RUNNING" and bool(trial.params) and "slot" not in trial.user_attrs
 
 
-@contextmanager
-def _beating(trial: Any, every: float) -> Iterator[None]:
-    """Inside, a trial shows every few seconds that its worker lives."""
-    over = threading.Event()
-
-    def beat() -> None:
-        for count in itertools.count(1):
-            if over.wait(every):
-                return
-            with suppress(Exception):  # the storage is busy, or the trial is no longer ours: told when it ends
-                trial.set_user_attr("beat", count)
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
+def _train(
+    study: Any, trial: Any, settings: dict[str, float], train: Train, runs: Path | None, reporter: Reporter
+) -> dict[str, Any]:
+    """What training with these settings tells; whatever stops it puts the trial back into the queue."""
+    first = study.trials[trial.number].system_attrs.get("failed_trial", trial.number)  # whose checkpoint may be there
+    began, folder = time.monotonic(), runs / f"trial-{first}" if runs is not None else None
     try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _here() -> str:
-    """This machine, as far as process numbers mean the same: containers may share its name and not its processes."""
-    try:
-        return f"{platform.node()} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115 (not a path)
-    except OSError:
-        return platform.node()
-
-
-def _process_lives(pid: int) -> bool:
-    if os.name == "nt":  # where signal 0 is not a question
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        told = train(settings, folder, reporter)
+    except BaseException:
+        with suppress(Exception):  # the storage may be what is gone: then the trial shows no sign of life
+            load_optuna().storages.RetryHeartbeatStaleTrialCallback()(study, study.trials[trial.number])
+        raise
+    reporter.say("diverged" if told["loss"] is None else f"validation loss {told['loss']:.5f}")
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    here = environment()
+    return {**told, "seconds": round(time.monotonic() - began, 1), "commit": here["commit"], "gpu": here["gpu"]}
 
 
 # The storage
@@ -299,6 +228,7 @@ def load_optuna() -> Any:
     except ImportError:
         raise InputError("search needs Optuna; install it: pip install 'constraintmatch[search]'") from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of its signs of life
     return optuna
 
 
@@ -310,8 +240,8 @@ def open_storage(place: str) -> Iterator[Any]:
     try:
         yield storage
     except optuna.exceptions.StorageInternalError as error:
-        said, mend = _first_line(error.__cause__ or error), "run the same command again when it is back"
-        raise InputError(f"{shown_storage(place)}: does not answer ({said}); {mend}") from None
+        said, fix = _first_line(error.__cause__ or error), "run the same command again when it is back"
+        raise InputError(f"{_shown(place)}: does not answer ({said}); {fix}") from None
     finally:
         storage.remove_session()
         storage.engine.dispose()
@@ -319,28 +249,34 @@ def open_storage(place: str) -> Iterator[Any]:
 
 def _connect(place: str) -> Any:
     """Optuna's storage; a few tries, since another worker may be making the tables at the same time."""
+    from sqlalchemy import event
     from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError, SQLAlchemyError
 
     optuna = load_optuna()
-    may_pass = (IntegrityError, OperationalError, ProgrammingError, optuna.exceptions.StorageInternalError)
-    file = sqlite_file(place)
+    broken = optuna.exceptions.StorageInternalError
+    file = _sqlite_file(place)
     if file is not None:
         check_target(file)
         file.parent.mkdir(parents=True, exist_ok=True)
     url = _with_driver(place) if file is None else f"sqlite:///{file}"
     # a worker waits for the others' writes, and finds out by itself when the server has hung up
     how: dict[str, Any] = {"pool_pre_ping": True} if file is None else {"connect_args": {"timeout": 60}}
+    how = {"engine_kwargs": how, "heartbeat_interval": BEAT, "grace_period": GRACE}
     for left in reversed(range(8)):
         try:
-            return optuna.storages.RDBStorage(url, engine_kwargs=how)
+            again = optuna.storages.RetryHeartbeatStaleTrialCallback()
+            storage = optuna.storages.RDBStorage(url, heartbeat_stale_trial_callback=again, **how)
+            if file is not None:  # SQLite has no locks of rows: a worker that reads to write holds the file
+                event.listen(storage.engine, "begin", lambda link: link.exec_driver_sql("BEGIN IMMEDIATE"))
+            return storage
         except ImportError:
-            mend = "install its driver; for PostgreSQL: pip install 'constraintmatch[postgres]'"
-            raise InputError(f"{shown_storage(place)}: no driver for this database; {mend}") from None
-        except (SQLAlchemyError, optuna.exceptions.StorageInternalError, RuntimeError, ValueError) as error:
-            if not left or not isinstance(error, may_pass):
-                mend = "name a new file, or postgresql://USER:PASSWORD@HOST/DATABASE"
-                said = _first_line(error).replace(place, shown_storage(place))
-                raise InputError(f"{shown_storage(place)}: no storage for a search ({said}); {mend}") from None
+            fix = "install its driver; for PostgreSQL: pip install 'constraintmatch[postgres]'"
+            raise InputError(f"{_shown(place)}: no driver for this database; {fix}") from None
+        except (SQLAlchemyError, broken, RuntimeError, ValueError) as error:
+            if not left or not isinstance(error, IntegrityError | OperationalError | ProgrammingError | broken):
+                fix = "name a new file, or postgresql://USER:PASSWORD@HOST/DATABASE"
+                said = _first_line(error).replace(place, _shown(place))
+                raise InputError(f"{_shown(place)}: no storage for a search ({said}); {fix}") from None
             time.sleep(0.25)
     raise AssertionError
 
@@ -354,13 +290,22 @@ def _with_driver(url: str) -> str:
     return f"postgresql+{driver}{mark}{rest}"
 
 
-def sqlite_file(place: str) -> Path | None:
+def _sqlite_file(place: str) -> Path | None:
     """The file of a SQLite storage; None for the URL of another database."""
     named = place.removeprefix("sqlite:///")
     return None if "://" in named else Path(os.path.abspath(named))  # noqa: PTH100
 
 
-def shown_storage(place: str) -> str:
+def runs_folder(storage: str, study: str, protocol: Mapping[str, Any]) -> Path | None:
+    """Where trials at work keep their checkpoints: beside a SQLite file. Other storages have no place of their own."""
+    file = _sqlite_file(storage)
+    if file is None:
+        return None
+    told = f"{study}\n{json.dumps(protocol, sort_keys=True)}"
+    return file.with_name(f"{file.name}.runs") / hashlib.blake2b(told.encode(), digest_size=6).hexdigest()
+
+
+def _shown(place: str) -> str:
     """The storage as it may be printed: without its password."""
     scheme, mark, rest = place.partition("://")
     login, at, host = rest.rpartition("@")
@@ -372,17 +317,13 @@ def open_study(storage: Any, name: str, protocol: Mapping[str, Any], place: str)
 
     The protocol is what must be the same for trials to be compared, as JSON gives it back.
     """
-    optuna = load_optuna()
-    try:
-        study = optuna.create_study(storage=storage, study_name=name)
-        study.set_user_attr("protocol", dict(protocol))
-    except optuna.exceptions.DuplicatedStudyError:
-        study = optuna.load_study(storage=storage, study_name=name)
-    where = f"{shown_storage(place)}: study {name!r}"
-    stored = _stored_protocol(study)
-    if stored is None and study.get_trials(deepcopy=False):
+    study = load_optuna().create_study(storage=storage, study_name=name, load_if_exists=True)
+    where = f"{_shown(place)}: study {name!r}"
+    begun = bool(study.get_trials(deepcopy=False))  # looked at first: who begins has said what for
+    stored = study.user_attrs.get("protocol")
+    if stored is None and begun:
         raise InputError(f"{where} is of another program; choose another --study")
-    if stored is None:  # whoever made the study did not live to say what for
+    if stored is None:  # a new one, or its maker did not live to say what for
         study.set_user_attr("protocol", dict(protocol))
         return study
     before, now = dict(flat_items(stored)), dict(flat_items(protocol))
@@ -390,16 +331,6 @@ def open_study(storage: Any, name: str, protocol: Mapping[str, Any], place: str)
         said = "; ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in odd[:3])
         raise InputError(f"{where} is of another search ({said}); choose another --study or --storage")
     return study
-
-
-def _stored_protocol(study: Any) -> dict[str, Any] | None:
-    for wait in (0.2, 0.5, 1.0, 2.0, 0.0):
-        if (stored := study.user_attrs.get("protocol")) is not None:
-            return dict(stored)
-        if study.get_trials(deepcopy=False):
-            return None
-        time.sleep(wait)  # another worker may have made the study a moment ago
-    return None
 
 
 def _first_line(error: BaseException) -> str:
