@@ -23,23 +23,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from constraintmatch.annotate.starting import begun
-from constraintmatch.answers import Answer
+import numpy as np
+
+from constraintmatch.answers import Answer, n_kinds
 from constraintmatch.errors import InputError
 from constraintmatch.files import read_json
 from constraintmatch.landscape import Belief
 from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.rounds import closure_pairs, head_belief, image_belief
+from constraintmatch.rounds import closure_pairs, head_belief, image_belief, informed
 from constraintmatch.runs import OtherRequest
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from constraintmatch.constraints import Constraints
     from constraintmatch.images import ImageSet
     from constraintmatch.methods import ViewChoice
     from constraintmatch.methods.propagate import Frozen
     from constraintmatch.models import ClusterModel
 
-__all__ = ["Learner", "Learning"]
+__all__ = ["Learner", "Learning", "cluster_numbers", "round_start"]
 
 PATIENCE = 20.0  # seconds without a new answer after which fewer answers than make a round are learnt too
 LONGEST_STEPS = (
@@ -157,7 +160,7 @@ class Learner:
         """A line about what goes on, for the page."""
         if self.problem is not None:
             return self.problem
-        learnt = f"has learnt from {self._learnt:,} answers" if self._learnt else ""
+        learnt = f"has learned from {self._learnt:,} answers" if self._learnt else ""
         if self._training is not None:
             n_answers, watched = self._training
             return f"learning from {n_answers:,} answers{watched.share()}" + (f"; {learnt}" if learnt else "")
@@ -187,7 +190,7 @@ class Learner:
             settings["steps"] = self._last_steps
         try:
             before = self._of_newest().probabilities
-            first = begun(self.start_model, self.frozen, self.images, answers, settings, before)
+            first = round_start(self.start_model, self.frozen, self.images, answers, settings, before)
             self._ahead = head_belief(first, self.frozen)  # better questions while the network is trained
             if self.start_model.config.n_clusters:  # what it begins with is judged by answers that it has not been told
                 first = copy.deepcopy(self.start_model)
@@ -330,3 +333,58 @@ def _kind(model: ClusterModel) -> tuple[object, ...]:
     """What a model is made of and what it takes; heads on what two networks see differ in mean and scale at least."""
     config = model.config
     return config.backbone, config.side, config.channels, tuple(config.mean), tuple(config.std)
+
+
+def round_start(
+    start: ClusterModel,
+    frozen: Frozen,
+    images: ImageSet,
+    answers: Sequence[Answer],
+    settings: Mapping[str, Any],
+    before: NDArray[np.float32] | None = None,
+) -> ClusterModel:
+    """The model that a round begins with: a copy of the start whose head knows the answers.
+
+    A start without clusters gets as many as the answers show. `frozen` is what its backbone makes of the images.
+    Clusters do not become fewer, and keep the numbers that the newest model gave them (`before`, what it says of the
+    images), because people have named them.
+    """
+    if start.config.n_clusters:
+        return informed(start, frozen, answers)
+    from constraintmatch.pretraining import SHORT_STAGES
+    from constraintmatch.running import method_settings, run_method
+
+    finds_clusters = SHORT_STAGES[-1]
+    known = 0 if before is None else before.shape[1]
+    wanted = {key: settings[key] for key in ("seed", "device") if key in settings}
+    made = run_method(
+        finds_clusters,
+        copy.deepcopy(start),
+        images,
+        arguments={"n_clusters": max(2, known, n_kinds(answers, len(images)))},
+        settings=method_settings(finds_clusters, wanted),
+    ).model
+    made = informed(made, frozen, answers)
+    if before is not None:
+        _renumber(made, frozen.probabilities(made), before)
+    return made
+
+
+def cluster_numbers(now: NDArray[np.int64], before: NDArray[np.int64], k: int) -> NDArray[np.int64]:
+    """The new number of each of the k clusters (k,), so that most images keep the number of their cluster."""
+    from scipy.optimize import linear_sum_assignment
+
+    count = np.zeros((k, k), np.int64)
+    np.add.at(count, (now, before), 1)
+    return np.asarray(linear_sum_assignment(count, maximize=True)[1], np.int64)
+
+
+def _renumber(model: ClusterModel, now: NDArray[np.float32], before: NDArray[np.float32]) -> None:
+    import torch
+
+    assert model.head is not None
+    number = cluster_numbers(now.argmax(1), before.argmax(1), model.config.n_clusters)
+    order = torch.from_numpy(np.argsort(number))
+    with torch.no_grad():
+        for part in (model.head.weight, model.head.bias):
+            part.copy_(part[order.to(part.device)].clone())
