@@ -177,7 +177,7 @@ def test_a_claim_times_out_and_the_first_answer_counts(path: Path) -> None:
         assert store.claim("bob") == [asked]
         assert store.claim("ann") == []
         store.answer(asked.id, 0, "ann")  # slow, but not in vain
-        with pytest.raises(InputError, match=r"question 1 is already answered \(by ann\); undo that answer first"):
+        with pytest.raises(InputError, match=r"question 1 is already answered \(by ann\); undo that first"):
             store.answer(asked.id, NONE, "bob")
         assert len(store.answers()) == 1
 

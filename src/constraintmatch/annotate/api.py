@@ -371,7 +371,7 @@ def _add_routes(app: FastAPI, page: Page) -> None:
         app.add_api_route(path, handler, methods=[method])
     sent: dict[str, tuple[Callable[..., Response], tuple[str, ...]]] = {
         "images/{row}": (page.large, ("image/png", "image/jpeg")),
-        "images/{row}/small": (page.small, ("image/png",)),
+        "images/{row}/small": (page.small, ("image/png", "image/jpeg")),
         "pairs.csv": (page.pairs, ("text/csv",)),
     }
     for name, (send, kinds) in sent.items():

@@ -83,6 +83,9 @@ def _refusal(request: Request, rules: Rules) -> tuple[int, str] | None:
         return 421, f"this server is not {host[:100]!r}; open the address that it printed"
     if _is_foreign(request, host):
         return 403, "requests from other sites are refused; open the page itself"
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > MAX_BODY:  # as JSON; Starlette counts what comes without a length
+        return 413, f"the request is larger than {MAX_BODY:,} bytes"
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.method not in ("GET", "HEAD") and kind != "application/json":
         return 415, "send application/json"  # the form of a foreign page cannot

@@ -214,7 +214,7 @@ class Store:
                 if (known.answer, known.annotator) == (given.answer, given.annotator):
                     return Recorded(number, self._graph.contradictions_of(number, given.answer))
                 raise InputError(
-                    f"question {given.question:,} is already answered (by {known.annotator}); undo that answer first"
+                    f"question {given.question:,} is already answered (by {known.annotator}); undo that first"
                 )
         raise InputError(f"question {given.question:,} is already answered; reload the page")
 
