@@ -3,6 +3,7 @@
 import io
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from PIL import Image
 from constraintmatch.annotate.api import create_app
 from constraintmatch.annotate.question_queue import Chooser, QuestionQueue, pixel_belief
 from constraintmatch.annotate.security import MAX_BODY, Rules, is_loopback, rules_for
-from constraintmatch.annotate.server import address, listen, open_model
+from constraintmatch.annotate.server import Door, address, listen, open_model, open_port
 from constraintmatch.annotate.store import Store, open_store
 from constraintmatch.annotate.thumbnails import Thumbnails, galleries
 from constraintmatch.answers import NONE, UNSURE, Answer, Question
@@ -527,6 +528,7 @@ def test_a_large_request_is_refused(shared: Place, chunked: bool) -> None:
     content: Any = (body[at : at + 1000] for at in range(0, len(body), 1000)) if chunked else body
     reply = shared.client.post("/api/undo", content=content, headers={"Content-Type": "application/json"})
     assert reply.status_code == 413
+    assert reply.json()["detail"]
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
@@ -608,6 +610,14 @@ def test_a_server_for_others_always_has_a_token(host: str) -> None:
 
 
 # The port
+
+
+def test_a_page_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(
+        InputError, match=r"needs fastapi and uvicorn; install them: pip install 'constraintmatch\[web\]'"
+    ):
+        open_port(Door(port=0))
 
 
 def test_a_port_in_use_is_told_with_a_free_one() -> None:

@@ -319,6 +319,9 @@ def test_a_stop_gives_up_the_round_under_way(images: ImageSet, start: Path, tmp_
     assert learner.activity() is None
     assert learner.problem is None
     assert (learner.n_learnt, learner.n_left) == (0, 8)
+    stopped = tmp_path / "rounds" / "0008"
+    assert read_json(stopped / "run.json")["status"] == "interrupted"
+    assert (stopped / "checkpoint.safetensors").is_file()  # nothing is lost: the same round would continue there
     later = Learner(images, load_model(start), lambda: answers, tmp_path, SMALL)
     assert later.name() == "start"
     assert later.learn()

@@ -82,7 +82,7 @@ class _Open:
 
 
 def ask_on_page(loop: Loop, door: Door, reporter: Reporter | None = None) -> list[tuple[str, str]]:
-    """Serve the page and train in the background until Ctrl-C, which ends at once: the next start goes on."""
+    """Serve the page and train in the background until Ctrl-C; the same command continues."""
     with open_port(door) as sock, _open(loop, reporter, _check_pictures) as here:
         here.learner.start()
         serve_app(sock, door, here.reporter, here.data, here.queue(), here.learner.activity)
@@ -169,12 +169,12 @@ def _end(here: _Open) -> list[tuple[str, str]]:
     rows = [("answers", f"{out / 'answers.db'} ({counts.answered:,} of {here.loop.questions:,})")]
     probabilities = learner.belief().probabilities
     if probabilities is None:
-        return [*rows, ("next", "the same command goes on; the first clusters come with the first round of training")]
+        return [*rows, ("next", "the same command continues; the first clusters come with the first round of training")]
     save_model(learner.newest, out / "model")
     write_clusters(out / "clusters.csv", here.data.images.names, Predictions(probabilities))
     left = f"; {learner.n_left:,} more wait: the same command trains on them" if learner.n_left else ""
     if learner.is_behind and not left:
-        left = "; the last training waits: the same command goes on with it"
+        left = "; the last training waits: the same command continues it"
     rows += [
         ("model", f"{out / 'model'} (has learned from {learner.n_learnt:,} answers{left})"),
         ("clusters", f"{out / 'clusters.csv'} ({learner.newest.config.n_clusters:,} clusters)"),
@@ -234,7 +234,7 @@ def _start(loop: Loop, reporter: Reporter, check: Callable[[Data], object]) -> t
         reporter.say("no --clusters: the loop finds as many as your answers show")
     if stages:
         reporter.say(f"{len(plan.data.images):,} images; first a short start is trained, once, in {request.out}")
-    bare = grows and not stages and plan.model.config.n_clusters  # of embeddings: nothing has to be learnt first
+    bare = grows and not stages and plan.model.config.n_clusters  # of embeddings: nothing to train first
     try:
         made = pretrain(
             with_clusters(plan.model, 0) if bare else plan.model,
@@ -246,7 +246,7 @@ def _start(loop: Loop, reporter: Reporter, check: Callable[[Data], object]) -> t
             around=Around(request.out, reporter=reporter, views=plan.views, data=plan.data.record),
         )
     except KeyboardInterrupt as stop:
-        raise KeyboardInterrupt(f"{str(stop) or 'stopped'}; the same command goes on from there") from None
+        raise KeyboardInterrupt(f"{str(stop) or 'stopped'}; the same command continues from there") from None
     return plan.data, made.to(choose_device(loop.device)), plan.views
 
 
@@ -294,7 +294,9 @@ def _head_learner(loop: Loop, data: Data, start: ClusterModel, store: Store, rep
     from constraintmatch.methods.heads import put_back, seen_by, taken_off
 
     seen = seen_by(start, data.images, reporter=reporter)
-    learning = _learning(loop, replace(data, images=seen, row=None), cpu=True)  # so few numbers need no large batches
+    learning = _learning(
+        loop, replace(data, images=seen, row=None), cpu=True
+    )  # a head is small and needs no large batches
     whole = partial(put_back, start)
     return Learner(seen, taken_off(start, seen), store.answers, loop.out, learning, whole=whole)
 

@@ -1,4 +1,4 @@
-"""Small copies of images: pictures and galleries for the page, and tiny ones that tell whether an image has changed."""
+"""Small copies of images: pictures and galleries for the page, and tiny ones that show whether an image has changed."""
 
 import hashlib
 import io
