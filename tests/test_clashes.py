@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from constraintmatch.annotate.contradictions import Clash, LinkGraph
+from constraintmatch.annotate.contradictions import Contradiction, LinkGraph
 from constraintmatch.answers import NONE, UNSURE, Answer, Question, links_of
 from constraintmatch.constraints import Constraints
 
@@ -27,7 +27,7 @@ def graph_of(said: dict[int, Answer]) -> LinkGraph:
     return graph
 
 
-def assert_proves(clash: Clash, said: dict[int, Answer]) -> None:
+def assert_proves(clash: Contradiction, said: dict[int, Answer]) -> None:
     """Each step of the way is a must-link of the answer it names, and the ends are a cannot-link of `apart`."""
 
     def links(number: int, wanted: int) -> set[frozenset[int]]:
@@ -51,7 +51,7 @@ def conflict_pairs(said: dict[int, Answer]) -> set[frozenset[int]]:
     return {frozenset(pair) for pair in zip(found.left[rows].tolist(), found.right[rows].tolist(), strict=True)}
 
 
-def ends(clashes: list[Clash]) -> set[frozenset[int]]:
+def ends(clashes: list[Contradiction]) -> set[frozenset[int]]:
     return {frozenset((clash.images[0], clash.images[-1])) for clash in clashes}
 
 
@@ -67,8 +67,8 @@ def test_the_clashes_are_the_conflicts_of_the_constraints_while_answers_come_and
         elif said:
             gone = list(said)[step % len(said)]
             graph.remove(gone, said.pop(gone))
-        assert graph.n_clashes() == len(conflict_pairs(said))
-    clashes = graph.clashes(limit=None)
+        assert graph.n_contradictions() == len(conflict_pairs(said))
+    clashes = graph.contradictions(limit=None)
     assert ends(clashes) == conflict_pairs(said)
     assert [clash.apart for clash in clashes] == sorted(clash.apart for clash in clashes)
     for clash in clashes:
@@ -82,7 +82,7 @@ def test_an_answer_clashes_exactly_when_it_brings_a_contradiction(before: list[A
     if conflict_pairs(said):
         return
     said[99] = last
-    found = graph_of(said).clashes_of(99, last)
+    found = graph_of(said).contradictions_of(99, last)
     assert bool(found) == bool(conflict_pairs(said))
     for clash in found:
         assert_proves(clash, said)
@@ -113,31 +113,34 @@ def stated(said: list[Answer]) -> Constraints:
 def test_the_shortest_proof_is_given() -> None:
     said = {1: pair(0, 1, 0), 2: pair(1, 2, 0), 3: pair(2, 3, 0), 4: pair(0, 3, 0), 5: pair(3, 4, 0)}
     said[6] = pair(0, 4, NONE)
-    assert graph_of(said).clashes_of(6, said[6]) == [Clash((0, 3, 4), (4, 5), 6)]
+    assert graph_of(said).contradictions_of(6, said[6]) == [Contradiction((0, 3, 4), (4, 5), 6)]
 
 
 def test_a_must_link_is_shown_the_earlier_answer_that_keeps_the_groups_apart() -> None:
     said = {1: pair(0, 1, 0), 2: pair(2, 3, 0), 3: pair(1, 3, NONE), 4: pair(0, 2, 0)}
-    (clash,) = graph_of(said).clashes_of(4, said[4])
-    assert clash == Clash((1, 0, 2, 3), (1, 4, 2), 3)
+    (clash,) = graph_of(said).contradictions_of(4, said[4])
+    assert clash == Contradiction((1, 0, 2, 3), (1, 4, 2), 3)
     assert clash.answers == (3, 1, 4, 2)
 
 
 def test_who_picks_one_of_two_images_that_both_fit_contradicts_nobody() -> None:
     said = {1: pair(1, 2, 0), 2: Answer(Question(0, (1, 2)), 0)}
     graph = graph_of(said)
-    assert graph.clashes_of(2, said[2]) == [] == graph.clashes()
+    assert graph.contradictions_of(2, said[2]) == [] == graph.contradictions()
 
 
 def test_none_of_these_is_held_against_each_image_that_was_shown() -> None:
     said = {1: pair(0, 1, 0), 2: pair(1, 2, 0), 3: Answer(Question(0, (1, 2, 3)), NONE)}
-    assert graph_of(said).clashes_of(3, said[3]) == [Clash((0, 1), (1,), 3), Clash((0, 1, 2), (1, 2), 3)]
+    assert graph_of(said).contradictions_of(3, said[3]) == [
+        Contradiction((0, 1), (1,), 3),
+        Contradiction((0, 1, 2), (1, 2), 3),
+    ]
 
 
 def test_unsure_says_nothing() -> None:
     said = {1: pair(0, 1, 0), 2: pair(0, 1, UNSURE)}
     graph = graph_of(said)
-    assert graph.clashes_of(2, said[2]) == [] == graph.clashes()
+    assert graph.contradictions_of(2, said[2]) == [] == graph.contradictions()
 
 
 def test_an_answer_is_checked_in_milliseconds_among_ten_thousand() -> None:
@@ -151,7 +154,7 @@ def test_an_answer_is_checked_in_milliseconds_among_ten_thousand() -> None:
         graph.add(number, answer)
         if number > 9_980:
             start = time.perf_counter()
-            assert graph.clashes_of(number, answer) == []
+            assert graph.contradictions_of(number, answer) == []
             times.append(time.perf_counter() - start)
     assert np.median(times) < 0.02
 

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from constraintmatch.annotate.serving import listen
+from constraintmatch.annotate.server import listen
 from constraintmatch.annotate.store import open_store
 from constraintmatch.cli import app, asking
 from constraintmatch.images import ImageSet
@@ -84,7 +84,7 @@ def test_a_second_server_on_one_database_is_told_so(folder: Path) -> None:
     db = import_some(folder)
     with open_store(db, ImageSet.from_folder(folder)):
         said = refused(folder, "--db", db, "--port", 0, "--no-browser")
-    assert "another server is at work" in said
+    assert "another server uses this database" in said
     assert "choose another --db" in said
 
 

@@ -15,8 +15,8 @@ from sklearn.decomposition import PCA
 from typer.testing import CliRunner
 
 from constraintmatch import ConstraintMatch, Constraints, cli, views
-from constraintmatch.annotate.beliefs import pixel_belief
-from constraintmatch.annotate.thumbnails import pictures_of
+from constraintmatch.annotate.question_queue import pixel_belief
+from constraintmatch.annotate.thumbnails import Thumbnails
 from constraintmatch.batches import ImageStore
 from constraintmatch.embedding import embed_images, write_embeddings
 from constraintmatch.errors import InputError
@@ -386,9 +386,9 @@ def test_a_person_needs_pictures(npz: Path, photos: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "l" / "start").exists()
     bare = load_images(npz)
     with pytest.raises(InputError, match="cannot be looked at"):
-        pictures_of(bare)
-    shown = pictures_of(bare.with_pictures(load_images(photos)))
-    assert shown.small(0).media_type == "image/png"
+        Thumbnails(bare)
+    shown = Thumbnails(bare.with_pictures(load_images(photos)))
+    assert shown.small(0)[1] == "image/png"
     belief = pixel_belief(bare)
     np.testing.assert_allclose(np.linalg.norm(belief.features, axis=1), 1, rtol=1e-5)
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from constraintmatch.annotate.api_types import Given
 from constraintmatch.annotate.exchange import Imported, export_pairs, import_answers, read_answers
-from constraintmatch.annotate.store import Given, Store, open_store
+from constraintmatch.annotate.store import Store, open_store
 from constraintmatch.answers import NONE, UNSURE, Answer, Question
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
@@ -35,7 +36,7 @@ def said(image: int, *shown: int, choice: int) -> Answer:
 
 
 def taken_in(store: Store, path: Path, **words: str) -> Imported:
-    return import_answers(store, read_answers(path, store.image_names, **words))
+    return import_answers(store, *read_answers(path, store.image_names, **words))
 
 
 # The pairs file
@@ -43,7 +44,7 @@ def taken_in(store: Store, path: Path, **words: str) -> Imported:
 
 def test_an_export_has_a_pair_for_each_image_shown_and_nothing_of_the_unsure(store: Store, tmp_path: Path) -> None:
     answers = [said(CAT, DOG, FOX, choice=1), said(ELK, BEE, choice=NONE), said(ANT, BEE, choice=UNSURE)]
-    store.take_in([Given(answer, "ann", time="2026-01-02") for answer in answers], "old.csv")
+    store.take_in([Given(answer, "ann", time="2026-01-02", origin="old.csv") for answer in answers])
     done = export_pairs(store, tmp_path / "pairs.csv")
     assert (tmp_path / "pairs.csv").read_text() == (
         "left,right,link,annotator,time\n"
@@ -76,14 +77,14 @@ def test_what_the_answers_say_survives_export_and_import(
 ) -> None:
     folder = tmp_path_factory.mktemp("round")
     with open_store(folder / "one.db", IMAGES) as one, open_store(folder / "two.db", IMAGES) as two:
-        one.take_in([Given(answer, who) for answer, who in given_answers], "")
+        one.take_in([Given(answer, who) for answer, who in given_answers])
         if not export_pairs(one, folder / "pairs.csv").n_pairs:
             return
         taken_in(two, folder / "pairs.csv")
         export_pairs(two, folder / "again.csv")
         before, after = (Constraints.read(folder / name, names=NAMES) for name in ("pairs.csv", "again.csv"))
         assert links(before) == links(after)
-        assert one.n_clashes() == two.n_clashes()
+        assert one.n_contradictions() == two.n_contradictions()
         assert taken_in(one, folder / "pairs.csv").n_new == 0  # it knows all that
 
 
@@ -129,7 +130,7 @@ def test_a_file_with_an_unknown_image_is_refused_whole(store: Store, tmp_path: P
 
 
 def test_answers_set_aside_are_not_exported(store: Store, tmp_path: Path) -> None:
-    store.take_in([Given(said(*pair, choice=0), "ann") for pair in ((FOX, ELK), (DOG, OWL), (DOG, ANT))], "")
+    store.take_in([Given(said(*pair, choice=0), "ann") for pair in ((FOX, ELK), (DOG, OWL), (DOG, ANT))])
     with open_store(tmp_path / "answers.db", IMAGES.take(np.arange(7)), read_only=True) as reader:
         done = export_pairs(reader, tmp_path / "pairs.jsonl")
     assert done.describe() == "2 pairs from 2 answers (left out: 1 set aside)"
@@ -278,7 +279,7 @@ def test_one_word_for_same_and_different_is_refused(tmp_path: Path, same: str, d
             [task("wolf.png", "fox.png", annotation("Same"), number=9)],
             r"task 9: no image is named 'wolf\.png' \(the set",
         ),
-        ([task("fox.png", "-", annotation("Same"))], "task 1: two images are compared, but its data names 1"),
+        ([task("fox.png", "-", annotation("Same"))], "task 1: its data names 1 images, not two"),
         ([task("fox.png", "elk.png", annotation("Same", "Different"))], "contradict each other"),
         ({"id": 5, "data": 3, "annotations": []}, "task 5: not a task of Label Studio"),
         ([1, 2], "not an export of Label Studio"),

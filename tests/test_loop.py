@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from constraintmatch import cli
 from constraintmatch.annotate.background_training import Learner, Learning
-from constraintmatch.annotate.loop import Limited, Loop, ask_in_terminal, ask_labels
+from constraintmatch.annotate.loop import Loop, ask_in_terminal, ask_labels
+from constraintmatch.annotate.question_queue import Chooser
 from constraintmatch.annotate.store import open_store
 from constraintmatch.annotate.terminal import FINISHED, PREVIOUS, Prompt, picture, read_choice, side_by_side
 from constraintmatch.answers import NONE, UNSURE, Answer, Question
@@ -319,6 +320,9 @@ def test_a_stop_gives_up_the_round_under_way(images: ImageSet, start: Path, tmp_
     assert learner.activity() is None
     assert learner.problem is None
     assert (learner.n_learnt, learner.n_left) == (0, 8)
+    stopped = tmp_path / "rounds" / "0008"
+    assert read_json(stopped / "run.json")["status"] == "interrupted"
+    assert (stopped / "checkpoint.safetensors").is_file()  # nothing is lost: the same round would continue there
     later = Learner(images, load_model(start), lambda: answers, tmp_path, SMALL)
     assert later.name() == "start"
     assert later.learn()
@@ -355,7 +359,7 @@ def test_a_round_that_knows_answers_taken_back_since_is_not_gone_on_with(
 def test_labels_answer_until_the_questions_are_used_up(start: Path, tmp_path: Path) -> None:
     rows = dict(ask_labels(a_loop(start, tmp_path / "loop")))
     assert rows["answers"].endswith("(12 of 12)")
-    assert rows["model"].endswith("(has learnt from 12 answers)")
+    assert rows["model"].endswith("(has learned from 12 answers)")
     assert rows["scores"].startswith("ACC ")
     assert sorted(path.name for path in (tmp_path / "loop" / "rounds").iterdir()) == ["0006", "0012"]
     lines = (tmp_path / "loop" / "clusters.csv").read_text().splitlines()
@@ -365,7 +369,7 @@ def test_labels_answer_until_the_questions_are_used_up(start: Path, tmp_path: Pa
 def test_a_loop_that_has_ended_may_end_again_with_a_longer_training(start: Path, tmp_path: Path) -> None:
     ask_labels(a_loop(start, tmp_path))
     rows = dict(ask_labels(a_loop(start, tmp_path, last_steps=5)))
-    assert rows["model"].endswith("(has learnt from 12 answers)")
+    assert rows["model"].endswith("(has learned from 12 answers)")
     steps = {name: read_json(tmp_path / "rounds" / name / "run.json") for name in ("0006", "0012", "0012-last")}
     assert [run["request"]["settings"]["steps"] for run in steps.values()] == [2, 2, 5]
     again = dict(ask_labels(a_loop(start, tmp_path, last_steps=5)))  # there is nothing left to do
@@ -388,7 +392,7 @@ def test_the_same_command_with_more_questions_goes_on(start: Path, tmp_path: Pat
 
 def test_a_frozen_network_keeps_its_weights_and_its_head_learns(start: Path, tmp_path: Path) -> None:
     told = dict(ask_labels(a_loop(start, tmp_path, frozen=True, every=12, steps=20)))
-    assert "learnt from 12 answers" in told["model"]
+    assert "learned from 12 answers" in told["model"]
     before, after = load_model(start), load_model(tmp_path / "model")
     assert weights_hash(after) != weights_hash(before)
     for name, value in before.backbone.state_dict().items():
@@ -407,9 +411,9 @@ def test_a_loop_may_be_frozen_later_and_thawed(start: Path, tmp_path: Path) -> N
     ask_labels(a_loop(start, tmp_path, frozen=True, questions=6))
     more = dict(ask_labels(a_loop(start, tmp_path, frozen=True, questions=7)))
     assert sorted(path.name for path in (tmp_path / "rounds").iterdir()) == ["0006-head", "0007-head"]  # it went on
-    assert "learnt from 7 answers" in more["model"]
+    assert "learned from 7 answers" in more["model"]
     thawed = dict(ask_labels(a_loop(start, tmp_path, questions=8, every=8)))
-    assert "learnt from 8 answers" in thawed["model"]
+    assert "learned from 8 answers" in thawed["model"]
     assert load_model(tmp_path / "rounds" / "0008").config.backbone == "tiny"
 
 
@@ -474,7 +478,7 @@ def test_images_that_come_later_need_no_new_start(tmp_path: Path) -> None:
     assert rows["answers"].endswith("(9 of 9)")
     assert (tmp_path / "loop" / "start" / SHORT_STAGES[-1] / "run.json").read_bytes() == made
     assert len((tmp_path / "loop" / "clusters.csv").read_text().splitlines()) == 15
-    with pytest.raises(InputError, match="was begun with 3 clusters; leave --clusters out"):
+    with pytest.raises(InputError, match="has 3 clusters already; leave --clusters out"):
         ask_labels(Loop(str(folder), tmp_path / "loop", 4, 9, **small))  # type: ignore[arg-type]
 
 
@@ -520,7 +524,7 @@ def test_a_person_answers_takes_back_and_finishes_in_the_terminal(start: Path, t
         assert [answer.choice for answer in store.answers()] == [0, UNSURE]
         assert store.counts().withdrawn == 1
     assert rows["answers"].endswith("(2 of 12)")
-    assert "that is no answer" in person.shown
+    assert any(line.startswith("that is not an answer") for line in person.shown)
 
 
 def test_the_end_of_input_finishes(start: Path, tmp_path: Path) -> None:
@@ -542,7 +546,7 @@ def test_ctrl_c_in_the_terminal_ends_and_leaves_the_last_answers_for_next_time(s
     prompt = Prompt(images, write=lambda _text: None, read=read, colour=False)
     rows = dict(ask_in_terminal(a_loop(start, tmp_path / "loop", kind="pair"), prompt))
     assert rows["answers"].endswith("(2 of 12)")
-    assert rows["model"].endswith("(has learnt from 0 answers; 2 more wait: the same command learns them)")
+    assert rows["model"].endswith("(has learned from 0 answers; 2 more wait: the same command trains on them)")
     assert (tmp_path / "loop" / "clusters.csv").exists()
 
 
@@ -554,8 +558,8 @@ def test_a_contradiction_is_told_in_the_terminal(start: Path, tmp_path: Path) ->
             store.add_questions([question], urgent=True)
     prompt = Prompt(images, write=person.shown.append, read=person.read, colour=False)
     ask_in_terminal(loop, prompt)
-    assert any("one answer says different, 2 say same; p takes yours back" in line for line in person.shown)
-    assert "there is nothing to take back" in person.shown
+    assert any("one answer says different, 2 say same; p undoes yours" in line for line in person.shown)
+    assert "there is no answer to undo" in person.shown
 
 
 def test_which_of_these_is_answered_by_numbers_in_the_terminal(start: Path, tmp_path: Path) -> None:
@@ -635,7 +639,7 @@ def test_the_command_runs_the_loop_with_labels(start: Path, tmp_path: Path) -> N
     more = ["--questions", "6", "--set", "every=6", "--set", "steps=2", "--quiet"]
     done = CliRunner().invoke(cli.app, [*map(str, words), *more])
     assert done.exit_code == 0, done.output
-    assert "has learnt from 6 answers" in done.output
+    assert "has learned from 6 answers" in done.output
 
 
 def test_two_loops_on_one_folder_the_second_says_so(start: Path, tmp_path: Path) -> None:
@@ -643,20 +647,22 @@ def test_two_loops_on_one_folder_the_second_says_so(start: Path, tmp_path: Path)
     loop = a_loop(start, tmp_path / "loop")
     with (
         open_store(tmp_path / "loop" / "answers.db", images, source="digits"),
-        pytest.raises(InputError, match=r"answers\.db: another server is at work .* choose another --out"),
+        pytest.raises(InputError, match=r"answers\.db: another server uses this database .* choose another --out"),
     ):
         ask_labels(loop)
 
 
 def test_a_model_of_other_images_is_told_with_the_mend(tmp_path: Path) -> None:
     save_model(build_model(n_clusters=10, side=16, channels=3), tmp_path / "other")
-    with pytest.raises(InputError, match=r"other: takes images of 16 px and 3 channel\(s\), digits has 8 px and 1"):
+    with pytest.raises(
+        InputError, match=r"other: takes colour images of 16 × 16, these are grey images of 8 × 8; name a model"
+    ):
         ask_labels(a_loop(tmp_path / "other", tmp_path / "loop"))
 
 
 def test_a_limited_chooser_counts_what_is_handed_out(images: ImageSet, start: Path) -> None:
     belief = image_belief(load_model(start), images)
-    chooser = Limited(5, kind="pair", choose="random", seed=0)
+    chooser = Chooser(kind="pair", choose="random", total=5)
     first = chooser.next(belief, [], 20, ())
     assert len(first) == 5
     answers = [Answer(question, NONE) for question in first[:3]]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from constraintmatch.annotate.starting import begun, renumbered
+from constraintmatch.annotate.background_training import cluster_numbers, round_start
 from constraintmatch.answers import NONE, UNSURE, Answer, Question, n_kinds
 from constraintmatch.datasets import load_dataset
 from constraintmatch.images import ImageSet
@@ -52,13 +52,13 @@ def test_unsure_answers_show_no_kinds() -> None:
 def test_clusters_that_only_swapped_numbers_get_the_old_ones_back(order: list[int], n_each: int) -> None:
     before = np.repeat(np.arange(5), n_each)
     now = np.array(order)[before]
-    number = renumbered(now, before, 5)
+    number = cluster_numbers(now, before, 5)
     assert np.array_equal(number[now], before)
 
 
 def test_a_cluster_that_is_new_gets_a_number_that_was_free() -> None:
     before, now = np.array([0, 0, 1, 1, 1]), np.array([2, 2, 0, 0, 1])
-    assert renumbered(now, before, 3).tolist() == [1, 2, 0]
+    assert cluster_numbers(now, before, 3).tolist() == [1, 2, 0]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def featureless(images: ImageSet) -> ClusterModel:
 
 def test_a_start_with_clusters_is_taken_as_it_is(digits: ImageSet) -> None:
     start = build_model(n_clusters=7, side=8, channels=1, backbone="tiny")
-    made = begun(start, Frozen.of(start, digits), digits, [], CPU)
+    made = round_start(start, Frozen.of(start, digits), digits, [], CPU)
     assert made is not start
     assert weights_hash(made) == weights_hash(start)
 
@@ -84,7 +84,7 @@ def test_a_start_without_clusters_grows_with_the_answers_and_keeps_their_numbers
 
     def after(before: ClusterModel | None, answers: list[Answer]) -> ClusterModel:
         said = None if before is None else image_belief(before, digits).probabilities
-        return begun(start, frozen, digits, answers, CPU, said)
+        return round_start(start, frozen, digits, answers, CPU, said)
 
     two = after(None, [])
     assert two.config.n_clusters == 2
@@ -97,7 +97,7 @@ def test_a_start_without_clusters_grows_with_the_answers_and_keeps_their_numbers
     said = image_belief(grown, digits).probabilities
     assert said is not None
     order = np.roll(np.arange(kinds), 1)  # as if the newest model had numbered them otherwise
-    again = begun(start, frozen, digits, answers, CPU, said[:, order])
+    again = round_start(start, frozen, digits, answers, CPU, said[:, order])
     kept = image_belief(again, digits).probabilities
     assert kept is not None
     assert np.array_equal(kept.argmax(1), said[:, order].argmax(1))

@@ -104,7 +104,9 @@ def test_an_answer_is_one_row_that_a_reader_sees_while_the_server_runs(path: Pat
 
 
 def test_the_database_is_in_wal_mode_and_waits_for_the_disk(store: Store) -> None:
-    settings = [store._connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")]
+    settings = [
+        store._database.connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")
+    ]
     assert settings == ["wal", 2]
 
 
@@ -120,17 +122,17 @@ def test_what_was_answered_is_there_after_a_restart(path: Path) -> None:
         assert (store.answers(), store.rows(), store.names(), store.counts()) == before
         assert store.notice is None
         ask(store, Question(0, (2,)), NONE)
-        assert len(store.clashes()) == 1
+        assert len(store.contradictions()) == 1
 
 
 def test_a_full_disk_is_told_and_leaves_the_store_as_it_was(store: Store) -> None:
     ask(store, Question(0, (1,)), 0)
-    pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
-    store._connection.execute(f"PRAGMA max_page_count = {pages}")
+    pages = store._database.connection.execute("PRAGMA page_count").fetchone()[0]
+    store._database.connection.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(InputError, match=r"answers\.db: no space left on the disk; free some"):
         store.add_questions(Question(i, (j,)) for i in range(30) for j in range(i))
     assert store.claim("ann", 1) == []
-    store._connection.execute("PRAGMA max_page_count = 1000000")
+    store._database.connection.execute("PRAGMA max_page_count = 1000000")
     ask(store, Question(2, (3,)), NONE)
     assert len(store.answers()) == 2
 
@@ -274,7 +276,7 @@ def test_a_contradiction_is_told_at_once_with_the_answers_that_prove_it(store: S
     (clash,) = recorded.contradictions
     assert (clash.images, clash.together, clash.apart) == ((2, 1, 0), (second, first), recorded.id)
     assert [store.row(number).annotator for number in clash.answers] == ["ann", "bob", "ann"]
-    assert [set(open_one.answers) for open_one in store.clashes()] == [{first, second, recorded.id}]
+    assert [set(open_one.answers) for open_one in store.contradictions()] == [{first, second, recorded.id}]
 
 
 @pytest.mark.parametrize("choice", [None, 1, UNSURE])
@@ -283,7 +285,7 @@ def test_a_contradiction_is_settled_by_withdrawing_or_changing_an_answer(store: 
     wrong = ask(store, Question(1, (2, 3)), 0)
     ask(store, Question(0, (2,)), NONE)
     settled = store.settle(wrong, "bob", choice)
-    assert settled.contradictions == [] == store.clashes()
+    assert settled.contradictions == [] == store.contradictions()
     old = store.row(wrong)
     assert (old.choice, old.withdrawn) == (0, "withdrawn" if choice is None else "changed")
     assert (settled.id == wrong) == (choice is None)
@@ -304,12 +306,13 @@ def test_the_counts_tell_the_kinds_and_the_speed(store: Store) -> None:
         ask(store, Question(image, tuple(shown)), choice, "ann" if at else "bob", 2_000)
     store.undo("ann")
     found = store.counts()
-    kinds = (found.same, found.different, found.which, found.none, found.unsure)
-    assert kinds == (1, 1, 1, 1, 1)
-    assert found.answered == 5
-    assert (found.withdrawn, found.set_aside, found.waiting, found.per_minute) == (1, 0, 1, 30.0)
-    assert store.counts("bob").answered == 1
-    assert store.counts("eve").per_minute == 0
+    assert (found.answered, found.same, found.different, found.unsure) == (5, 2, 2, 1)
+    assert (found.withdrawn, found.per_minute) == (1, 30.0)
+    assert (store.n_set_aside(), store.n_waiting()) == (0, 1)
+
+
+def test_without_answers_there_is_no_speed(store: Store) -> None:
+    assert store.counts().per_minute == 0
 
 
 def test_a_pause_does_not_spoil_the_speed(store: Store) -> None:
@@ -408,7 +411,7 @@ def test_a_moved_image_sets_its_answers_aside_until_it_is_back(path: Path) -> No
             "answers.db: 2 answers are kept but set aside: 1 image (image0.png) moved, renamed or deleted; "
             "put the images back to use them"
         )
-        assert store.counts().set_aside == 2
+        assert store.n_set_aside() == 2
         assert [asked.question for asked in store.claim("ann", 9)] == pairs((6, 7))
         assert [row.answer is None for row in store.rows()] == [True, False, True, False]
     with open_store(path, IMAGES) as store:
@@ -443,7 +446,7 @@ def test_the_second_server_on_a_database_is_told_so(path: Path) -> None:
     link = path.with_name("other.db")
     link.symlink_to(path)
     for name in (path, link):
-        said = rf"{name.name}: another server is at work on this database \(pid {os.getpid()}\); use its page"
+        said = rf"{name.name}: another server uses this database \(pid {os.getpid()}\); use its page"
         with pytest.raises(InputError, match=said), open_store(name, IMAGES):
             pass
 
@@ -469,7 +472,7 @@ def test_a_database_of_another_version_is_refused(path: Path, version: int, mend
         pass
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
-    said = rf"a database of version {version}, and this program knows 1; {mend}"
+    said = rf"a database of version {version}; this program knows version 1; {mend}"
     with pytest.raises(InputError, match=said), open_store(path, IMAGES):
         pass
 

@@ -321,7 +321,7 @@ def test_the_loop_learns_beside_the_person_and_shows_it(serve_loop: Serve, visit
     press(page, "111000")
     answered(page, 6)
     page.wait_for_function(
-        "() => document.getElementById('activity').textContent.includes('has learnt from')", timeout=60_000
+        "() => document.getElementById('activity').textContent.includes('has learned from')", timeout=60_000
     )
     watcher = visit(server, "bert", view="#clusters")
     watcher.wait_for_selector(".gallery")
@@ -329,7 +329,7 @@ def test_the_loop_learns_beside_the_person_and_shows_it(serve_loop: Serve, visit
     press(page, "20")
     page.wait_for_function("() => document.getElementById('prompt').textContent.startsWith('All 8 questions')")
     page.wait_for_function(
-        "() => document.getElementById('activity').textContent.includes('learnt from 8 answers')", timeout=60_000
+        "() => document.getElementById('activity').textContent.includes('learned from 8 answers')", timeout=60_000
     )
     watcher.wait_for_function("text => document.getElementById('folder').textContent !== text", arg=before[0])
     watcher.wait_for_function("html => document.getElementById('galleries').innerHTML !== html", arg=before[1])

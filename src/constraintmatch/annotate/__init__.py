@@ -1,3 +1,3 @@
-"""Asking people: the store of their answers, the exchange with other tools, the page in the browser."""
+"""Ask people: the store of their answers, exchange with other tools, the page in the browser, the loop."""
 
 __all__ = []

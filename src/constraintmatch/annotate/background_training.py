@@ -1,12 +1,12 @@
-"""The model that learns beside the person: rounds of training in a thread of its own, the newest model believed.
+"""Rounds of training in the background, in a thread of their own, while people answer.
 
 folder/
-  start/         the self-supervised start, where none was given
+  start/         the self-supervised start, if none was given
   rounds/0120/   the run folder of the round with 120 answers; 0200-last/ of the longer training after all 200,
-                 0120-head/ where a head learns alone, …-old/ until the one that takes its place is there
+                 0120-head/ if only a head learns, …-old/ until the one that replaces it is finished
   model/         the newest model
 
-A thread is enough: torch lets go of the interpreter while it computes, and an answer is taken in under 0.1 s meanwhile.
+A thread is enough: torch releases the interpreter while it computes, and an answer is stored within 0.1 s meanwhile.
 """
 
 from __future__ import annotations
@@ -23,38 +23,39 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from constraintmatch.annotate.starting import begun
-from constraintmatch.answers import Answer
+import numpy as np
+
+from constraintmatch.answers import Answer, n_kinds
 from constraintmatch.errors import InputError
 from constraintmatch.files import read_json
 from constraintmatch.landscape import Belief
 from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.rounds import closure_pairs, head_belief, image_belief
+from constraintmatch.rounds import closure_pairs, head_belief, image_belief, informed
 from constraintmatch.runs import OtherRequest
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from constraintmatch.constraints import Constraints
     from constraintmatch.images import ImageSet
     from constraintmatch.methods import ViewChoice
     from constraintmatch.methods.propagate import Frozen
     from constraintmatch.models import ClusterModel
 
-__all__ = ["Learner", "Learning"]
+__all__ = ["Learner", "Learning", "cluster_numbers", "round_start"]
 
-PATIENCE = 20.0  # seconds without a new answer after which fewer answers than make a round are learnt too
-LONGEST_STEPS = (
-    10.0  # seconds that a stop waits for the steps under way; then the thread is left to end with the program
-)
-# A round's folder: answers, a head alone, the longer training at the end, waiting for the one that takes its place
+PATIENCE = 20.0  # seconds without a new answer after which fewer answers than a round needs are trained on too
+LONGEST_STEPS = 10.0  # seconds that a stop waits for the current step; then the thread ends with the program
+# The folder of a round: answers, only a head, the longer training at the end, kept until another replaces it
 ROUND = re.compile(r"(\d+)(-head)?(-last)?(-old)?")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Learning:
-    """How a round is trained: the method's arguments and training settings, and after how many new answers.
+    """How a round is trained: arguments and training settings of the method, and after how many new answers.
 
-    `total` is how many answers there will be at most: the last of them are learnt at once, however few, and for
+    `total` is the largest number of answers: the last of them are trained on at once, even if they are few, and for
     `last_steps` if that is given.
     """
 
@@ -100,30 +101,30 @@ class Learner:
         held_out: ImageSet | None = None,
         whole: Callable[[ClusterModel], ClusterModel] | None = None,
     ) -> None:
-        """`whole` makes of a model that has learnt the one that is given away, where only a part of it learns."""
+        """`whole` turns a trained part of a model into the whole model, if only a part learns."""
         self.images, self.start_model, self.answers, self.folder = images, start, answers, folder
         self.learning, self.views, self.held_out = learning, views, held_out
         self.whole = whole or (lambda model: model)
         self.problem: str | None = None
         self._learnt = 0  # answers that the newest model knows
-        self._steps = 0  # that its round was asked for
-        self._training: tuple[int, _Watched] | None = None  # the round under way: its answers, how far it is
+        self._steps = 0  # of its round
+        self._training: tuple[int, _Watched] | None = None  # the current round: its answers, its progress
         self._newest: ClusterModel = start
         self._belief: Belief | None = None  # of the newest model
-        self._ahead: Belief | None = None  # of the model that the round under way began with: it knows more answers
+        self._ahead: Belief | None = None  # of the model that the current round began with: it knows more answers
         self._event, self._stop = threading.Event(), False
-        self._seen, self._seen_at = 0, time.monotonic()  # answers when they were last counted, and since when so many
+        self._seen, self._seen_at = 0, time.monotonic()  # the last count of answers, and when it changed
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self._take_up()
 
     def belief(self) -> Belief:
-        """What is known of the images: by the round under way, as far as it is, or else by the newest model."""
-        ahead = self._ahead  # the learner's thread may take it away meanwhile
+        """What is known of the images: by the current round as far as it is, else by the newest model."""
+        ahead = self._ahead  # the thread may remove it meanwhile
         return self._of_newest() if ahead is None else ahead
 
     @cached_property
     def frozen(self) -> Frozen:
-        """What the start's backbone makes of the images: every round begins with it, so one pass serves them all."""
+        """What the backbone of the start makes of the images: all rounds begin with it, so one pass is enough."""
         from constraintmatch.methods.propagate import Frozen
 
         return Frozen.of(self.start_model, self.images)
@@ -145,26 +146,26 @@ class Learner:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is something to train if no more is answered: on some answers, or longer at the end."""
+        """Whether there is something to train without new answers: on some answers, or longer at the end."""
         last = self._is_last(len(self.answers()))
         return self.n_left > 0 or (last and self._steps < self._last_steps)
 
     def name(self) -> str:
-        """The newest model, as the store notes it beside the questions it asked."""
+        """The name of the newest model; the store notes it with the questions that the model chose."""
         return f"round {self._learnt}" if self._learnt else "start"
 
     def activity(self) -> str | None:
-        """A line about what goes on, for the page."""
+        """A line about the training, for the page."""
         if self.problem is not None:
             return self.problem
-        learnt = f"has learnt from {self._learnt:,} answers" if self._learnt else ""
+        learnt = f"has learned from {self._learnt:,} answers" if self._learnt else ""
         if self._training is not None:
             n_answers, watched = self._training
             return f"learning from {n_answers:,} answers{watched.share()}" + (f"; {learnt}" if learnt else "")
         return learnt or None
 
     def is_due(self) -> bool:
-        """Whether enough has been answered since the newest model, or the last of all, or nothing for a while."""
+        """Whether a round should start: enough new answers, or the last of all, or no new one for a while."""
         n_answers, now = len(self.answers()), time.monotonic()
         if n_answers != self._seen:
             self._seen, self._seen_at = n_answers, now
@@ -174,9 +175,9 @@ class Learner:
         return last or n_answers - self._learnt >= self.learning.every or now - self._seen_at > PATIENCE
 
     def learn(self, reporter: Reporter | None = None) -> bool:
-        """Train one round on all answers so far; False where they say nothing that could be trained on."""
+        """Train one round on all answers so far; False if they say nothing to train on."""
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()  # after a stop: it ends with the steps under way
+            self._thread.join()  # after a stop: it ends with its current step
         answers, settings = list(self.answers()), dict(self.learning.settings)
         pairs = closure_pairs(answers, len(self.images))
         if not len(pairs):
@@ -187,9 +188,9 @@ class Learner:
             settings["steps"] = self._last_steps
         try:
             before = self._of_newest().probabilities
-            first = begun(self.start_model, self.frozen, self.images, answers, settings, before)
+            first = round_start(self.start_model, self.frozen, self.images, answers, settings, before)
             self._ahead = head_belief(first, self.frozen)  # better questions while the network is trained
-            if self.start_model.config.n_clusters:  # what it begins with is judged by answers that it has not been told
+            if self.start_model.config.n_clusters:  # the start is judged by answers that it does not know
                 first = copy.deepcopy(self.start_model)
             self._believe(self._trained(first, pairs, settings, len(answers), watched), len(answers))
             self._steps = int(settings.get("steps", 0))
@@ -200,7 +201,7 @@ class Learner:
     def _trained(
         self, first: ClusterModel, pairs: Constraints, settings: Mapping[str, Any], n_answers: int, reporter: Reporter
     ) -> ClusterModel:
-        """One round; a stopped one goes on from its checkpoint, unless something else was answered meanwhile."""
+        """One round; a stopped one continues from its checkpoint, unless answers have changed since."""
         from constraintmatch.methods import ViewChoice
         from constraintmatch.models import load_model
         from constraintmatch.running import Around, method_settings, run_method
@@ -222,19 +223,19 @@ class Learner:
         return load_model(place)
 
     def start(self) -> None:
-        """Begin to learn in the background whenever a round is due."""
+        """Start the thread, which trains when a round is due."""
         self.belief()  # before the page asks: one thread at a time uses the device
         self._thread.start()
 
     def stop(self) -> None:
-        """No more rounds; one that is under way is given up, and its answers are learnt next time."""
+        """Stop the thread; the current round continues from its checkpoint next time."""
         self._stop = True
         self._event.set()
         if self._thread.is_alive():
             self._thread.join(LONGEST_STEPS)
 
     def _is_stopped(self) -> bool:
-        """Whether to end the round under way: a round that another thread trains after the stop goes on."""
+        """Whether to end the current round; a round that another thread trains after the stop continues."""
         return self._stop and threading.current_thread() is self._thread
 
     def _run(self) -> None:
@@ -247,9 +248,9 @@ class Learner:
             try:
                 if not self.learn():
                     self._event.wait(1.0)
-            except Interrupted:  # its checkpoint is written: the next start goes on with it
+            except Interrupted:  # its checkpoint is written: the next start continues it
                 return
-            except InputError as error:  # the person goes on answering; the page says why nothing is learnt
+            except InputError as error:  # people can still answer; the page says why nothing is trained
                 self.problem = str(error)
                 return
             except Exception:
@@ -276,7 +277,7 @@ class Learner:
         return self.learning.last_steps or 0
 
     def _is_last(self, n_answers: int) -> bool:
-        """Whether a round with so many answers is the longer one at the end."""
+        """Whether a round with this number of answers is the longer one at the end."""
         total = self.learning.total
         return self._last_steps > 0 and total is not None and n_answers >= total
 
@@ -285,9 +286,9 @@ class Learner:
         return self.folder / "rounds" / f"{n_answers:04d}{alone}{last}"
 
     def _take_up(self) -> None:
-        """Go on with the newest finished round that knows no more answers than stand now; clear what cannot go on.
+        """Continue with the newest finished round that knows no more answers than stand now; remove what cannot.
 
-        A round of another network, or of the other way, with the network frozen or not, is passed over.
+        A round of another network, or with the network frozen if this one is not, is ignored.
         """
         from constraintmatch.models import load_model
         from constraintmatch.runs import is_finished
@@ -305,7 +306,7 @@ class Learner:
 
 
 def _rounds(folder: Path) -> list[tuple[int, Path]]:
-    """The rounds that lie there with their answers, the newest first; of as many answers the longer training."""
+    """The rounds in a folder with their numbers of answers, newest first; of equal numbers the longer training."""
     found = [(match, path) for path in folder.glob("*") if (match := ROUND.fullmatch(path.name))]
     ordered = sorted(found, key=lambda one: (int(one[0][1]), one[0][3] or "", not one[0][4], one[1]), reverse=True)
     return [(int(match[1]), path) for match, path in ordered]
@@ -316,7 +317,7 @@ def _aside(place: Path) -> Path:
 
 
 def _set_aside(place: Path) -> None:
-    """Make room for another round of that name; a finished one is kept until the new one is there."""
+    """Make room for another round of that name; a finished one is kept until the new one is finished."""
     from constraintmatch.runs import is_finished
 
     if is_finished(place):
@@ -327,6 +328,61 @@ def _set_aside(place: Path) -> None:
 
 
 def _kind(model: ClusterModel) -> tuple[object, ...]:
-    """What a model is made of and what it takes; heads on what two networks see differ in mean and scale at least."""
+    """What a model is made of and what it takes; heads on two networks differ at least in mean and scale."""
     config = model.config
     return config.backbone, config.side, config.channels, tuple(config.mean), tuple(config.std)
+
+
+def round_start(
+    start: ClusterModel,
+    frozen: Frozen,
+    images: ImageSet,
+    answers: Sequence[Answer],
+    settings: Mapping[str, Any],
+    before: NDArray[np.float32] | None = None,
+) -> ClusterModel:
+    """The model that a round begins with: a copy of the start whose head knows the answers.
+
+    A start without clusters gets as many as the answers show. `frozen` is what its backbone makes of the images.
+    Clusters do not become fewer, and keep the numbers that the newest model gave them (`before`, what it says of the
+    images), because people have named them.
+    """
+    if start.config.n_clusters:
+        return informed(start, frozen, answers)
+    from constraintmatch.pretraining import SHORT_STAGES
+    from constraintmatch.running import method_settings, run_method
+
+    finds_clusters = SHORT_STAGES[-1]
+    known = 0 if before is None else before.shape[1]
+    wanted = {key: settings[key] for key in ("seed", "device") if key in settings}
+    made = run_method(
+        finds_clusters,
+        copy.deepcopy(start),
+        images,
+        arguments={"n_clusters": max(2, known, n_kinds(answers, len(images)))},
+        settings=method_settings(finds_clusters, wanted),
+    ).model
+    made = informed(made, frozen, answers)
+    if before is not None:
+        _renumber(made, frozen.probabilities(made), before)
+    return made
+
+
+def cluster_numbers(now: NDArray[np.int64], before: NDArray[np.int64], k: int) -> NDArray[np.int64]:
+    """The new number of each of the k clusters (k,), so that most images keep the number of their cluster."""
+    from scipy.optimize import linear_sum_assignment
+
+    count = np.zeros((k, k), np.int64)
+    np.add.at(count, (now, before), 1)
+    return np.asarray(linear_sum_assignment(count, maximize=True)[1], np.int64)
+
+
+def _renumber(model: ClusterModel, now: NDArray[np.float32], before: NDArray[np.float32]) -> None:
+    import torch
+
+    assert model.head is not None
+    number = cluster_numbers(now.argmax(1), before.argmax(1), model.config.n_clusters)
+    order = torch.from_numpy(np.argsort(number))
+    with torch.no_grad():
+        for part in (model.head.weight, model.head.bias):
+            part.copy_(part[order.to(part.device)].clone())

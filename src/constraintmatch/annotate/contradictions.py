@@ -1,6 +1,6 @@
-"""Contradictions between answers, found as they come: links as a graph whose edges remember who said so.
+"""Contradictions between answers, found when an answer comes: a graph of links and of the answers behind them.
 
-A union-find would be faster but cannot forget; answers are undone and withdrawn. A breadth-first search over a group
+A union-find is faster but cannot forget, and answers are undone and withdrawn. A breadth-first search over a group
 costs about 3 ms at 10,000 images, and an answer needs one to three of them.
 """
 
@@ -10,14 +10,14 @@ from itertools import pairwise
 
 from constraintmatch.answers import NONE, Answer, Question
 
-__all__ = ["Clash", "LinkGraph"]
+__all__ = ["Contradiction", "LinkGraph"]
 
 _Edges = defaultdict[int, dict[int, list[int]]]  # image -> the other image -> answers that say so, oldest first
 _Tree = dict[int, tuple[int, int]]  # image -> (the image before it, steps from the root)
 
 
 @dataclass(frozen=True)
-class Clash:
+class Contradiction:
     """Two images that one answer keeps apart and a chain of answers holds together.
 
     `images` is the way from one to the other, `together[k]` the answer that links images[k] and images[k + 1], `apart`
@@ -42,24 +42,24 @@ class LinkGraph:
         self._cannot: _Edges = defaultdict(dict)
         self._torn: list[tuple[int, int, int]] | None = []  # what `_find_torn` found; None: look again
 
-    def add_checked(self, number: int, answer: Answer) -> list[Clash]:
-        """Take an answer's links in; what the other answers say against it comes back."""
+    def add_checked(self, number: int, answer: Answer) -> list[Contradiction]:
+        """Add the links of an answer; returns what the other answers say against it."""
         torn = self._torn
         self.add(number, answer)
-        clashes = self.clashes_of(number, answer)
-        if not clashes:
-            self._torn = torn  # an answer without a clash tears nothing
-        return clashes
+        found = self.contradictions_of(number, answer)
+        if not found:
+            self._torn = torn  # an answer without a contradiction tears nothing
+        return found
 
     def add(self, number: int, answer: Answer) -> None:
-        """Take an answer's links in, unchecked: many at once are faster that way."""
+        """Add the links of an answer without a check: faster for many at once."""
         self._torn = None
         for edges, i, j in self._links(answer):
             for one, other in ((i, j), (j, i)):
                 edges[one].setdefault(other, []).append(number)
 
     def remove(self, number: int, answer: Answer) -> None:
-        """Take an answer's links out again."""
+        """Remove the links of an answer."""
         if self._torn:
             self._torn = None
         for edges, i, j in self._links(answer):
@@ -71,16 +71,16 @@ class LinkGraph:
     def _links(self, answer: Answer) -> list[tuple[_Edges, int, int]]:
         """What the answer states: same as the chosen image, or different from all shown.
 
-        That the images beside the chosen one are different only follows if no two of them are of one kind; a person who
-        sees two that fit picks one, and nobody is to be told that this is a contradiction.
+        The other shown images are different only if no two of them are of one kind. Who sees two that fit picks one of
+        them, and that is no contradiction.
         """
         image, shown = answer.question.image, answer.question.shown
         if answer.choice >= 0:
             return [(self._must, image, shown[answer.choice])]
         return [(self._cannot, image, other) for other in shown] if answer.choice == NONE else []
 
-    def clashes_of(self, number: int, answer: Answer) -> list[Clash]:
-        """What the other answers say against this one, which is among them: the shortest proof for each of its links.
+    def contradictions_of(self, number: int, answer: Answer) -> list[Contradiction]:
+        """What the other answers say against this one, which is in the graph: the shortest proof for each of its links.
 
         A must-link between two groups that were one already brings no new contradiction.
         """
@@ -90,10 +90,10 @@ class LinkGraph:
             if edges is self._must:
                 found += self._against_must(number, i, j)
             elif j in tree:
-                found.append(self._clash(_way(tree, j)[::-1], number))
+                found.append(self._proof(_way(tree, j)[::-1], number))
         return found
 
-    def _against_must(self, number: int, i: int, j: int) -> list[Clash]:
+    def _against_must(self, number: int, i: int, j: int) -> list[Contradiction]:
         """The nearest earlier cannot-link between the groups that the must-link i–j joins, if there is one."""
         if self._must[i][j] != [number]:
             return []
@@ -106,26 +106,26 @@ class LinkGraph:
         if not crossing:
             return []
         _, a, b = min(crossing)
-        return [self._clash(_way(here, a) + _way(there, b)[::-1], self._cannot[a][b][0])]
+        return [self._proof(_way(here, a) + _way(there, b)[::-1], self._cannot[a][b][0])]
 
-    def n_clashes(self) -> int:
-        """How many pairs of images are torn: one answer keeps them apart, others hold them together."""
+    def n_contradictions(self) -> int:
+        """How many pairs of images one answer keeps apart and others hold together."""
         return len(self._find_torn())
 
-    def clashes(self, limit: int | None = 10) -> list[Clash]:
-        """The contradictions that stand, by the answers that keep apart, each pair of images once.
+    def contradictions(self, limit: int | None = 10) -> list[Contradiction]:
+        """The open contradictions, in the order of the answers that keep apart, each pair of images once.
 
-        One search per image on which they hang: many (limit=None) may take long; `n_clashes` is fast.
+        Each image needs a search of its own: all of many (limit=None) may take long; `n_contradictions` is fast.
         """
         torn = self._find_torn()[:limit]
         often = Counter(image for _, i, j in torn for image in (i, j))
         ways = [(j, i, apart) if often[i] < often[j] else (i, j, apart) for apart, i, j in torn]
-        found: dict[tuple[int, int, int], Clash] = {}
+        found: dict[tuple[int, int, int], Contradiction] = {}
         root, tree = -1, _Tree()
         for way in sorted(ways):
             if way[0] != root:
                 root, tree = way[0], self._tree(way[0])
-            found[way] = self._clash(_way(tree, way[1])[::-1], way[2])
+            found[way] = self._proof(_way(tree, way[1])[::-1], way[2])
         return [found[way] for way in ways]
 
     def _find_torn(self) -> list[tuple[int, int, int]]:
@@ -150,7 +150,7 @@ class LinkGraph:
         return bool(apart) and all(not apart.isdisjoint(self._tree(shown)) for shown in question.shown)
 
     def _tree(self, root: int, *, without: int | None = None) -> _Tree:
-        """The group of an image by breadth-first search; `without`: not over the edge from the root to that image."""
+        """The group of an image by breadth-first search; `without`: not over the link from the root to that image."""
         tree: _Tree = {root: (root, 0)}
         queue = [root]
         for image in queue:
@@ -168,9 +168,9 @@ class LinkGraph:
                 group |= dict.fromkeys(self._tree(image), image)
         return group
 
-    def _clash(self, way: list[int], apart: int) -> Clash:
+    def _proof(self, way: list[int], apart: int) -> Contradiction:
         steps = pairwise(way)
-        return Clash(tuple(way), tuple(self._must[i][j][0] for i, j in steps), apart)
+        return Contradiction(tuple(way), tuple(self._must[i][j][0] for i, j in steps), apart)
 
 
 def _way(tree: _Tree, end: int) -> list[int]:

@@ -1,18 +1,40 @@
-"""The database file: its tables, who may open it, and what SQLite's errors mean to a person."""
+"""The database file: its tables, who may open it, and what SQLite's errors mean."""
 
 import os
-import re
 import sqlite3
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from constraintmatch.errors import InputError
-from constraintmatch.files import check_target, folder_lock, mend
+from constraintmatch.files import InUse, check_target, folder_lock, mend
 
-__all__ = ["connect", "sole_server", "told"]
+__all__ = ["ALIKE", "ANSWERS", "ASKABLE", "DROP_WAITING", "Database", "one_server"]
 
-_APPLICATION = 0x434D4131  # "CMA1": tells our databases from those of other programs
+# Every answer with its question
+ANSWERS = (
+    "SELECT answers.id, question, image, shown, look, choice, annotator, milliseconds, time, model, weight, origin, "
+    "withdrawn FROM answers JOIN questions ON questions.id = question"
+)
+# The questions with a key that wait, or whose answer has another choice than the given one (unsure)
+ALIKE = (
+    "SELECT questions.* FROM questions LEFT JOIN answers ON question = questions.id AND withdrawn = '' "
+    "WHERE key = ? AND (state = 'waiting' OR (state = 'answered' AND choice != ?))"
+)
+# What an annotator may get now: urgent questions first, then those that the annotator holds
+ASKABLE = (
+    "SELECT id, image, shown, look, urgent FROM questions WHERE state = 'waiting' "
+    "AND (holder IS NULL OR holder = :who OR held_until <= :now) "
+    "ORDER BY urgent DESC, (holder IS :who AND held_until > :now) DESC, id"
+)
+DROP_WAITING = (  # those that nobody holds
+    "UPDATE questions SET state = 'retired' WHERE state = 'waiting' AND NOT urgent "
+    "AND (holder IS NULL OR held_until <= ?)"
+)
+
+_APPLICATION = 0x434D4131  # "CMA1": sets our databases apart from those of other programs
 _VERSION = 1
 _TABLES = (
     "CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
@@ -49,108 +71,131 @@ _TABLES = (
         SELECT answers.id, image, shown, choice, annotator, milliseconds, time, model, weight, origin, withdrawn
         FROM answers JOIN questions ON questions.id = answers.question""",
 )
-_KEPT = "what was acknowledged before is kept"
-_MENDS = {
+_KEPT = "every saved answer is kept"
+_DAMAGED = "the database is damaged; restore a copy or choose another {flag}"
+_BUSY = "another program writes to this database; close it and try again"
+_FORBIDDEN = "no permission to write there; choose another {flag}"
+_FIXES = {
     sqlite3.SQLITE_FULL: f"no space left on the disk; free some and answer again ({_KEPT})",
     sqlite3.SQLITE_IOERR: f"the disk cannot be written or read; check its space and health and start again ({_KEPT})",
-    sqlite3.SQLITE_READONLY: "the file or its disk is read-only; make it writable or choose another --db",
-    sqlite3.SQLITE_PERM: "no permission to write there; choose another --db",
-    sqlite3.SQLITE_AUTH: "no permission to write there; choose another --db",
-    sqlite3.SQLITE_CANTOPEN: "cannot be opened there; check the folder's permissions or choose another --db",
-    sqlite3.SQLITE_NOTADB: "not a database of answers; choose another --db",
-    sqlite3.SQLITE_CORRUPT: "the database is damaged; restore a copy or choose another --db",
-    sqlite3.SQLITE_BUSY: "another program is writing to this database; close it and try again",
-    sqlite3.SQLITE_LOCKED: "another program is writing to this database; close it and try again",
+    sqlite3.SQLITE_READONLY: "the file or its disk is read-only; make it writable or choose another {flag}",
+    sqlite3.SQLITE_PERM: _FORBIDDEN,
+    sqlite3.SQLITE_AUTH: _FORBIDDEN,
+    sqlite3.SQLITE_CANTOPEN: "cannot be opened; check the permissions of its folder or choose another {flag}",
+    sqlite3.SQLITE_NOTADB: "not a database of answers; choose another {flag}",
+    sqlite3.SQLITE_CORRUPT: _DAMAGED,
+    sqlite3.SQLITE_BUSY: _BUSY,
+    sqlite3.SQLITE_LOCKED: _BUSY,
 }
 
 
 @contextmanager
-def told(path: Path | str) -> Iterator[None]:
-    """SQLite's errors as an InputError that names the file and the mend."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        helps = _MENDS.get(
-            (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
-        )  # extended codes end in the plain one
-        if helps is None:
-            raise
-        raise InputError(f"{path}: {helps}") from error
-
-
-@contextmanager
-def sole_server(path: Path) -> Iterator[None]:
+def one_server(path: Path, flag: str) -> Iterator[None]:
     """Hold a database for this process; a second server gets an InputError. The kernel frees it after a crash."""
     check_target(path)
     target = Path(os.path.realpath(path))
+    lock = target.with_name(f"{target.name}.lock")
     with ExitStack() as stack:
         try:
-            stack.enter_context(folder_lock(target.with_name(f"{target.name}.lock")))
-        except InputError as error:
-            raise _reworded(path, str(error)) from None
-        except OSError as error:  # the lock's own file found the disk full
+            stack.enter_context(folder_lock(lock))
+        except InUse:
+            holder = (lock / ".lock").read_text(encoding="utf-8").strip() or "unknown"
+            raise InputError(
+                f"{path}: another server uses this database (pid {holder}); "
+                f"use its page, stop it, or choose another {flag}"
+            ) from None
+        except OSError as error:  # the disk is full: the lock's own file does not fit
             raise InputError(f"{path}: {mend(error) or error.strerror}") from None
         yield
 
 
-def _reworded(path: Path, message: str) -> InputError:
-    if holder := re.search(r"in use by another process \(pid (\w+)\)", message):
-        return InputError(
-            f"{path}: another server is at work on this database (pid {holder[1]}); "
-            "use its page, stop it, or choose another --db"
-        )
-    return InputError(f"{path}: {message.rpartition(': ')[2]}")
+class Database:
+    """An open, checked database of answers, created if it does not exist. Any thread may use it.
 
-
-def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-    """An open, checked database of answers, made when it is not there; transactions are begun by hand.
-
-    WAL: readers are not held up. synchronous=FULL: a commit is on the disk before it returns, power cut or not.
+    `flag` is the option that names the database, for messages. WAL: readers do not wait. synchronous=FULL: a commit is
+    on the disk before it returns, even if the power fails.
     """
-    if path.is_dir():
-        raise InputError(f"{path}: is a folder; give the database in it, for example --db {path / 'answers.db'}")
-    if read_only and not path.is_file():
-        raise InputError(f"{path}: no such file")
-    with told(path):
+
+    def __init__(self, path: Path, *, flag: str = "--db", read_only: bool = False) -> None:
+        self.path, self.flag, self.lock = path, flag, threading.RLock()
+        if path.is_dir():
+            raise InputError(f"{path}: is a folder; give the database in it, for example --db {path / 'answers.db'}")
+        if read_only and not path.is_file():
+            raise InputError(f"{path}: no such file; check {flag}")
         address = f"{Path(os.path.realpath(path)).as_uri()}?mode={'rw' if read_only else 'rwc'}"
-        connection = sqlite3.connect(address, uri=True, isolation_level=None, check_same_thread=False)
+        with self.access():
+            self.connection = sqlite3.connect(address, uri=True, isolation_level=None, check_same_thread=False)
+            try:
+                self._prepare(read_only)
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self.connection.close()
+
+    @contextmanager
+    def access(self) -> Iterator[None]:
+        """Alone on this database; SQLite's errors are InputErrors that name the file and the fix."""
         try:
-            _prepare(connection, path, read_only)
-        except BaseException:
-            connection.close()
-            raise
-    return connection
+            with self.lock:
+                yield
+        except sqlite3.Error as error:
+            code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF  # extended codes end in the plain one
+            if (fix := _FIXES.get(code)) is None:
+                raise
+            raise self._refusal(fix) from error
 
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """One transaction: on the disk when the block ends, undone when it fails."""
+        with self.access():
+            self.connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self.connection
+                self.connection.execute("COMMIT")
+            except BaseException:
+                if self.connection.in_transaction:  # a full disk may have rolled it back already
+                    self.connection.execute("ROLLBACK")
+                raise
 
-def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool) -> None:
-    application, version, n_tables = (
-        connection.execute(query).fetchone()[0]
-        for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
-    )
-    fresh = (application, version, n_tables) == (0, 0, 0)
-    if not fresh and application != _APPLICATION:
-        raise InputError(f"{path}: a database of another program; choose another --db")
-    if not fresh and version != _VERSION:
-        helps = "update constraintmatch" if version > _VERSION else "choose another --db"
-        raise InputError(f"{path}: a database of version {version}, and this program knows {_VERSION}; {helps}")
-    if fresh and read_only:
-        raise InputError(f"{path}: an empty file, not a database of answers")
-    if read_only:  # by this and not by mode=ro, which would leave the -wal and -shm files beside the database
-        connection.execute("PRAGMA query_only = ON")
-    else:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA foreign_keys = ON")
-    if fresh:
-        _create(connection)
-    if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
-        raise InputError(f"{path}: {_MENDS[sqlite3.SQLITE_CORRUPT]}")
+    def select(self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[dict[str, Any]]:
+        """The rows that a query finds, by column name."""
+        with self.access():
+            cursor = self.connection.cursor()
+            cursor.row_factory = sqlite3.Row
+            return [dict(row) for row in cursor.execute(query, values)]
 
+    def number(self, query: str, values: Sequence[Any] = ()) -> int:
+        """The one number that a query finds."""
+        with self.access():
+            return int(self.connection.execute(query, values).fetchone()[0])
 
-def _create(connection: sqlite3.Connection) -> None:
-    connection.execute("BEGIN IMMEDIATE")
-    for statement in _TABLES:
-        connection.execute(statement)
-    connection.execute(f"PRAGMA application_id = {_APPLICATION}")
-    connection.execute(f"PRAGMA user_version = {_VERSION}")
-    connection.execute("COMMIT")
+    def _refusal(self, text: str) -> InputError:
+        return InputError(f"{self.path}: {text.format(flag=self.flag)}")
+
+    def _prepare(self, read_only: bool) -> None:
+        queries = ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
+        application, version, n_tables = (self.number(query) for query in queries)
+        fresh = (application, version, n_tables) == (0, 0, 0)
+        if not fresh and application != _APPLICATION:
+            raise self._refusal("a database of another program; choose another {flag}")
+        if not fresh and version != _VERSION:
+            fix = "update constraintmatch" if version > _VERSION else "choose another {flag}"
+            raise self._refusal(f"a database of version {version}; this program knows version {_VERSION}; {fix}")
+        if fresh and read_only:
+            raise self._refusal("an empty file, not a database of answers; check {flag}")
+        if read_only:  # not mode=ro: that would leave the -wal and -shm files next to the database
+            self.connection.execute("PRAGMA query_only = ON")
+        else:
+            for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+                self.connection.execute(f"PRAGMA {setting}")
+        if fresh:
+            with self.transaction():
+                for statement in _TABLES:
+                    self.connection.execute(statement)
+                self.connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+                self.connection.execute(f"PRAGMA user_version = {_VERSION}")
+        if self.connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+            raise self._refusal(_DAMAGED)

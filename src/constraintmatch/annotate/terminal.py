@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,17 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from constraintmatch.annotate.question_queue import QuestionQueue
 from constraintmatch.answers import NONE, UNSURE, Question
+from constraintmatch.errors import InputError
 
 if TYPE_CHECKING:
+    from constraintmatch.annotate.api_types import Asked
     from constraintmatch.images import ImageSet
 
-__all__ = ["FINISHED", "PREVIOUS", "Prompt", "picture", "read_choice", "side_by_side"]
+__all__ = ["FINISHED", "PREVIOUS", "Prompt", "ask_one_by_one", "picture", "read_choice", "side_by_side"]
 
-PREVIOUS = -3  # take the last answer back
+PREVIOUS = -3  # undo the last answer
 FINISHED = -4
 _ALWAYS = {"u": UNSURE, "p": PREVIOUS, "f": FINISHED}
-_ALWAYS |= {"unsure": UNSURE, "previous": PREVIOUS, "finished": FINISHED}  # words that the prompt shows count too
+_ALWAYS |= {"unsure": UNSURE, "previous": PREVIOUS, "finished": FINISHED}  # the words of the prompt count too
 _PAIR = {"y": 0, "s": 0, "same": 0, "n": NONE, "d": NONE, "different": NONE}
 _NONE_OF_THESE = {"0": NONE, "n": NONE, "none of these": NONE}
 HALF_BLOCK = "▀"  # its upper half in the foreground colour, its lower half in the background's
@@ -60,7 +64,7 @@ def read_choice(text: str, question: Question) -> int | None:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Shows a question and reads its answer; `write` and `read` are a terminal's print and input."""
+    """Shows a question and reads its answer; `write` and `read` are like print and input."""
 
     images: ImageSet
     write: Callable[[str], None] = print
@@ -70,12 +74,12 @@ class Prompt:
 
     @classmethod
     def of_terminal(cls, images: ImageSet) -> Prompt:
-        """A prompt for this terminal: as wide as it is; no pictures where colours are not wanted (NO_COLOR, a pipe)."""
+        """A prompt as wide as this terminal; without pictures if colours are not wanted (NO_COLOR, a pipe)."""
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         return cls(images, width=shutil.get_terminal_size().columns, colour=colour)
 
     def ask(self, question: Question, heading: str = "") -> int:
-        """The person's choice; PREVIOUS and FINISHED are choices too, and an end of input is FINISHED."""
+        """The choice of the user; PREVIOUS and FINISHED are choices too, and an end of input is FINISHED."""
         self.write(self._shown(question, heading))
         keys = "y same, n different" if question.kind == "pair" else f"1-{len(question.shown)}, 0 none of these"
         while True:
@@ -86,7 +90,7 @@ class Prompt:
             choice = read_choice(text, question)
             if choice is not None:
                 return choice
-            self.write("that is no answer")
+            self.write("that is not an answer; type one of the keys above and Enter")
 
     def _shown(self, question: Question, heading: str) -> str:
         rows, seen = (question.image, *question.shown), self.images.to_look_at()
@@ -100,3 +104,35 @@ class Prompt:
             f"{label} {self.images.names[row].rsplit('/', 1)[-1]}" for label, row in zip(labels, rows, strict=True)
         ]
         return f"{heading}\n{side_by_side(pictures, captions, columns)}"
+
+
+def ask_one_by_one(queue: QuestionQueue, prompt: Prompt, activity: Callable[[], str | None]) -> None:
+    """Ask until enough is answered or the user finishes. `activity` is a line about the training."""
+    store, names, who = queue.store, prompt.images.names, "terminal"
+    while (asked := _claim(queue, who)) is not None:
+        began, n_answers = time.monotonic(), store.counts().answered
+        heading = f"{n_answers:,} of {queue.chooser.total:,} answered; {activity() or 'no round yet'}"
+        choice = prompt.ask(asked.question, heading)
+        if choice == FINISHED:
+            return
+        if choice == PREVIOUS:
+            store.release(who)
+            if store.undo(who) is None:
+                prompt.write("there is no answer to undo")
+            continue
+        spent = round(1e3 * (time.monotonic() - began))
+        for found in store.answer(asked.id, choice, who, spent).contradictions[:1]:
+            first, last = (names[found.images[at]] for at in (0, -1))
+            said = f"one answer says different, {len(found.together):,} say same"
+            prompt.write(f"{first} and {last}: {said}; p undoes yours")
+
+
+def _claim(queue: QuestionQueue, who: str) -> Asked | None:
+    """The next question, chosen now if none waits or the model is a new one; None if nothing is left."""
+    for _ in range(2):
+        queue.fill()
+        if held := queue.claim(who, 1):
+            return held[0]
+    if queue.problem is not None:
+        raise InputError(queue.problem)
+    return None

@@ -1,62 +1,202 @@
-"""Images as the page shows them: the file itself where it can be had, else the pixels that the model sees."""
+"""Small copies of images: pictures and galleries for the page, and tiny ones that show whether an image has changed."""
 
+import hashlib
 import io
-from collections.abc import Callable
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from constraintmatch.annotate.api_types import clean
+from constraintmatch.answers import Answer, Question, implied_groups
+from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
+from constraintmatch.questions import Belief
 
-__all__ = ["Picture", "Pictures", "pictures_of"]
+__all__ = ["Gallery", "ImageIdentity", "Kept", "Place", "Thumbnails", "galleries"]
 
 LARGEST = 800  # pixels: what a large screen shows of one of two images
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
-MAX_PIXELS = 100_000_000  # decoding more would hold the server up; the model's own pixels are shown instead
+MAX_PIXELS = 100_000_000  # larger files would block the server; the pixels of the model are shown instead
+
+Picture = tuple[bytes, str]  # content and media type
+_CELLS = 4  # a thumbnail is 4 × 4 grey means: one byte each
+_TOLERANCE = 32  # of 255: decoders, sizes and colour conversions differ by less, other images by more
+
+
+# The same image as before?
 
 
 @dataclass(frozen=True)
-class Picture:
-    """An encoded image."""
+class Place:
+    """Where images come from: a folder, a file or a data set, and of embeddings their pictures ("": none)."""
 
-    content: bytes
-    media_type: str
+    source: str = ""
+    pictures: str | None = None  # None: not known, or these are images themselves
+
+    @classmethod
+    def of(cls, images: ImageSet, source: Path | str, pictures: Path | str) -> "Place":
+        """Where these images come from: files by their whole path, data sets by their name."""
+
+        def absolute(place: Path | str) -> str:
+            return clean(str(Path(place).resolve() if str(place) and Path(place).exists() else place))
+
+        return cls(absolute(source), absolute(pictures) if images.embedded else None)
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """The image of a row: `large` for questions, `small` for galleries."""
+class Kept:
+    """Which of the images that a database mentions are here: how many, which are missing, which have other pixels."""
 
-    large: Callable[[int], Picture]
-    small: Callable[[int], Picture]
+    n_mentioned: int
+    missing: tuple[str, ...]
+    changed: tuple[str, ...]
+
+    @property
+    def is_another_set(self) -> bool:
+        """Whether most of the images are not here."""
+        return 2 * (len(self.missing) + len(self.changed)) > self.n_mentioned
+
+    def refusal(self, made: Place, here: Place, flag: str) -> str:
+        """Why a database made with other images cannot be used with those here, and what to do."""
+        what = []
+        if self.missing:
+            what.append(f"{len(self.missing):,} of its {self.n_mentioned:,} image names are not there")
+        if self.changed:
+            what.append(f"{len(self.changed):,} of its {self.n_mentioned:,} images look different there")
+        fix = _fix(made, here, f"another {flag}", same_names=not self.missing)
+        return f"not about the images of {here.source or 'this set'} ({', '.join(what)}); {fix}"
+
+    def reason(self) -> str:
+        """Why answers are set aside, and what to do; "" if all images are here."""
+        parts = []
+        if self.missing:
+            parts.append(f"{_listed(self.missing)} moved, renamed or deleted")
+        if self.changed:
+            parts.append(f"{_listed(self.changed)} replaced by another picture")
+        return f"{' and '.join(parts)}; put the images back to use them" if parts else ""
 
 
-def pictures_of(images: ImageSet, folder: Path | None = None, *, kept: int = 512) -> Pictures:
-    """The pictures of a set; with the folder it was read from, large ones come from the files there.
+def _fix(made: Place, here: Place, other: str, *, same_names: bool) -> str:
+    owner = f"it belongs to {made.source}; " if made.source not in ("", here.source) else ""
+    how, flag = ("without", "leave --pictures out") if here.pictures else ("with", "add --pictures FOLDER")
+    if here.pictures is not None and (same_names or not owner):  # probably the embeddings that it was made with
+        if made.pictures is None:
+            return f"{owner}if it was made {how} pictures, {flag}, else give {other}"
+        if made.pictures and made.pictures != here.pictures:
+            return f"{owner}it was made with pictures; give --pictures {shlex.quote(made.pictures)} or {other}"
+        if here.pictures and not made.pictures:
+            return f"{owner}it was made without pictures; {flag} or give {other}"
+    if made.source and not owner:
+        return f"they have changed since; put them back or give {other}"
+    return f"{owner}give its folder or {other}"
 
-    A file that has gone or cannot be read is no error here: the pixels in memory are shown.
+
+def _listed(names: tuple[str, ...]) -> str:
+    listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"{len(names):,} {'image' if len(names) == 1 else 'images'} ({listed})"
+
+
+class ImageIdentity:
+    """Turns questions into names and thumbnails and back. Thumbnails are made when they are needed."""
+
+    def __init__(self, images: ImageSet) -> None:
+        self._images = (images.shown or images).images
+        self.names = images.names
+        self._rows = images.rows()
+        self._made: dict[int, bytes] = {}
+
+    def columns(self, question: Question) -> tuple[str, str, bytes, str]:
+        """The columns image, shown, look and key of a question; an InputError for rows that do not exist."""
+        rows = (question.image, *question.shown)
+        if (last := max(rows)) >= len(self.names):
+            raise InputError(f"image {last} does not exist (the set has {len(self.names):,} images)")
+        image, *shown = (self.names[row] for row in rows)
+        ordered = sorted((image, *shown)) if question.kind == "pair" else [image, *sorted(shown)]
+        look = b"".join(map(self._look, rows))
+        return image, json.dumps(shown, ensure_ascii=False), look, json.dumps(ordered, ensure_ascii=False)
+
+    def question(self, row: Mapping[str, Any]) -> Question | None:
+        """A stored question by row numbers; None if one of its images is missing or has other pixels."""
+        stored = list(_stored(row))
+        rows = [self._rows.get(name) for name, _ in stored]
+        if None in rows or any(self._is_changed(name, look) for name, look in stored):
+            return None
+        image, *shown = (number for number in rows if number is not None)
+        return Question(image, tuple(shown))
+
+    def check(self, questions: Iterable[Mapping[str, Any]]) -> Kept:
+        """Which of the images that these stored questions mention are here."""
+        mentioned = dict.fromkeys(pair for row in questions for pair in _stored(row))
+        names = dict.fromkeys(name for name, _ in mentioned)
+        missing = tuple(name for name in names if name not in self._rows)
+        changed = dict.fromkeys(name for name, look in mentioned if name in self._rows and self._is_changed(name, look))
+        return Kept(len(names), missing, tuple(changed))
+
+    def _is_changed(self, name: str, stored: bytes) -> bool:
+        now = self._look(self._rows[name])
+        if now == stored or len(now) != len(stored):
+            return now != stored
+        difference = np.frombuffer(now, np.uint8).astype(int) - np.frombuffer(stored, np.uint8)
+        return bool(np.abs(difference).max() > _TOLERANCE)
+
+    def _look(self, row: int) -> bytes:
+        if row not in self._made:
+            self._made[row] = _thumbnail(self._images[row])
+        return self._made[row]
+
+
+def _stored(row: Mapping[str, Any]) -> Iterable[tuple[str, bytes]]:
+    """Name and thumbnail of each image of a stored question, the asked one first."""
+    names, look = [row["image"], *json.loads(row["shown"])], row["look"]
+    size = _CELLS * _CELLS
+    return ((name, look[at * size : (at + 1) * size]) for at, name in enumerate(names))
+
+
+def _thumbnail(image: NDArray[Any]) -> bytes:
+    """Grey means of a 4 × 4 grid (an image of fewer pixels is stretched); of an embedding 16 bytes of its own."""
+    if image.dtype != np.uint8:
+        return hashlib.blake2b(np.ascontiguousarray(image).tobytes(), digest_size=_CELLS * _CELLS).digest()
+    while len(image) < _CELLS:
+        image = image.repeat(2, axis=0).repeat(2, axis=1)
+    side, _, channels = image.shape
+    edges = np.arange(_CELLS) * side // _CELLS
+    counts = np.diff(np.append(edges, side))
+    rows = np.add.reduceat(image, edges, axis=0, dtype=np.uint32)  # rows first: long additions, not short ones
+    sums = np.add.reduceat(rows, edges, axis=1).sum(axis=2)
+    return bytes(np.rint(sums / (np.outer(counts, counts) * channels)).astype(np.uint8).tobytes())
+
+
+# What the page shows
+
+
+class Thumbnails:
+    """The pictures of a set: `large` for questions, `small` for galleries.
+
+    With the folder that the set was read from, large ones come from the files there. If a file is gone or cannot be
+    read, the pixels that the model sees are shown.
     """
 
-    seen = images.to_look_at()
+    def __init__(self, images: ImageSet, folder: Path | None = None, *, kept: int = 512) -> None:
+        self._names, self._seen, self._folder = images.names, images.to_look_at(), folder
+        self.large = lru_cache(maxsize=kept)(self._large)
+        self.small = lru_cache(maxsize=kept)(self._small)
 
-    @lru_cache(maxsize=kept)
-    def small(row: int) -> Picture:
-        return _png(seen.images[row])
+    def _small(self, row: int) -> Picture:
+        pixels = self._seen.images[row]
+        return _encode(Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[..., 0]), "PNG")
 
-    @lru_cache(maxsize=kept)
-    def large(row: int) -> Picture:
-        found = None if folder is None else _from_file(folder / images.names[row])
-        return found or small(row)
-
-    return Pictures(large, small)
-
-
-def _png(pixels: NDArray[np.uint8]) -> Picture:
-    return _encode(Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[..., 0]), "PNG")
+    def _large(self, row: int) -> Picture:
+        found = None if self._folder is None else _from_file(self._folder / self._names[row])
+        return found or self.small(row)
 
 
 def _from_file(path: Path) -> Picture | None:
@@ -66,8 +206,7 @@ def _from_file(path: Path) -> Picture | None:
             if opened.width * opened.height > MAX_PIXELS or opened.mode[0] in "IF":
                 return None  # 16-bit and float grey need the scaling that the image set has done
             opened.draft(None, (2 * LARGEST, 2 * LARGEST))
-            image = ImageOps.exif_transpose(opened)
-            image = _on_white(image)
+            image = _on_white(ImageOps.exif_transpose(opened))
     except Exception:  # broken files raise whatever their decoder raises
         return None
     image.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS, reducing_gap=3.0)
@@ -84,4 +223,27 @@ def _on_white(image: Image.Image) -> Image.Image:
 def _encode(image: Image.Image, kind: str) -> Picture:
     file = io.BytesIO()
     image.save(file, kind, **({"quality": 88} if kind == "JPEG" else {}))
-    return Picture(file.getvalue(), f"image/{kind.lower()}")
+    return file.getvalue(), f"image/{kind.lower()}"
+
+
+@dataclass(frozen=True, eq=False)
+class Gallery:
+    """The images of a cluster, typical ones first, and how sure the model is of each (None without a model)."""
+
+    cluster: int
+    rows: NDArray[np.int64]
+    confidence: NDArray[np.float32] | None
+
+
+def galleries(belief: Belief | None, answers: Sequence[Answer], n_images: int) -> list[Gallery]:
+    """The clusters of the model that have images; without a model the groups that answers make, largest first."""
+    if belief is None or belief.probabilities is None:
+        group = implied_groups(answers, n_images)
+        parts = [np.flatnonzero(group == number) for number in range(group.max(initial=-1) + 1)]
+        parts.sort(key=lambda rows: (-len(rows), rows[0]))
+        return [Gallery(number, rows, None) for number, rows in enumerate(parts)]
+    clusters, confidence = belief.probabilities.argmax(1), belief.probabilities.max(1)
+    order = np.lexsort((-confidence, clusters))
+    starts = np.searchsorted(clusters[order], np.arange(belief.probabilities.shape[1] + 1))
+    parts = [order[start:end] for start, end in pairwise(starts)]
+    return [Gallery(number, rows, confidence[rows]) for number, rows in enumerate(parts) if len(rows)]

@@ -59,12 +59,11 @@ def self_label(
         said = f"self_label: no image is surer than {min_confidence}; the model is kept as it was"
         job.reporter.say(said)
         return Trained(model, [{"step": 0, "kind": "evaluation", "warnings": [said], "seconds": 0.0}])
-    quality = quality_judge(images, bench.device)
+    quality, view = quality_judge(images, bench.device), views.scan_strong(images)
     rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
     settings = by_epochs(settings, epochs, rows)
     if settings.ema is None and averaged * settings.steps > 1:
         settings = replace(settings, ema=1 - 1 / (averaged * settings.steps))
-    view = views.scan_strong(images)
 
     def next_batch(step: int) -> Views:
         chosen = rows(step)
