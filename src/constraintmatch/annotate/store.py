@@ -174,6 +174,10 @@ class Store:
             connection.executemany("UPDATE questions SET holder = ?, held_until = ? WHERE id = ?", held)
         return claimed
 
+    def n_waiting(self) -> int:
+        """How many questions wait for an answer, held or not."""
+        return self._database.number("SELECT count(*) FROM questions WHERE state = 'waiting'")
+
     def unanswered(self, asked: Iterable[Asked]) -> list[Asked]:
         """The questions that no standing answer has answered."""
         with self._database.lock:
