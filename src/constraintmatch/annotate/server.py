@@ -314,10 +314,9 @@ def _run(app: Any, sock: socket.socket) -> None:
     server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=3, lifespan="on", ws="none", **quiet))
 
     def stop(_number: int, _frame: Any) -> None:
-        if server.should_exit:  # the second Ctrl-C does not wait, and what it cuts short needs no message
-            server.force_exit = True
-            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        server.force_exit = server.should_exit  # the second Ctrl-C does not wait
         server.should_exit = True
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # requests that are cut short need no message
 
     server.handle_exit = stop  # type: ignore[method-assign,assignment]  # uvicorn's own raises it again at the end
     server.run(sockets=[sock])
