@@ -206,7 +206,7 @@ def test_a_worker_waits_for_trials_that_others_are_at(tmp_path: Path) -> None:
     with study_at(tmp_path / "s.db") as study:
         other = begin_elsewhere(study)
         found = work(study, GRID, squares, runs=None, reporter=Listener())
-        assert said[-1] == "nothing is left to begin; waiting for other workers (trials: 1)"
+        assert said[-1].startswith("nothing is left to begin; waiting for trials at work (1); one without a sign")
         assert found[0].loss == -5.0
         assert len(study.get_trials()) == 4
 

@@ -181,12 +181,14 @@ def work(study: Any, space: Space, train: Train, *, runs: Path | None, reporter:
                 reporter.say(f"{lost.pop()}: no sign of life came through, and another worker took it up")
         else:
             if not waited:
-                reporter.say(f"nothing is left to begin; waiting for other workers (trials: {running:,})")
+                silent = f"one without a sign of life for {GRACE} s is taken up"
+                reporter.say(f"nothing is left to begin; waiting for trials at work ({running:,}); {silent}")
             waited = True
             time.sleep(LOOK)
-    for folder in (runs, runs.parent) if runs is not None else ():
-        with suppress(OSError):  # another worker, or another search, is still at it
-            folder.rmdir()
+    if runs is not None and not any(map(_is_at_work, study.get_trials(deepcopy=False))):
+        shutil.rmtree(runs, ignore_errors=True)
+        with suppress(OSError):  # another search is at work there
+            runs.parent.rmdir()
     return tried
 
 
