@@ -19,7 +19,7 @@ from constraintmatch.batches import map_tensors
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed, predict, scores
 from constraintmatch.images import ImageSet
-from constraintmatch.methods import METHODS, Job, Trained, ViewChoice
+from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
 from constraintmatch.methods.byol import OnlineAndTarget, TargetBatch, byol, momentum_at
 from constraintmatch.methods.linear_scan import linear_scan
 from constraintmatch.models import ClusterModel, build_model, with_projection
@@ -334,7 +334,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(few: ImageSet, tmp_path: Path
 
     def go(name: str, *, resume: bool = False) -> ClusterModel:
         with open_run(tmp_path / name, {}, resume=resume) as folder:
-            return run(few, settings=settings, views=views, job=Job(run=folder)).model
+            return run(few, settings=settings, views=views, context=Context(run=folder)).model
 
     whole = go("whole")
     calls["left"] = 2 * 8

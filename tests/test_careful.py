@@ -13,7 +13,7 @@ from constraintmatch.errors import InputError
 from constraintmatch.evaluation import predict, scores
 from constraintmatch.images import ImageSet
 from constraintmatch.judging import Judge, hide_images
-from constraintmatch.methods import METHODS, Job, Trained
+from constraintmatch.methods import METHODS, Context, Trained
 from constraintmatch.methods.careful import calm_head
 from constraintmatch.models import ClusterModel, build_model
 from constraintmatch.progress import Quiet
@@ -175,7 +175,7 @@ def test_the_safe_recipe_tells_whoever_watches_and_the_run_folder(blobs: ImageSe
             said.append(text)
 
     with open_run(tmp_path, {}) as run:
-        log = train(start(blobs), blobs, RIGHT.flip(1.0, seed=0), job=Job(run=run, reporter=Ears())).log
+        log = train(start(blobs), blobs, RIGHT.flip(1.0, seed=0), context=Context(run=run, reporter=Ears())).log
     assert read_log(tmp_path)[-1] == log[-1]
     assert said == [f"kept the start: {log[-1]['why']}"]
 

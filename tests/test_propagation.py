@@ -9,7 +9,7 @@ from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import predict, scores
 from constraintmatch.images import ImageSet
-from constraintmatch.methods import METHODS, Job
+from constraintmatch.methods import METHODS, Context
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.methods.propagate import Frozen, told
 from constraintmatch.models import ClusterModel, build_model, with_clusters
@@ -203,7 +203,7 @@ def test_pairs_that_tell_nothing_apart_leave_the_model_as_it_was() -> None:
 
     said, model = Said(), model_of()
     pairs = links([(0, 3), (1, 4)], [], 120)
-    placed, _ = METHODS["propagate"](model, shades(), pairs, settings=CPU, job=Job(reporter=said))
+    placed, _ = METHODS["propagate"](model, shades(), pairs, settings=CPU, context=Context(reporter=said))
     assert placed is model
     assert "tell no two groups apart" in said.text
 

@@ -4,7 +4,7 @@ import copy
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,17 +15,18 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from constraintmatch.batches import derive_seed
+from constraintmatch.config import TrainConfig, default_options, make_config, method_arguments
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import Predictions, accuracy, collapse_warnings, embed, predict
 from constraintmatch.images import ImageSet, load_images
-from constraintmatch.methods import METHODS, Trained, ViewChoice
+from constraintmatch.methods import METHODS, Context, ViewChoice
 from constraintmatch.methods.preparation import check_images
 from constraintmatch.models import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pair_forms import Pairs, as_constraints, choose_pairs
-from constraintmatch.pretraining import ORDER, PRETEXTS, pretrain, short_start, training_size
+from constraintmatch.pretraining import ORDER, PRETEXTS, short_start
 from constraintmatch.progress import Quiet, console_reporter
-from constraintmatch.running import Around, check_kinds, method_arguments, method_settings, run_method
+from constraintmatch.running import train
 from constraintmatch.training import TrainSettings, choose_device
 from constraintmatch.views import View
 
@@ -41,18 +42,6 @@ KNOBS = ("recipe", "steps", "lr", "pseudo_weight", "max_entropy", "error_rate", 
 ELSEWHERE = {"device": "device", "seed": "random_state"}  # training settings and the parameters that give them
 SETTINGS = {entry.name for entry in fields(TrainSettings)} - ELSEWHERE.keys()
 OWN_VIEWS = ("own_weak", "own_strong", "own_contrastive")
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What a fit does, checked before its first step."""
-
-    method: str
-    n_clusters: int
-    arguments: dict[str, Any]
-    settings: TrainSettings
-    stages: Stages  # of the self-supervised start
-    around: Around
 
 
 class ConstraintMatch(
@@ -216,10 +205,11 @@ class ConstraintMatch(
         n_clusters = self._count_clusters(start, len(images))
         pairs = as_constraints(given, images)
         _check_pairs(self.method, pairs, images, ignored=y is not None)
-        plan = self._plan(images, n_clusters, _seed(self.random_state))
-        model, self.log_ = self._train(plan, start, images, pairs)
+        config = self._configuration(start, images, n_clusters, _seed(self.random_state))
+        context = Context(reporter=console_reporter() if self.verbose else Quiet())
+        model, self.log_ = train(images, pairs, config, context)
         self._keep(model)
-        self.seed_, self.n_iter_ = plan.settings.seed, int(self.log_[-1]["step"])
+        self.seed_, self.n_iter_ = config.settings.seed, int(self.log_[-1]["step"])
         predictions = predict(model, images)
         self.labels_ = predictions.clusters
         for sign in collapse_warnings(predictions):
@@ -358,47 +348,40 @@ class ConstraintMatch(
             raise InputError(f"n_clusters is {n_clusters:,} and X has {n_images:,} samples; ask for fewer clusters")
         return int(n_clusters)
 
-    def _train(self, plan: _Plan, start: ClusterModel | None, images: ImageSet, pairs: Constraints | None) -> Trained:
-        """The trained model and its log: first the stages of the start that are missing, then the method."""
-        made = start is None and self.start is not None and not images.embedded  # given features need no pretext task
-        if start is None:
-            mean, std = images.moments() if images.embedded else (None, None)
-            start = build_model(
-                n_clusters=plan.n_clusters if self.start is None else 0,
-                side=images.side,
-                channels=images.channels,
-                backbone=self.backbone,
-                mean=mean,
-                std=std,
-                seed=derive_seed(plan.settings.seed, "weights"),
-            )
-        if not start.config.n_clusters:
-            stages = [stage for stage in ORDER if stage in plan.stages and (made or stage not in PRETEXTS)]
-            given = {"seed": plan.settings.seed, "device": self.device}
-            start = pretrain(
-                start, images, plan.n_clusters, stages=stages, recipe=plan.stages, settings=given, around=plan.around
-            )
-        how: dict[str, Any] = {"arguments": plan.arguments, "settings": plan.settings, "around": plan.around}
-        model, log = run_method(plan.method, start, images, pairs, **how)
-        return Trained(_noted(model, plan, images), log)
-
-    def _plan(self, images: ImageSet, n_clusters: int, seed: int) -> _Plan:
-        """Everything that training needs from the parameters; what cannot be used is an InputError."""
-        known = _known_method(self.method)
-        asked = self._asked()
+    def _configuration(self, start: ClusterModel | None, images: ImageSet, n_clusters: int, seed: int) -> TrainConfig:
+        """The configuration of the training; what cannot be used is an InputError."""
+        known, asked = _known_method(self.method), self._asked()
         cpu = choose_device(self.device).type == "cpu"
         asked_stages = {stage: asked.pop(stage) for stage in ORDER if stage in asked}
-        stages = _start_stages(short_start(len(images), cpu=cpu), asked_stages)
         own = {name: asked.pop(name) for name in OWN_VIEWS if name in asked}
-        size = training_size(len(images), cpu=cpu)
-        arguments = {name: value for name, value in {"recipe": "safe", **size}.items() if name in known}
-        arguments |= {name: asked.pop(name) for name in known & asked.keys()}
-        _check_settings(asked, self.method, known)
-        check_kinds(self.method, arguments, {key: of.default for key, of in method_arguments(self.method).items()})
-        settings = {"lr": size["lr"], "steps": size["steps"]} | asked | {"seed": seed, "device": self.device}
-        reporter = console_reporter() if self.verbose else Quiet()
-        around = Around(reporter=reporter, views=self._views(images, own))
-        return _Plan(self.method, n_clusters, arguments, method_settings(self.method, settings), stages, around)
+        stages = _start_stages(short_start(len(images), cpu=cpu), asked_stages)
+        _check_settings({name: value for name, value in asked.items() if name not in known}, self.method, known)
+        made = start is None and self.start is not None and not images.embedded  # given features need no pretext task
+        start = start or self._fresh_model(images, 0 if self.start is not None else n_clusters, seed)
+        options = {**default_options(self.method, len(images), cpu=cpu), **asked, "seed": seed, "device": self.device}
+        missing = [stage for stage in ORDER if stage in stages and (made or stage not in PRETEXTS)]
+        return make_config(
+            self.method,
+            options,
+            start=start,
+            views=self._views(images, own),
+            stages=() if start.config.n_clusters else missing,
+            stage_options=stages,
+            n_clusters=n_clusters,
+        )
+
+    def _fresh_model(self, images: ImageSet, n_clusters: int, seed: int) -> ClusterModel:
+        """A network with random weights that takes the images."""
+        mean, std = images.moments() if images.embedded else (None, None)
+        return build_model(
+            n_clusters=n_clusters,
+            side=images.side,
+            channels=images.channels,
+            backbone=self.backbone,
+            mean=mean,
+            std=std,
+            seed=derive_seed(seed, "weights"),
+        )
 
     def _asked(self) -> dict[str, Any]:
         """The options and the parameters that are not None, by name; a name in both is an InputError."""
@@ -495,15 +478,6 @@ def _seed(state: Any) -> int:
     if isinstance(state, bool) or not isinstance(state, int | np.integer) or state < 0:
         raise InputError(f"random_state is {state!r}; give a whole number from 0, a RandomState, a Generator or None")
     return int(state)
-
-
-def _noted(model: ClusterModel, plan: _Plan, images: ImageSet) -> ClusterModel:
-    """The model with this training in its configuration, as a run folder would have noted it."""
-    data = {"images": len(images), "fingerprint": images.fingerprint()}
-    settings = {name: getattr(plan.settings, name) for name in ("steps", "lr", "seed")}
-    stage = {"method": plan.method, "data": data, **settings, "arguments": plan.arguments}
-    model.config = replace(model.config, trained=(*model.config.trained, stage))
-    return model
 
 
 def _from_hub(name: str, revision: str | None) -> Path:

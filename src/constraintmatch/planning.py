@@ -11,20 +11,28 @@ from typing import Any
 
 import numpy as np
 
+from constraintmatch.config import (
+    TrainConfig,
+    default_options,
+    make_config,
+    method_arguments,
+    method_settings,
+    split_options,
+)
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, DataSet
 from constraintmatch.draws import check_seed
 from constraintmatch.errors import InputError
 from constraintmatch.files import check_folder, check_target, folder_lock, read_json
 from constraintmatch.images import ImageSet, kind_of
-from constraintmatch.methods import METHODS, ViewChoice
+from constraintmatch.methods import METHODS, Context, ViewChoice
 from constraintmatch.models import ClusterModel, build_model, default_backbone, load_model
-from constraintmatch.pretraining import ORDER, PRETEXTS, SHORT_STAGES, training_size
+from constraintmatch.pretraining import ORDER, PRETEXTS, SHORT_STAGES, short_start
 from constraintmatch.progress import Reporter
-from constraintmatch.running import method_arguments, method_settings, rehearse_step
+from constraintmatch.running import rehearse
 from constraintmatch.runs import current_request
 from constraintmatch.sources import ClassFolders, Data, OnConflict, Pairs, open_data, open_pairs
-from constraintmatch.training import TrainSettings, choose_device
+from constraintmatch.training import choose_device
 from constraintmatch.views import check_operation_names
 
 __all__ = ["Plan", "PretrainPlan", "Train", "plan_pretraining", "plan_training"]
@@ -67,19 +75,10 @@ class Train:
 class Plan:
     """A training with everything checked: what is left is to do it."""
 
-    method: str
     data: Data
     pairs: Pairs | None
-    model: ClusterModel
-    stages: tuple[str, ...]  # of the start that has to be made first
-    clusters: int
-    arguments: dict[str, Any]
-    settings: TrainSettings
-    views: ViewChoice
-    out: Path
-    resume: bool
-    record: dict[str, Any]
-    cpu: bool
+    config: TrainConfig
+    context: Context
 
 
 @dataclass(frozen=True)
@@ -133,30 +132,20 @@ def plan_training(request: Train, reporter: Reporter) -> Plan:
     out = _out_folder(request)
     given = _given_model(request)
     data = _open_training_data(request, given, cpu, reporter)
-    arguments, settings = _configuration(method, request, row, len(data.images), cpu)
     clusters = _clusters(request, data, given)
-    pairs = (
-        _training_pairs(request, data.images, settings.seed, arguments.get("recipe"), reporter)
-        if request.pairs
-        else None
-    )
-    plan = Plan(
-        method=method,
-        data=data,
-        pairs=pairs,
-        model=given or _fresh_model(request, data, clusters, cpu, settings.seed),
-        stages=_stages(request, data, given),
-        clusters=clusters,
-        arguments=arguments,
-        settings=settings,
-        views=views,
+    config = _configuration(method, request, data, given, views, clusters, cpu)
+    pairs = _training_pairs(request, data.images, config, reporter) if request.pairs else None
+    context = Context(
         out=out,
         resume=request.resume,
-        record=data.record | _start_record(request),
-        cpu=cpu,
+        reporter=reporter,
+        held_out=data.held_out,
+        held_out_constraints=pairs.held_out if pairs and data.held_out is None else None,
+        data=data.record | _start_record(request),
     )
+    plan = Plan(data, pairs, config, context)
     _rehearse(plan)
-    _say_plan(plan, request, reporter)
+    _say_plan(plan, request, cpu)
     return plan
 
 
@@ -273,36 +262,42 @@ def _clusters(request: Train, data: Data, given: ClusterModel | None) -> int:
 
 
 def _configuration(
-    method: str, request: Train, row: DataSet | None, n_images: int, cpu: bool
-) -> tuple[dict[str, Any], TrainSettings]:
-    """The method's arguments and settings: given, else the data set's, else by the number of images and the device."""
-    known = method_arguments(method)
-    chosen = training_size(n_images, cpu=cpu)
-    if row is not None:
-        chosen.pop("warm_up")
-        chosen |= {"pairs_per_step": row.pairs_per_step, "images_per_step": row.images_per_step}
-        chosen |= {**row.tuned.get(method, {}), **({} if cpu else {"steps": method_settings(method).steps})}
-    if "pairs_per_step" not in known:  # the bounds have a batch of their own
-        chosen.pop("images_per_step")
-    arguments = {key: value for key, value in {"recipe": "safe", **chosen}.items() if key in known}
-    arguments |= dict(request.arguments)
-    settings = {key: value for key, value in chosen.items() if key in TrainSettings.__dataclass_fields__}
-    settings |= dict(request.settings)
-    steps = method_settings(method, settings).steps
+    method: str,
+    request: Train,
+    data: Data,
+    given: ClusterModel | None,
+    views: ViewChoice,
+    clusters: int,
+    cpu: bool,
+) -> TrainConfig:
+    """The configuration: what is asked, else the data set's own, else what fits the number of images and the device."""
+    n_images = len(data.images)
+    options = (
+        default_options(method, n_images, cpu=cpu, row=data.row) | dict(request.arguments) | dict(request.settings)
+    )
+    steps = method_settings(method, split_options(method, options)[1]).steps
     often = {"evaluate_every": max(1, steps // 10), "log_every": min(100, max(1, steps // 20))}
-    return arguments, method_settings(method, often | settings)
+    return make_config(
+        method,
+        often | options,
+        start=given or _fresh_model(request, data, clusters, cpu, int(options.get("seed") or 0)),
+        views=views,
+        stages=_stages(request, data, given),
+        stage_options=short_start(n_images, cpu=cpu),
+        n_clusters=clusters,
+    )
 
 
-def _training_pairs(request: Train, images: ImageSet, seed: int, recipe: str | None, reporter: Reporter) -> Pairs:
+def _training_pairs(request: Train, images: ImageSet, config: TrainConfig, reporter: Reporter) -> Pairs:
     assert request.pairs is not None
     pairs = open_pairs(
         request.pairs,
         images,
         columns=request.columns,
-        on_conflict=request.on_conflict or ("drop" if recipe == "safe" else "error"),
+        on_conflict=request.on_conflict or ("drop" if config.arguments.get("recipe") == "safe" else "error"),
         close=request.close,
         holdout=request.holdout_pairs,
-        seed=seed,
+        seed=config.settings.seed,
         reporter=reporter,
     )
     if not pairs.training.weight.any():
@@ -353,39 +348,33 @@ def _start_record(request: Train) -> dict[str, Any]:
 def _rehearse(plan: Plan) -> None:
     """One step of the method on a few images, so that a wrong argument shows now and not after the start is made."""
     images = plan.data.images
-    rows = np.arange(min(len(images), max(2, plan.clusters)))
+    rows = np.arange(min(len(images), max(2, plan.config.n_clusters)))
     if images.labels is not None:
         rows = np.union1d(rows, images.labels.argmax())  # the largest label must fit the clusters
     few = images.take(rows)
-    pairs = Constraints.from_lists(n_images=len(few), must_link=[(0, 1)]) if plan.pairs else None
-    arguments = dict(plan.arguments)
-    arguments.pop("merge", None)  # a few images say nothing of clusters
-    if arguments.get("recipe") == "safe":
-        arguments["recipe"] = "paper"  # which trains, however few the pairs
-    if arguments.get("head_steps", 0) > 1:
-        arguments["head_steps"] = 1
-    how: dict[str, Any] = {"arguments": arguments, "settings": plan.settings, "views": plan.views}
-    rehearse_step(plan.method, plan.clusters, few, pairs, **how)
+    rehearse(plan.config, few, Constraints.from_lists(n_images=len(few), must_link=[(0, 1)]) if plan.pairs else None)
 
 
-def _say_plan(plan: Plan, request: Train, reporter: Reporter) -> None:
-    images, config = plan.data.images, plan.model.config
+def _say_plan(plan: Plan, request: Train, cpu: bool) -> None:
+    images, config, reporter = plan.data.images, plan.config, plan.context.reporter
     pairs = (
         f", {len(plan.pairs.training):,} pairs ({plan.pairs.training.n_must_links:,} must-links)" if plan.pairs else ""
     )
     what = kind_of(images.side, images.channels) if images.embedded else "images"
-    reporter.say(f"{len(images):,} {what}, {plan.clusters} clusters{pairs} → {plan.out}")
+    reporter.say(f"{len(images):,} {what}, {config.n_clusters} clusters{pairs} → {plan.context.out}")
     if images.labels is not None and plan.data.record["kind"] == "folder":
         reporter.say(
             f"sub-folders taken as {len(images.classes or ()):,} classes, for scores only (--set labels=no: not so)"
         )
-    if plan.cpu and request.from_run is None and plan.data.row is None and not images.embedded:
-        size = f"images of {config.side} px, backbone {config.backbone}, {plan.settings.steps:,} steps"
+    if cpu and request.from_run is None and plan.data.row is None and not images.embedded:
+        start = config.start.config
+        size = f"images of {start.side} px, backbone {start.backbone}, {config.settings.steps:,} steps"
         reporter.say(f"no GPU: {size}; --set side=64, --set backbone=NAME and --steps change that")
-    if set(plan.stages) & set(PRETEXTS):
+    if set(config.stages) & set(PRETEXTS):
+        assert plan.context.out is not None
         reporter.say(
-            f"no --model: a short self-supervised start is made first, in {plan.out / 'start'}; better clusters come "
-            "from constraintmatch pretrain, then --model, or from --set backbone=timm:NAME --set pretrained=yes"
+            f"no --model: a short self-supervised start is made first, in {plan.context.out / 'start'}; better clusters "
+            "come from constraintmatch pretrain, then --model, or from --set backbone=timm:NAME --set pretrained=yes"
         )
 
 

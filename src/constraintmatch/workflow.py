@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,9 +28,7 @@ from constraintmatch.sources import ClassFolders, Data, open_at, read_pairs
 
 if TYPE_CHECKING:
     from constraintmatch.methods import Trained
-    from constraintmatch.models import ClusterModel
     from constraintmatch.planning import Plan, Train
-    from constraintmatch.running import Around
 
 __all__ = [
     "Check",
@@ -202,87 +200,47 @@ class TrainResult:
 
 def train(request: Train, reporter: Reporter | None = None) -> TrainResult:
     """Train as asked and leave the run folder with model, clusters.csv, evaluation.json and report.html."""
+    from constraintmatch import running
     from constraintmatch.planning import plan_training
-    from constraintmatch.running import run_method
     from constraintmatch.training import Interrupted
 
-    reporter = reporter or Quiet()
-    plan = plan_training(request, reporter)
-    around = _around(plan, reporter)
+    plan = plan_training(request, reporter or Quiet())
+    pairs, out = plan.pairs, plan.context.out
+    assert out is not None
+    if pairs is not None and pairs.held_out is not None:
+        pairs.held_out.write(out / "held-out-pairs.csv", names=plan.data.images.names)
     try:
-        model = _start(plan, around)
-        if plan.pairs is not None and plan.pairs.held_out is not None:
-            plan.pairs.held_out.write(plan.out / "held-out-pairs.csv", names=plan.data.images.names)
-        trained = run_method(
-            plan.method,
-            model,
-            plan.data.images,
-            plan.pairs.training if plan.pairs else None,
-            arguments=plan.arguments,
-            settings=plan.settings,
-            around=around,
-        )
+        trained = running.train(plan.data.images, pairs.training if pairs else None, plan.config, plan.context)
     except Interrupted as stop:
-        raise Interrupted(f"{stop}; the same command with --resume --out {plan.out} goes on from there") from None
-    return _finish(plan, trained)
+        raise Interrupted(f"{stop}; the same command with --resume --out {out} goes on from there") from None
+    return _finish(plan, trained, out)
 
 
-def _around(plan: Plan, reporter: Reporter) -> Around:
-    from constraintmatch.running import Around
-
-    held_out_pairs = plan.pairs.held_out if plan.pairs and plan.data.held_out is None else None
-    return Around(
-        out=plan.out,
-        resume=plan.resume,
-        reporter=reporter,
-        views=plan.views,
-        held_out=plan.data.held_out,
-        held_out_constraints=held_out_pairs,
-        data=plan.record,
-    )
-
-
-def _start(plan: Plan, around: Around) -> ClusterModel:
-    """The model to train: given, or after the stages of the short start under OUT/start."""
-    from constraintmatch.pretraining import pretrain, short_start
-
-    if not plan.stages:
-        return plan.model
-    given = {
-        key: getattr(plan.settings, key) for key in ("seed", "device", "bf16", "channels_last", "compile", "cuda_graph")
-    }
-    return pretrain(
-        plan.model,
-        plan.data.images,
-        plan.clusters,
-        stages=plan.stages,
-        recipe=short_start(len(plan.data.images), cpu=plan.cpu),
-        settings=given,
-        around=replace(around.within("start"), held_out_constraints=None),
-    )
-
-
-def _finish(plan: Plan, trained: Trained) -> TrainResult:
+def _finish(plan: Plan, trained: Trained, out: Path) -> TrainResult:
     """Write what the run found: clusters.csv, evaluation.json and, last, the report."""
     from constraintmatch.report import why_no_report, write_report
     from constraintmatch.training import choose_device
 
     model, images, held_out = trained.model, plan.data.images, plan.data.held_out
-    device = choose_device(plan.settings.device)
+    device = choose_device(plan.config.settings.device)
     predictions = evaluation.predict(model, images, device=device)
     told = evaluate_images(images, predictions, plan.pairs.held_out if plan.pairs else None)
     if held_out is not None and held_out.labels is not None:
         found = evaluation.predict(model, held_out, device=device)
         told |= {"scores": evaluation.scores(held_out.labels, found), "scored_on": f"{len(held_out):,} held-out images"}
     told["skipped"] = [{"name": skip.name, "reason": skip.reason} for skip in images.skipped]
-    if told["warnings"] and plan.arguments.get("recipe") == "paper" and not plan.arguments.get("error_rate"):
+    if (
+        told["warnings"]
+        and plan.config.arguments.get("recipe") == "paper"
+        and not plan.config.arguments.get("error_rate")
+    ):
         told["warnings"].append("The paper's recipe is not safe with wrong pairs; leave --recipe out.")
-    told["verdict"] = _judged(trained.log, images, plan.out)
-    write_clusters(plan.out / "clusters.csv", images.names, predictions)
-    write_json(plan.out / "evaluation.json", told)
+    told["verdict"] = _judged(trained.log, images, out)
+    write_clusters(out / "clusters.csv", images.names, predictions)
+    write_json(out / "evaluation.json", told)
     pairs = plan.pairs.training if plan.pairs else None
-    report = why_no_report(plan.out) or write_report(plan.out, images, predictions, constraints=pairs)
-    return TrainResult(plan.out, told, str(report))
+    report = why_no_report(out) or write_report(out, images, predictions, constraints=pairs)
+    return TrainResult(out, told, str(report))
 
 
 def _judged(log: Sequence[Mapping[str, Any]], images: ImageSet, out: Path) -> dict[str, Any] | None:
@@ -478,10 +436,11 @@ def pretrain_model(
     No `stages`: those of the chain; no chain: the paper's for its data sets, the stronger one for others. `pretext`
     takes the place of theirs. `recipe` has the settings of each stage.
     """
+    from constraintmatch.methods import Context
     from constraintmatch.models import save_model
     from constraintmatch.planning import plan_pretraining
-    from constraintmatch.pretraining import OWN_CHAIN, chain_stages, pretrain, rehearse, with_pretext
-    from constraintmatch.running import Around
+    from constraintmatch.pretraining import OWN_CHAIN, chain_stages, with_pretext
+    from constraintmatch.running import pretrain, rehearse_stages
     from constraintmatch.training import Interrupted
 
     chosen = stages or chain_stages(chain or ("scan" if request.data in DATASETS else OWN_CHAIN))
@@ -497,11 +456,11 @@ def pretrain_model(
             f"there are settings of {idle[0]}, which does not run; the stages are {', '.join(chosen)} "
             "(--chain, --stages or --pretext choose others)"
         )
-    around = Around(request.out, reporter=reporter, views=plan.views, held_out=data.held_out, data=data.record)
-    how: dict[str, Any] = {"stages": chosen, "recipe": recipe or {}, "settings": request.settings}
-    rehearse(plan.model, data.images, plan.clusters, views=plan.views, **how)
+    context = Context(request.out, reporter=reporter, held_out=data.held_out, data=data.record)
+    how: dict[str, Any] = {"stages": chosen, "recipe": recipe or {}, "settings": request.settings, "views": plan.views}
+    rehearse_stages(plan.model, data.images, plan.clusters, **how)
     try:
-        model = pretrain(plan.model, data.images, plan.clusters, around=around, **how)
+        model = pretrain(plan.model, data.images, plan.clusters, context=context, **how)
     except Interrupted as stop:
         raise Interrupted(f"{stop}; run the same command again to go on from there") from None
     save_model(model, request.out / "model")

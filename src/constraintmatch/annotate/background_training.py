@@ -202,23 +202,19 @@ class Learner:
         self, first: ClusterModel, pairs: Constraints, settings: Mapping[str, Any], n_answers: int, reporter: Reporter
     ) -> ClusterModel:
         """One round; a stopped one continues from its checkpoint, unless answers have changed since."""
-        from constraintmatch.methods import ViewChoice
+        from constraintmatch.config import make_config
+        from constraintmatch.methods import Context
         from constraintmatch.models import load_model
-        from constraintmatch.running import Around, method_settings, run_method
+        from constraintmatch.running import train
 
-        place, views = self._round(n_answers), self.views or ViewChoice()
-        given: dict[str, Any] = {
-            "arguments": {"recipe": "safe", **self.learning.arguments},
-            "settings": method_settings("constraintmatch", settings),
-            "around": Around(
-                place, reporter=reporter, views=views, held_out=self.held_out, resume=True, stop=self._is_stopped
-            ),
-        }
+        place, options = self._round(n_answers), {"recipe": "safe", **self.learning.arguments, **settings}
+        config = make_config("constraintmatch", options, start=first, views=self.views)
+        context = Context(place, resume=True, reporter=reporter, held_out=self.held_out, stop=self._is_stopped)
         try:
-            run_method("constraintmatch", first, self.images, pairs, **given)
+            train(self.images, pairs, config, context)
         except OtherRequest:
             _set_aside(place)
-            run_method("constraintmatch", first, self.images, pairs, **given)
+            train(self.images, pairs, config, context)
         shutil.rmtree(_aside(place), ignore_errors=True)
         return load_model(place)
 
@@ -349,19 +345,15 @@ def round_start(
     """
     if start.config.n_clusters:
         return informed(start, frozen, answers)
+    from constraintmatch.config import make_config
     from constraintmatch.pretraining import SHORT_STAGES
-    from constraintmatch.running import method_settings, run_method
+    from constraintmatch.running import train
 
     finds_clusters = SHORT_STAGES[-1]
     known = 0 if before is None else before.shape[1]
     wanted = {key: settings[key] for key in ("seed", "device") if key in settings}
-    made = run_method(
-        finds_clusters,
-        copy.deepcopy(start),
-        images,
-        arguments={"n_clusters": max(2, known, n_kinds(answers, len(images)))},
-        settings=method_settings(finds_clusters, wanted),
-    ).model
+    wanted["n_clusters"] = max(2, known, n_kinds(answers, len(images)))
+    made = train(images, None, make_config(finds_clusters, wanted, start=copy.deepcopy(start))).model
     made = informed(made, frozen, answers)
     if before is not None:
         _renumber(made, frozen.probabilities(made), before)

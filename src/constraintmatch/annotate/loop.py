@@ -217,9 +217,10 @@ def _answers(loop: Loop, data: Data, *, read_only: bool = False) -> AbstractCont
 
 def _start(loop: Loop, reporter: Reporter, check: Callable[[Data], object]) -> tuple[Data, ClusterModel, ViewChoice]:
     """The images and the model that every round begins with: given, or made once by the missing stages."""
+    from constraintmatch.methods import Context
     from constraintmatch.models import with_clusters
-    from constraintmatch.pretraining import SHORT_STAGES, pretrain, short_start
-    from constraintmatch.running import Around
+    from constraintmatch.pretraining import SHORT_STAGES, short_start
+    from constraintmatch.running import pretrain
     from constraintmatch.training import choose_device
 
     request, grows = _request(loop)
@@ -243,7 +244,8 @@ def _start(loop: Loop, reporter: Reporter, check: Callable[[Data], object]) -> t
             stages=stages,
             recipe=short_start(len(plan.data.images), cpu=plan.cpu),
             settings={key: value for key, value in request.settings.items() if value is not None},
-            around=Around(request.out, reporter=reporter, views=plan.views, data=plan.data.record),
+            views=plan.views,
+            context=Context(request.out, reporter=reporter, data=plan.data.record),
         )
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(f"{str(stop) or 'stopped'}; the same command continues from there") from None

@@ -8,7 +8,7 @@ from constraintmatch.methods.constraintmatch import constraintmatch
 from constraintmatch.methods.fully_constrained import fully_constrained
 from constraintmatch.methods.linear_scan import linear_scan
 from constraintmatch.methods.neighbour_label import neighbour_label
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice
 from constraintmatch.methods.propagate import propagate
 from constraintmatch.methods.pseudo_label import pseudo_label
 from constraintmatch.methods.scan import scan
@@ -16,7 +16,7 @@ from constraintmatch.methods.self_label import self_label
 from constraintmatch.methods.simclr import simclr
 from constraintmatch.methods.supervised import supervised
 
-__all__ = ["METHODS", "Job", "Trained", "ViewChoice"]
+__all__ = ["METHODS", "Context", "Trained", "ViewChoice"]
 
 METHODS: dict[str, Callable[..., Trained]] = {
     "simclr": simclr,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from constraintmatch.batches import Shuffled, derive_seed
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_least, prepare
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice, check_least, prepare
 from constraintmatch.models import ClusterModel, with_projection
 from constraintmatch.objectives import cosine_loss
 from constraintmatch.training import TrainSettings, fit
@@ -104,7 +104,7 @@ def byol(
     predictor_rate: float = 10.0,
     settings: TrainSettings = BYOL_SETTINGS,
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
-    job: Job = Job(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
     """A model whose backbone was trained by BYOL, without a head; the given one is left as it is.
 
@@ -148,10 +148,10 @@ def byol(
         loss,
         settings,
         title="byol",
-        run=job.run,
+        run=context.run,
         prefetch=bench.prefetch,
-        reporter=job.reporter,
-        stop=job.stop,
+        reporter=context.reporter,
+        stop=context.stop,
     )
     return Trained(trained, log)
 

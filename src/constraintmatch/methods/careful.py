@@ -26,7 +26,7 @@ from constraintmatch.methods.pairs import (
     train_on_pairs,
     train_task,
 )
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice, spread
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice, spread
 from constraintmatch.methods.propagate import Frozen, told
 from constraintmatch.models import ClusterModel
 from constraintmatch.propagation import known_groups
@@ -59,7 +59,7 @@ def train_by_recipe(
     before: Before,
     settings: TrainSettings,
     views: ViewChoice,
-    job: Job,
+    context: Context,
 ) -> Trained:
     """The model trained as the paper does it, or safely."""
     if recipe not in RECIPES:
@@ -74,16 +74,18 @@ def train_by_recipe(
         pairs_per_step=pairs_per_step,
     )
     if recipe == "paper":
-        return train_on_pairs(model, images, task, before=before, settings=settings, views=views, job=job)
-    start = begin(model, images, task, before, settings, replace(job, run=None))  # anew when resumed: it is judged
-    return _Careful(images, task, settings, views, job).train(start)
+        return train_on_pairs(model, images, task, before=before, settings=settings, views=views, context=context)
+    start = begin(model, images, task, before, settings, replace(context, run=None))  # anew when resumed: it is judged
+    return _Careful(images, task, settings, views, context).train(start)
 
 
 class _Careful:
     """One training by the safe recipe: its pairs in two parts, and who judges."""
 
-    def __init__(self, images: ImageSet, task: PairTask, settings: TrainSettings, views: ViewChoice, job: Job) -> None:
-        self.images, self.settings, self.views, self.job = images, settings, views, job
+    def __init__(
+        self, images: ImageSet, task: PairTask, settings: TrainSettings, views: ViewChoice, context: Context
+    ) -> None:
+        self.images, self.settings, self.views, self.context = images, settings, views, context
         self.device = choose_device(settings.device)
         self.pairs = task.constraints.merged()
         training, held_out = hide_images(self.pairs, seed=settings.seed)
@@ -106,9 +108,9 @@ class _Careful:
         rates = self._rates(network)
         beliefs = self._say(network, np.arange(len(self.images)))
         hold = min(1.0, AS_MANY / len(self.task.constraints))
-        job = replace(self.job, guard=Guard(rates, self.judge, losses, beliefs, hold))
+        context = replace(self.context, guard=Guard(rates, self.judge, losses, beliefs, hold))
         task = self._weighed(network)
-        log = train_task(network, self.images, task, self._settings(), self.views, job)
+        log = train_task(network, self.images, task, self._settings(), self.views, context)
         verdict = self.judge.compare(losses, self._losses(network))
         said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {len(self.judge.pairs):,} held-out pairs"
         if verdict.surely > LEAST_GAIN:
@@ -220,8 +222,8 @@ class _Careful:
             ],
             "seconds": log[-1]["seconds"] if log else 0.0,
         }
-        self.job.reporter.say(f"kept {what}: {why}")
-        run = self.job.run
+        self.context.reporter.say(f"kept {what}: {why}")
+        run = self.context.run
         if run is not None and not any(line["kind"] == "verdict" for line in read_log(run.path)):  # resumed at its end
             run.log(entry)
         return Trained(model, [*log, entry])

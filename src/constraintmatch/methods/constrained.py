@@ -4,7 +4,7 @@ from constraintmatch.constraints import Constraints
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.careful import train_by_recipe
 from constraintmatch.methods.pairs import Before
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice
 from constraintmatch.models import ClusterModel
 from constraintmatch.training import TrainSettings
 
@@ -23,7 +23,7 @@ def constrained(
     pairs_per_step: int = 200,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
-    job: Job = Job(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
     """The model trained with L^cons alone.
 
@@ -43,5 +43,5 @@ def constrained(
         before=Before(merge, head_steps),
         settings=settings,
         views=views,
-        job=job,
+        context=context,
     )

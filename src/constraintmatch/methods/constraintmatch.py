@@ -7,7 +7,7 @@ from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.careful import train_by_recipe
 from constraintmatch.methods.pairs import Before, Selection, Unconstrained, check_error_rate
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_share
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice, check_share
 from constraintmatch.models import ClusterModel
 from constraintmatch.objectives import all_pairs_loss, hard_links, soft_links
 from constraintmatch.training import TrainSettings
@@ -38,7 +38,7 @@ def constraintmatch(
     images_per_step: int = 600,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
-    job: Job = Job(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
     """The model trained with L = L^cons + λ L^pseudo.
 
@@ -86,5 +86,5 @@ def constraintmatch(
         before=Before(merge, head_steps),
         settings=settings,
         views=views,
-        job=job,
+        context=context,
     )

@@ -6,7 +6,7 @@ from torch import Tensor
 from constraintmatch.batches import LabelBatch
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.labels import Network, train_on_labels
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice
 from constraintmatch.models import ClusterModel
 from constraintmatch.objectives import all_pairs_loss
 from constraintmatch.training import TrainSettings
@@ -21,7 +21,7 @@ def fully_constrained(
     images_per_step: int = 400,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
-    job: Job = Job(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
     """The model trained by the MCL on all pairs of each batch, linked as the labels say; no self-pairs."""
 
@@ -31,4 +31,4 @@ def fully_constrained(
         everything = torch.ones_like(batch.label, dtype=torch.bool)
         return {"constrained": all_pairs_loss(p, links, everything, self_pairs=False)}
 
-    return train_on_labels("fully_constrained", model, images, loss, images_per_step, settings, views, job)
+    return train_on_labels("fully_constrained", model, images, loss, images_per_step, settings, views, context)

@@ -8,7 +8,7 @@ from torch import Tensor
 from constraintmatch.batches import LabelBatch, Shuffled, derive_seed
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice, evaluate_now, prepare
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice, evaluate_now, prepare
 from constraintmatch.models import ClusterModel
 from constraintmatch.training import TrainSettings, fit
 
@@ -25,7 +25,7 @@ def train_on_labels(
     images_per_step: int,
     settings: TrainSettings,
     views: ViewChoice,
-    job: Job,
+    context: Context,
 ) -> Trained:
     """The model trained with `loss` on weak views of all images and their labels."""
     if images.labels is None:
@@ -44,10 +44,10 @@ def train_on_labels(
         loss,
         settings,
         title=title,
-        run=job.run,
-        evaluate=lambda: evaluate_now(model, images, job),
+        run=context.run,
+        evaluate=lambda: evaluate_now(model, images, context),
         prefetch=bench.prefetch,
-        reporter=job.reporter,
-        stop=job.stop,
+        reporter=context.reporter,
+        stop=context.stop,
     )
     return Trained(model, log)

@@ -11,7 +11,7 @@ from constraintmatch.images import ImageSet
 from constraintmatch.methods.linear_heads import best_linear_head, head_losses, steady_head
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.methods.preparation import (
-    Job,
+    Context,
     Trained,
     ViewChoice,
     check_clusters,
@@ -37,7 +37,7 @@ def linear_scan(
     most_images: int = 50_000,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
     views: ViewChoice = ViewChoice(),  # noqa: B008, ARG001 (frozen; every method takes it)
-    job: Job = Job(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
     """A model whose head repeats what the best eighth of `n_tries` linear ones, by SCAN's loss, agree on.
 
@@ -63,11 +63,11 @@ def linear_scan(
     )
     own, new = _own_loss(model, n_clusters, inputs, near, entropy_weight), float(best.losses.min())
     if own < new:
-        job.reporter.say(
+        context.reporter.say(
             f"linear_scan: the head that was there has the lower loss ({own:.3f}, not {new:.3f}) and is kept"
         )
     placed = model if own < new else with_head(model, *steady_head(inputs, best))
-    entry = {"step": 1, "kind": "evaluation", **evaluate_now(placed, images, job), "seconds": 0.0}
+    entry = {"step": 1, "kind": "evaluation", **evaluate_now(placed, images, context), "seconds": 0.0}
     return Trained(placed, [entry])
 
 

@@ -15,7 +15,7 @@ from constraintmatch.images import ImageSet
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.methods.preparation import (
     Bench,
-    Job,
+    Context,
     Trained,
     ViewChoice,
     by_epochs,
@@ -59,7 +59,7 @@ def neighbour_label(
     tolerance: float = 0.05,
     settings: TrainSettings = NEIGHBOUR_LABEL_SETTINGS,
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
-    job: Job = Job(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
     """The model trained on its own clusters of the images whose neighbours agree on them, the same all the while.
 
@@ -99,13 +99,13 @@ def neighbour_label(
         loss,
         settings,
         title="neighbour_label",
-        run=job.run,
-        evaluate=lambda: {**evaluate_now(model, images, job), "quality": quality(model)},
+        run=context.run,
+        evaluate=lambda: {**evaluate_now(model, images, context), "quality": quality(model)},
         keep_best="quality",
         tolerance=tolerance,
         prefetch=bench.prefetch,
-        reporter=job.reporter,
-        stop=job.stop,
+        reporter=context.reporter,
+        stop=context.stop,
     )
     return Trained(model, log)
 

@@ -24,7 +24,7 @@ from constraintmatch.methods.heads import teach_head
 from constraintmatch.methods.merging import merge_clusters
 from constraintmatch.methods.preparation import (
     Bench,
-    Job,
+    Context,
     Trained,
     ViewChoice,
     check_model,
@@ -165,23 +165,23 @@ def train_on_pairs(
     before: Before,
     settings: TrainSettings,
     views: ViewChoice,
-    job: Job,
+    context: Context,
 ) -> Trained:
     """The model trained on the pairs, and on the unconstrained images where there is a term for them."""
-    model = begin(model, images, task, before, settings, job)
-    return Trained(model, train_task(model, images, task, settings, views, job))
+    model = begin(model, images, task, before, settings, context)
+    return Trained(model, train_task(model, images, task, settings, views, context))
 
 
 def begin(
-    model: ClusterModel, images: ImageSet, task: PairTask, before: Before, settings: TrainSettings, job: Job
+    model: ClusterModel, images: ImageSet, task: PairTask, before: Before, settings: TrainSettings, context: Context
 ) -> ClusterModel:
     """The model that the network's training begins with; a resumed one has its weights in the checkpoint."""
-    resumes, device = job.run is not None and job.run.checkpoint.exists(), choose_device(settings.device)
+    resumes, device = context.run is not None and context.run.checkpoint.exists(), choose_device(settings.device)
     if before.merge:
-        model = _merged_before(model, job) if resumes else _merged(model, images, task.constraints, job, device)
+        model = _merged_before(model, context) if resumes else _merged(model, images, task.constraints, context, device)
     if before.head_steps and not resumes:
         alone, own = replace(task, title=f"{task.title}, head alone"), _of_head(settings, before.head_steps)
-        around = Job(reporter=job.reporter, stop=job.stop)
+        around = Context(reporter=context.reporter, stop=context.stop)
         teach_head(
             model, images, lambda head, seen: train_task(head, seen, alone, own, ViewChoice(), around), device=device
         )
@@ -189,16 +189,18 @@ def begin(
 
 
 def train_task(
-    model: ClusterModel, images: ImageSet, task: PairTask, settings: TrainSettings, views: ViewChoice, job: Job
+    model: ClusterModel, images: ImageSet, task: PairTask, settings: TrainSettings, views: ViewChoice, context: Context
 ) -> list[dict[str, Any]]:
     """Train the model in place; the log."""
     bench = prepare(model, images, settings)
     unconstrained = task.unconstrained
-    batches = _Batches(bench, images, task, views, settings.steps, model.config.n_clusters, held=job.guard is not None)
-    told = _expected(task.error_rate, job.guard)
+    batches = _Batches(
+        bench, images, task, views, settings.steps, model.config.n_clusters, held=context.guard is not None
+    )
+    told = _expected(task.error_rate, context.guard)
     from_pairs = bench.compiled(constrained_term)
-    hold = job.guard.hold if job.guard else 0.0
-    beliefs = torch.from_numpy(job.guard.beliefs).to(bench.device) if job.guard else None
+    hold = context.guard.hold if context.guard else 0.0
+    beliefs = torch.from_numpy(context.guard.beliefs).to(bench.device) if context.guard else None
     if unconstrained is not None:  # its loss alone: thresholds would be compiled in, each value anew
         unconstrained = replace(unconstrained, loss=bench.compiled(unconstrained.loss))
 
@@ -226,13 +228,13 @@ def train_task(
         loss,
         settings,
         title=task.title,
-        run=job.run,
+        run=context.run,
         measure=_measure(model, images, unconstrained) if unconstrained else None,
-        evaluate=lambda: {**evaluate_now(model, images, job), **judged(model, images, job.guard)},
-        keep_best="held_out" if job.guard else None,
+        evaluate=lambda: {**evaluate_now(model, images, context), **judged(model, images, context.guard)},
+        keep_best="held_out" if context.guard else None,
         prefetch=bench.prefetch,
-        reporter=job.reporter,
-        stop=job.stop,
+        reporter=context.reporter,
+        stop=context.stop,
     )
 
 
@@ -265,19 +267,19 @@ def has_lost_a_cluster(model: ClusterModel, images: ImageSet, beliefs: NDArray[n
 
 
 def _merged(
-    model: ClusterModel, images: ImageSet, constraints: Constraints, job: Job, device: torch.device
+    model: ClusterModel, images: ImageSet, constraints: Constraints, context: Context, device: torch.device
 ) -> ClusterModel:
     """The model with fewer clusters, whose number is noted in the run folder."""
-    merged = merge_clusters(model, images, constraints, device=device, reporter=job.reporter)
-    if job.run is not None:
-        write_json(job.run.path / MERGED, {"clusters": merged.config.n_clusters, "before": model.config.n_clusters})
+    merged = merge_clusters(model, images, constraints, device=device, reporter=context.reporter)
+    if context.run is not None:
+        write_json(context.run.path / MERGED, {"clusters": merged.config.n_clusters, "before": model.config.n_clusters})
     return merged
 
 
-def _merged_before(model: ClusterModel, job: Job) -> ClusterModel:
+def _merged_before(model: ClusterModel, context: Context) -> ClusterModel:
     """The model with as many clusters as it had when the run was stopped; the checkpoint has their weights."""
-    assert job.run is not None
-    return with_clusters(model, int(read_json(job.run.path / MERGED)["clusters"]))
+    assert context.run is not None
+    return with_clusters(model, int(read_json(context.run.path / MERGED)["clusters"]))
 
 
 def _of_head(settings: TrainSettings, steps: int) -> TrainSettings:

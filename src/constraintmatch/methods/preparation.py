@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -31,7 +32,7 @@ from constraintmatch.views import View
 
 __all__ = [
     "Bench",
-    "Job",
+    "Context",
     "Trained",
     "ViewChoice",
     "by_epochs",
@@ -94,15 +95,22 @@ def _of_embeddings(images: ImageSet) -> View | None:
 
 
 @dataclass(frozen=True)
-class Job:
-    """What goes on around a training: where it is kept, who is told, what it is evaluated on."""
+class Context:
+    """What surrounds a training: where it is kept, who watches it, what it is evaluated on, what stops it."""
 
-    run: RunFolder | None = None
+    out: Path | None = None  # the run folder; None keeps nothing
+    resume: bool = False
     reporter: Reporter = field(default_factory=Quiet)
     held_out: ImageSet | None = None  # images to evaluate on; labels where known
     held_out_constraints: Constraints | None = None  # over the rows of held_out, or of the training images without it
-    guard: Guard | None = None  # None: as published, whatever comes of it
+    data: Mapping[str, Any] = field(default_factory=dict)  # where the images came from, for run.json
     stop: Callable[[], bool] = lambda: False  # asked after every step: True ends the training with a checkpoint
+    run: RunFolder | None = None  # the open run folder
+    guard: Guard | None = None  # None: as published, whatever comes of it
+
+    def within(self, folder: str) -> "Context":
+        """The same, one folder deeper."""
+        return replace(self, out=self.out / folder if self.out else None)
 
 
 class Trained(NamedTuple):
@@ -213,18 +221,20 @@ def spread(n_images: int, most: int) -> NDArray[np.int64]:
     return np.linspace(0, n_images - 1, min(n_images, most)).astype(np.int64)
 
 
-def evaluate_now(model: ClusterModel, images: ImageSet, job: Job, seen: Predictions | None = None) -> Mapping[str, Any]:
+def evaluate_now(
+    model: ClusterModel, images: ImageSet, context: Context, seen: Predictions | None = None
+) -> Mapping[str, Any]:
     """Scores where labels are known, agreement with held-out constraints, and warnings of collapse.
 
     `seen` is what the model says of the images, where that is known already.
     """
-    target = job.held_out if job.held_out is not None else images
+    target = context.held_out if context.held_out is not None else images
     predictions = seen if seen is not None and target is images else predict(model, target)
     values: dict[str, Any] = {"mean_confidence": float(predictions.confidence.mean())}
     if target.labels is not None:
         values |= scores(target.labels, predictions)
-    if job.held_out_constraints is not None:
-        values |= agreement(job.held_out_constraints, predictions)
+    if context.held_out_constraints is not None:
+        values |= agreement(context.held_out_constraints, predictions)
     if warnings := collapse_warnings(predictions):
         values["warnings"] = warnings
     return values

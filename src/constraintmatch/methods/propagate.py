@@ -14,7 +14,7 @@ from constraintmatch.evaluation import Predictions, embed
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.linear_heads import REPEATED, regression_head
 from constraintmatch.methods.neighbours import nearest_neighbours
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_least, evaluate_now, prepare, spread
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice, check_least, evaluate_now, prepare, spread
 from constraintmatch.models import ClusterModel, with_head
 from constraintmatch.propagation import carried, check_reach, known_groups, neighbour_graph, seeds
 from constraintmatch.training import TrainSettings
@@ -34,7 +34,7 @@ def propagate(
     most_images: int = 50_000,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
     views: ViewChoice = ViewChoice(),  # noqa: B008, ARG001 (frozen; every method takes it)
-    job: Job = Job(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
     """A model whose head repeats what the constraints' groups say, carried to all images; the backbone stays as it is.
 
@@ -50,14 +50,14 @@ def propagate(
     groups = known_groups(constraints)
     if len(groups) < 2:
         said = "propagate: the pairs tell no two groups apart; the model is kept as it was"
-        job.reporter.say(said)
+        context.reporter.say(said)
         return Trained(model, [{"step": 0, "kind": "evaluation", "warnings": [said], "seconds": 0.0}])
     rows = _taking_part(groups, len(images), most_images)
     inside = [np.searchsorted(rows, group) for group in groups]
     frozen = Frozen.of(model, images.take(rows), device=device)
     placed = told(model, frozen, inside, n_neighbours=n_neighbours, reach=reach, most_images=len(rows))
     seen = Predictions(frozen.probabilities(placed)) if len(rows) == len(images) else None
-    entry = {"step": 1, "kind": "evaluation", **evaluate_now(placed, images, job, seen), "seconds": 0.0}
+    entry = {"step": 1, "kind": "evaluation", **evaluate_now(placed, images, context, seen), "seconds": 0.0}
     return Trained(placed, [{**entry, "groups": len(groups), "known": int(sum(map(len, groups)))}])
 
 

@@ -4,7 +4,7 @@ from constraintmatch.constraints import Constraints
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.careful import train_by_recipe
 from constraintmatch.methods.pairs import Before, Selection, Unconstrained
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice
 from constraintmatch.models import ClusterModel
 from constraintmatch.objectives import pseudo_label_loss, soft_links
 from constraintmatch.training import TrainSettings
@@ -30,7 +30,7 @@ def pseudo_label(
     images_per_step: int = 600,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
-    job: Job = Job(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
     """The model trained with L = L^cons + λ L^CE; λ is `pseudo_weight`, τ is `min_confidence`, ρ is `flip_fraction`.
 
@@ -60,5 +60,5 @@ def pseudo_label(
         before=Before(merge, head_steps),
         settings=settings,
         views=views,
-        job=job,
+        context=context,
     )

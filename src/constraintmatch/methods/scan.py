@@ -13,7 +13,7 @@ from constraintmatch.methods.linear_heads import best_linear_head, steady_head
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.methods.preparation import (
     Bench,
-    Job,
+    Context,
     Trained,
     ViewChoice,
     by_epochs,
@@ -56,7 +56,7 @@ def scan(
     tolerance: float = 0.1,
     settings: TrainSettings = SCAN_SETTINGS,
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
-    job: Job = Job(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
     """A model with a cluster head, from one trained on a pretext task.
 
@@ -96,13 +96,13 @@ def scan(
         loss,
         settings,
         title="scan",
-        run=job.run,
-        evaluate=lambda: {**evaluate_now(trained, images, job), "quality": quality(trained)},
+        run=context.run,
+        evaluate=lambda: {**evaluate_now(trained, images, context), "quality": quality(trained)},
         keep_best="quality",
         tolerance=tolerance,  # a collapse costs more; within it, longer training is better
         prefetch=bench.prefetch,
-        reporter=job.reporter,
-        stop=job.stop,
+        reporter=context.reporter,
+        stop=context.stop,
     )
     return Trained(trained, log)
 

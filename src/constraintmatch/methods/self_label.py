@@ -10,7 +10,7 @@ from constraintmatch.batches import Shuffled, Views, derive_seed
 from constraintmatch.evaluation import predict
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.preparation import (
-    Job,
+    Context,
     Trained,
     ViewChoice,
     by_epochs,
@@ -41,7 +41,7 @@ def self_label(
     tolerance: float = 0.05,
     settings: TrainSettings = SELF_LABEL_SETTINGS,
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
-    job: Job = Job(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
     """The model trained on its own predictions above `min_confidence`, clusters weighted by inverse frequency.
 
@@ -57,7 +57,7 @@ def self_label(
     sure = predict(model, images.take(spread(len(images), 5_000)), device=bench.device).confidence > min_confidence
     if not sure.any():
         said = f"self_label: no image is surer than {min_confidence}; the model is kept as it was"
-        job.reporter.say(said)
+        context.reporter.say(said)
         return Trained(model, [{"step": 0, "kind": "evaluation", "warnings": [said], "seconds": 0.0}])
     quality, view = quality_judge(images, bench.device), views.scan_strong(images)
     rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
@@ -82,12 +82,12 @@ def self_label(
         loss,
         settings,
         title="self_label",
-        run=job.run,
-        evaluate=lambda: {**evaluate_now(model, images, job), "quality": quality(model)},
+        run=context.run,
+        evaluate=lambda: {**evaluate_now(model, images, context), "quality": quality(model)},
         keep_best="quality",
         tolerance=tolerance,
         prefetch=bench.prefetch,
-        reporter=job.reporter,
-        stop=job.stop,
+        reporter=context.reporter,
+        stop=context.stop,
     )
     return Trained(model, log)

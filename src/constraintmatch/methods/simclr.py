@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from constraintmatch.batches import Shuffled, Views, derive_seed
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice, check_least, prepare
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice, check_least, prepare
 from constraintmatch.models import ClusterModel, with_projection
 from constraintmatch.objectives import nt_xent
 from constraintmatch.training import TrainSettings, fit
@@ -40,7 +40,7 @@ def simclr(
     projection: int = 128,
     settings: TrainSettings = SIMCLR_SETTINGS,
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
-    job: Job = Job(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
     """A model whose backbone was trained by NT-Xent, under a projection head; the given one is left as it is.
 
@@ -72,9 +72,9 @@ def simclr(
         loss,
         settings,
         title="simclr",
-        run=job.run,
+        run=context.run,
         prefetch=bench.prefetch,
-        reporter=job.reporter,
-        stop=job.stop,
+        reporter=context.reporter,
+        stop=context.stop,
     )
     return Trained(trained, log)

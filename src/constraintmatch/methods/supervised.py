@@ -7,7 +7,7 @@ from constraintmatch.batches import LabelBatch
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.labels import Network, train_on_labels
-from constraintmatch.methods.preparation import Job, Trained, ViewChoice
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice
 from constraintmatch.models import ClusterModel
 from constraintmatch.training import TrainSettings
 
@@ -21,7 +21,7 @@ def supervised(
     images_per_step: int = 400,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
-    job: Job = Job(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
     """The model trained by cross-entropy on the labels of all images."""
 
@@ -30,4 +30,4 @@ def supervised(
 
     if images.labels is not None and int(images.labels.max()) >= model.config.n_clusters:
         raise InputError(f"supervised: {int(images.labels.max()) + 1} classes for {model.config.n_clusters} outputs")
-    return train_on_labels("supervised", model, images, loss, images_per_step, settings, views, job)
+    return train_on_labels("supervised", model, images, loss, images_per_step, settings, views, context)

@@ -277,6 +277,6 @@ def _check_alike(first: Result, second: Result, name: str) -> None:
 
 
 def _defaults(method: str) -> dict[str, Any]:
-    from constraintmatch.running import method_arguments  # with torch: seldom needed
+    from constraintmatch.config import method_arguments  # with torch: seldom needed
 
     return {name: parameter.default for name, parameter in method_arguments(method).items()}

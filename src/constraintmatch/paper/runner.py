@@ -11,22 +11,23 @@ from typing import Any
 import numpy as np
 
 from constraintmatch.batches import derive_seed
+from constraintmatch.config import make_config, method_arguments, method_settings, split_options
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import Predictions, agreement, predict, scores
 from constraintmatch.files import InUse, folder_lock
 from constraintmatch.images import ImageSet
-from constraintmatch.methods import Trained, ViewChoice
+from constraintmatch.methods import Context, Trained, ViewChoice
 from constraintmatch.models import ClusterModel, build_model, load_model, model_folder, save_model, unfilled_model
 from constraintmatch.paper.cards import write_card
 from constraintmatch.paper.cells import Cell
 from constraintmatch.paper.results import FORMAT, FREE_SETTINGS, read_content
 from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.running import Around, method_arguments, method_settings, run_method, split_options, weights_hash
+from constraintmatch.running import train, weights_hash
 from constraintmatch.runs import is_finished as run_is_finished
 from constraintmatch.runs import write_result
-from constraintmatch.training import NonFinite, TrainSettings, choose_device
+from constraintmatch.training import NonFinite, choose_device
 
 __all__ = [
     "Place",
@@ -217,37 +218,34 @@ def _trained(cell: Cell, start: ClusterModel, place: Place) -> Trained:
     if cell.method == "scan":
         return Trained(start.to(device), [])
     images, row = cell_images(cell, "train", place), DATASETS[cell.dataset]
-    arguments, _ = split_options(cell.method, _options(cell))
-    around = Around(
+    context = Context(
         out=place.runs / cell.name,
         resume=True,
         reporter=place.reporter,
-        views=ViewChoice(flip=row.flip, without=tuple(sorted(row.without))),
         held_out=cell_images(cell, "test", place),
         data={"name": cell.dataset, "split": "train", "kind": "dataset"},
     )
-    pairs, settings = cell_constraints(cell, images), _settings(cell, place)
-    trained = run_method(cell.method, start, images, pairs, arguments=arguments, settings=settings, around=around)
+    views = ViewChoice(flip=row.flip, without=tuple(sorted(row.without)))
+    config = make_config(cell.method, _all_options(cell, place), start=start, views=views)
+    trained = train(images, cell_constraints(cell, images), config, context)
     trained.model.to(device)  # a finished run comes from its folder
     return trained
 
 
-def _settings(cell: Cell, place: Place) -> TrainSettings:
-    _, changes = split_options(cell.method, _options(cell))
+def _all_options(cell: Cell, place: Place) -> dict[str, Any]:
+    """The options of the cell, with how often it is watched, how long it is, and what the place says."""
     every = max(1, cell.steps // 10)
     watched = {"evaluate_every": every, "checkpoint_every": 1_000, "log_every": max(1, every // 4)}
-    return method_settings(
-        cell.method, {**watched, **changes, "steps": cell.steps, "seed": cell.fold, **place.settings}
-    )
+    return {**watched, **_options(cell), "steps": cell.steps, "seed": cell.fold, **place.settings}
 
 
 def _asked(cell: Cell, place: Place) -> tuple[dict[str, Any], dict[str, Any]]:
     """All arguments and settings that decide the result, the defaults too, as its JSON has them."""
     if cell.method == "scan":
         return {}, {}
-    arguments, _ = split_options(cell.method, _options(cell))
+    arguments, changes = split_options(cell.method, _all_options(cell, place))
     defaults = {name: parameter.default for name, parameter in method_arguments(cell.method).items()}
-    return {**defaults, **arguments}, _settings(cell, place).request()
+    return {**defaults, **arguments}, method_settings(cell.method, changes).request()
 
 
 def _differences(cell: Cell, found: Mapping[str, Any], place: Place) -> Iterator[str]:

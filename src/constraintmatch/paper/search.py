@@ -16,13 +16,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from constraintmatch.config import TrainConfig, make_config, method_arguments, split_options
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, DataSet, load_dataset
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import agreement, predict, scores
 from constraintmatch.files import check_target
 from constraintmatch.images import ImageSet
-from constraintmatch.methods import ViewChoice
+from constraintmatch.methods import Context, ViewChoice
 from constraintmatch.models import ClusterModel, load_model
 from constraintmatch.paper.cells import STEPS
 from constraintmatch.paper.trials import (
@@ -38,18 +39,10 @@ from constraintmatch.paper.trials import (
 )
 from constraintmatch.pretraining import training_size
 from constraintmatch.progress import Quiet, Reporter, say_error
-from constraintmatch.running import (
-    Around,
-    method_arguments,
-    method_settings,
-    rehearse_step,
-    run_method,
-    split_options,
-    weights_hash,
-)
+from constraintmatch.running import rehearse, train, weights_hash
 from constraintmatch.runs import write_result
 from constraintmatch.sources import Data, open_data, open_pairs
-from constraintmatch.training import NonFinite, TrainSettings, choose_device
+from constraintmatch.training import NonFinite, choose_device
 from constraintmatch.views import check_operation_names
 
 __all__ = ["Found", "Search", "search"]
@@ -154,13 +147,13 @@ def search(request: Search, reporter: Reporter | None = None) -> Found:
 
     with open_storage(request.storage) as storage:
         study = open_study(storage, name, protocol, request.storage)
-        runs, train = runs_folder(request.storage, name, protocol), partial(_train, task, request.method)
+        runs, trial = runs_folder(request.storage, name, protocol), partial(_train, task, request.method)
         try:
             with _helpers(request):
-                tried = tuple(work(study, task.space, train, runs=runs, reporter=reporter))
+                tried = tuple(work(study, task.space, trial, runs=runs, reporter=reporter))
         except KeyboardInterrupt:
             raise KeyboardInterrupt("stopped; the same command goes on with what is left") from None
-    found = Found(request, name, task.settings.steps, task.full_steps, tried, _shared(request, task))
+    found = Found(request, name, task.config.settings.steps, task.full_steps, tried, _shared(request, task))
     if request.out is not None:
         _write(found, task, protocol, request.out)
     return found
@@ -178,10 +171,8 @@ class _Task:
     constraints: Constraints
     judged: ImageSet
     judges: Constraints  # over the rows of `judged`
-    model: ClusterModel
-    views: ViewChoice
-    arguments: dict[str, Any]
-    settings: TrainSettings
+    config: TrainConfig
+    arguments: dict[str, Any]  # those of the configuration that are asked for
     full_steps: int
     usual_steps: int  # of `train` on this device
 
@@ -202,7 +193,6 @@ def _open_task(request: Search, reporter: Reporter) -> _Task:
     options, full_steps = _base_options(request, row, len(data.images), cpu)
     usual_steps = options["steps"]
     options["steps"] = usual_steps if request.steps is None else request.steps
-    arguments, changes = split_options(request.method, options)
     flip = request.flip if request.flip is not None else row is None or row.flip
     without = tuple(sorted({*request.without, *(row.without if row else ())}))
     task = _Task(
@@ -211,10 +201,10 @@ def _open_task(request: Search, reporter: Reporter) -> _Task:
         constraints=constraints,
         judged=judged,
         judges=judges,
-        model=model,
-        views=ViewChoice(flip=flip, without=without),
-        arguments=arguments,
-        settings=method_settings(request.method, {**changes, **request.settings}),
+        config=make_config(
+            request.method, {**options, **request.settings}, start=model, views=ViewChoice(flip=flip, without=without)
+        ),
+        arguments=split_options(request.method, options)[0],
         full_steps=full_steps,
         usual_steps=usual_steps,
     )
@@ -233,11 +223,11 @@ def _rehearse(task: _Task, method: str) -> None:
         return
     few = task.data.images.take(np.arange(min(len(task.data.images), 4)))
     pairs = Constraints.from_lists(n_images=len(few), must_link=[(0, 1)])
-    arguments = {key: min(value, 4) for key, value in task.arguments.items()}  # batches
+    batches = {key: min(value, 4) for key, value in task.arguments.items()}
     for name, value in new:
-        how: dict[str, Any] = {"arguments": {**arguments, name: value}, "settings": task.settings, "views": task.views}
+        arguments = {**task.config.arguments, **batches, name: value}
         with suppress(NonFinite):  # a trial that diverges is part of a search
-            rehearse_step(method, 2, few, pairs, **how)
+            rehearse(replace(task.config, arguments=arguments, n_clusters=2), few, pairs)
 
 
 def _from_labels(request: Search, row: DataSet | None) -> tuple[Data, Constraints, ImageSet, Constraints]:
@@ -293,7 +283,7 @@ def _shared(request: Search, task: _Task) -> dict[str, Any]:
     Steps only where they are more than `train` takes: fewer are for the search, and what it finds is for a whole run.
     """
     settings = {key: value for key, value in request.settings.items() if key not in task.space.values}
-    steps = {"steps": task.settings.steps} if task.settings.steps > task.usual_steps else {}
+    steps = {"steps": task.config.settings.steps} if task.config.settings.steps > task.usual_steps else {}
     of_bound = {key: value for key, value in task.arguments.items() if "pairs_per_step" not in task.arguments}
     return {**settings, **steps, **of_bound}
 
@@ -307,13 +297,15 @@ def _protocol(task: _Task, request: Search) -> dict[str, Any]:
         "constraints": _mark(task.constraints),
         "validation_images": task.judged.fingerprint(),
         "validation_constraints": _mark(task.judges),
-        "model": weights_hash(task.model),
+        "model": weights_hash(task.config.start),
         "method": request.method,
         "sampler": request.sampler,
         "values": dict(task.space.values),
         "arguments": task.arguments,
-        "views": task.views.request(),
-        "settings": {key: value for key, value in task.settings.request().items() if key not in task.space.values},
+        "views": task.config.views.request(),
+        "settings": {
+            key: value for key, value in task.config.settings.request().items() if key not in task.space.values
+        },
     }
     return dict(json.loads(json.dumps(chosen)))
 
@@ -333,17 +325,11 @@ def _train(
 ) -> dict[str, Any]:
     """What a training with these settings reaches on the validation constraints; the loss is None if it diverged."""
     own, changes = split_options(method, settings)
-    around = Around(folder, True, reporter, task.views, task.judged, task.judges, task.data.record)
+    arguments, asked = {**task.config.arguments, **own}, replace(task.config.settings, **changes)
+    config = replace(task.config, arguments=arguments, settings=asked, start=copy.deepcopy(task.config.start))
+    context = Context(folder, True, reporter, task.judged, task.judges, task.data.record)
     try:
-        trained = run_method(
-            method,
-            copy.deepcopy(task.model),
-            task.data.images,
-            task.constraints,
-            arguments={**task.arguments, **own},
-            settings=replace(task.settings, **changes),
-            around=around,
-        )
+        trained = train(task.data.images, task.constraints, config, context)
     except NonFinite as error:
         return {"loss": None, "note": str(error)}
     found = predict(trained.model, task.judged)
