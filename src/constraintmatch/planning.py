@@ -166,7 +166,7 @@ def _check_method(method: str, request: Train) -> None:
     if method in ORDER:
         raise InputError(f"{method} is a stage of the self-supervised start; use constraintmatch pretrain")
     if odd := sorted(request.arguments.keys() - known.keys()):
-        has = ", ".join(_flag(name) for name in known)
+        has = ", ".join(_flag(name) for name in known if name != "pseudo_error_rate")  # which has no flag
         raise InputError(f"{method} has no {_flag(odd[0])}; it has {has}")
     needs_pairs = _needs_pairs(method)
     if needs_pairs and request.pairs is None:
