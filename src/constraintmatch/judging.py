@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 
 SHARE = 0.2  # of the pairs, held out to judge by
 LEAST = 8  # must-links, and cannot-links, that a judge needs
-CAUTION = 0.5  # standard errors by which a more trained model must be better: of equals the less trained one is kept
+CAUTION = 0.25  # standard errors by which a trained network must be better: of equals the less trained one is kept
 LEAST_GAIN = 0.001  # nats: less is no reason to change anything
 FALLEN = 2.0  # standard errors by which a model must be worse for a training to go back
 MOST_WRONG = 0.4  # of either kind: answers of which half are wrong say nothing

@@ -76,13 +76,13 @@ def short_start(n_images: int, *, cpu: bool) -> dict[str, dict[str, Any]]:
 def training_size(n_images: int, *, cpu: bool) -> dict[str, Any]:
     """Batches, steps, rate and warm-up of a training on pairs, for a set of this size where nothing else is known.
 
-    An eighth of the images a step, from 150 to the paper's 600 (on a CPU 150), and a third as many pairs; a hundred
+    An eighth of the images a step, from 150 to the paper's 600 (on a CPU 150), and a third as many pairs; sixty
     passes over the images, from 500 steps to the paper's 20,000 (on a CPU 1,000); the paper's rate of 0.01, since 0.03
     ruins a strong start (decision 042). Pairs come first and pseudo-constraints by and by: a short start is a weak one,
     and pseudo-constraints confirm what it has wrong (docs/lab-notes.md).
     """
     batch = min(150 if cpu else 600, max(150, n_images // 8))
-    steps = int(min(1_000 if cpu else 20_000, max(500, 100 * n_images / batch)))
+    steps = int(min(1_000 if cpu else 20_000, max(500, 60 * n_images / batch)))
     return {"images_per_step": batch, "pairs_per_step": batch // 3, "steps": steps, "lr": 0.01, "warm_up": 0.5}
 
 

@@ -16,7 +16,7 @@ from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import embed, predict
 from constraintmatch.images import ImageSet
-from constraintmatch.judging import CAUTION, LEAST, LEAST_GAIN, Guard, Judge, Rates, hide_images, repeat_rate
+from constraintmatch.judging import LEAST, LEAST_GAIN, Guard, Judge, Rates, hide_images, repeat_rate
 from constraintmatch.methods.pairs import (
     Before,
     PairTask,
@@ -39,6 +39,7 @@ RECIPES = ("safe", "paper")
 SUREST = 0.85  # mean confidence of a network that begins to learn: a surer head sends gradients that ruin its features
 AVERAGED = 0.1  # share of the steps, the last ones, whose weights are averaged
 KNOWN = 0.5  # share of the kinds that answers know apart, from which on they teach the head by themselves
+TOLD = 0.5  # standard errors by which a head told by groups must be better than the start
 ALIKE = 0.9  # share of the images that two heads must agree on for one to stand for the other
 AS_MANY = 100  # pairs that what the start believes weighs as much as
 DOUBTED = 12  # pairs that somebody is asked to look at again
@@ -145,7 +146,7 @@ class _Careful:
             return start, "the start"
         taught = self._told(start, self.task.constraints)
         verdict = self.judge.compare(self._losses(start), self._losses(taught))
-        least = -verdict.error if self._leads(start) else CAUTION * verdict.error
+        least = -verdict.error if self._leads(start) else TOLD * verdict.error
         return (taught, "the head alone") if verdict.gain > least else (start, "the start")
 
     def _told(self, start: ClusterModel, pairs: Constraints) -> ClusterModel:

@@ -65,7 +65,10 @@ __all__ = [
 Network = Callable[..., Tensor]
 MERGED = "merged.json"  # in a run folder: how many clusters there are after a merge
 LOST = 0.25  # share of its images under which a cluster counts as lost
-LATER = 0.5  # standard errors by which a later step may look worse: accuracy rises on while the likelihood is flat
+LATER = 1.0  # standard errors by which a later step may look worse: accuracy rises on while the likelihood is flat
+HELD_PER_PAIR = (
+    3  # images a step for each pair that are held to what the start says of them, without pseudo-constraints
+)
 HEAD_RATE = 0.03  # the learning rate of a head alone, on features of one scale
 
 
@@ -193,7 +196,7 @@ def train_task(
     """Train the model in place; the log."""
     bench = prepare(model, images, settings)
     unconstrained = task.unconstrained
-    batches = _Batches(bench, images, task, views, settings.steps, model.config.n_clusters)
+    batches = _Batches(bench, images, task, views, settings.steps, model.config.n_clusters, held=job.guard is not None)
     told = _expected(task.error_rate, job.guard)
     from_pairs = bench.compiled(constrained_term)
     hold = job.guard.hold if job.guard else 0.0
@@ -202,22 +205,22 @@ def train_task(
         unconstrained = replace(unconstrained, loss=bench.compiled(unconstrained.loss))
 
     def loss(network: Network, batch: SemiBatch) -> dict[str, Tensor]:
-        pairs = batch.pairs
+        pairs, free = batch.pairs, batch.free
         both = torch.cat((pairs.left, pairs.right))
-        if unconstrained is None:
+        if free is None:
             return {"constrained": from_pairs(network(both), pairs.link, pairs.weight, **told)}
-        assert batch.free is not None
-        assert batch.ramp is not None
-        with torch.no_grad():
-            weak = network(batch.free.weak)
-        paired, strong = passes(network, model, both, batch.free.strong, joint=bench.compile)
-        pseudo = unconstrained_term(weak, strong, batch.flip, unconstrained)
-        held = {} if beliefs is None else {"hold": hold * soft_cross_entropy(strong, beliefs[batch.free.rows])}
-        return {
-            "constrained": from_pairs(paired, pairs.link, pairs.weight, **told),
-            "pseudo": batch.ramp * unconstrained.weight * pseudo,
-            **held,
-        }
+        if unconstrained is not None:
+            with torch.no_grad():
+                weak = network(free.weak)
+        paired, strong = passes(network, model, both, free.strong, joint=bench.compile)
+        terms = {"constrained": from_pairs(paired, pairs.link, pairs.weight, **told)}
+        if unconstrained is not None:
+            assert batch.ramp is not None
+            pseudo = unconstrained_term(weak, strong, batch.flip, unconstrained)
+            terms["pseudo"] = batch.ramp * unconstrained.weight * pseudo
+        if beliefs is not None:
+            terms["hold"] = hold * soft_cross_entropy(strong, beliefs[free.rows])
+        return terms
 
     return fit(
         model,
@@ -317,25 +320,30 @@ class _Batches:
         views: ViewChoice,
         steps: int,
         n_clusters: int,
+        *,
+        held: bool,
     ) -> None:
         unconstrained, constraints = task.unconstrained, task.constraints
         self.bench, self.unconstrained, self.steps = bench, unconstrained, steps
-        self.n_clusters = n_clusters
+        self.n_clusters, self.free = n_clusters, None
         pair_view = views.pair(images)
         self.pairs = PairSource(bench.store, constraints, task.pairs_per_step, pair_view, bench.maker, bench.seed)
         self.weak, self.strong = views.weak(images), views.strong(images)
-        if unconstrained is not None:
-            seed = derive_seed(bench.seed, "unconstrained")
-            self.free = Shuffled(len(images), unconstrained.images_per_step, seed, bench.device)
+        if unconstrained is not None or held:
+            n = HELD_PER_PAIR * task.pairs_per_step if unconstrained is None else unconstrained.images_per_step
+            self.free = Shuffled(len(images), n, derive_seed(bench.seed, "unconstrained"), bench.device)
 
     def __call__(self, step: int) -> SemiBatch:
         pairs = self.pairs(step)
-        if self.unconstrained is None:
+        if self.free is None:
             return SemiBatch(pairs, None, None, None)
         rows = self.free(step)
         images = self.bench.store.take(rows)
         maker = self.bench.maker
-        free = Views(maker(self.weak, images, step, "weak"), maker(self.strong, images, step, "strong"), rows)
+        strong = maker(self.strong, images, step, "strong")
+        if self.unconstrained is None:
+            return SemiBatch(pairs, Views(strong, strong, rows), None, None)
+        free = Views(maker(self.weak, images, step, "weak"), strong, rows)
         return SemiBatch(pairs, free, self._flip(step, len(rows)), self._ramp(step))
 
     def _ramp(self, step: int) -> Tensor:
