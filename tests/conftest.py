@@ -1,8 +1,10 @@
 """What all tests share: one torch thread per worker (two workers on two cores), and small image sets."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,17 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Names of folders that are not there yet: to make one for each test would take longer than many tests."""
+    place = tmp_path_factory.mktemp("caches")
+    return (place / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoded images go to a folder of the test, never to the user's cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(next(caches)))
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +64,7 @@ def fewer_heads() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(METHODS["linear_scan"].__kwdefaults__, "n_tries", 4)
+        patch.setitem(METHODS["scan"].__kwdefaults__, "n_tries", 4)
         patch.setitem(best_linear_head.__kwdefaults__, "steps", 60)
         yield
 

@@ -29,6 +29,8 @@ from constraintmatch.running import Around
 from constraintmatch.runs import open_run, read_log
 from constraintmatch.training import TrainSettings
 
+pytestmark = pytest.mark.usefixtures("quick_heads_throughout")
+
 QUICK = TrainSettings(device="cpu", lr=1.0, weight_decay=5e-4, schedule="cosine", log_every=5)
 SMALL = {"hidden": 64, "projection": 16, "target_momentum": 0.9}
 

@@ -27,6 +27,8 @@ from constraintmatch.models import ClusterModel, build_model, load_model, save_m
 from constraintmatch.running import method_settings, run_method
 from constraintmatch.training import TrainSettings
 
+pytestmark = pytest.mark.usefixtures("quick_heads_throughout")
+
 
 @pytest.fixture(scope="module")
 def digits() -> ImageSet:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.cluster import KMeans
 from typer.testing import CliRunner
 
 from constraintmatch import cli
@@ -27,7 +28,8 @@ from constraintmatch.evaluation import accuracy, embed, predict
 from constraintmatch.files import read_json
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.heads import put_back, seen_by, taken_off
-from constraintmatch.models import ClusterModel, build_model, load_model, save_model
+from constraintmatch.methods.linear_heads import regression_head
+from constraintmatch.models import ClusterModel, build_model, load_model, save_model, with_head
 from constraintmatch.oracle import LabelOracle
 from constraintmatch.planning import Train
 from constraintmatch.pretraining import SHORT_STAGES
@@ -45,12 +47,14 @@ SAFE = replace(SMALL, arguments=BATCHES)
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that nobody has trained, whose head repeats k-means: half right, so that answers can help."""
     row, folder = DATASETS["digits"], tmp_path_factory.mktemp("start") / "model"
     size = {"n_clusters": 10, "side": 8, "channels": 1, "backbone": "tiny"}
     model = build_model(mean=row.mean, std=row.std, **size)
-    images, settings = load_dataset("digits", "train"), method_settings("linear_scan", {"device": "cpu"})
-    asked = {"n_clusters": 10, "n_tries": 4}
-    save_model(run_method("linear_scan", model, images, arguments=asked, settings=settings).model, folder)
+    seen = embed(model, load_dataset("digits", "train"))
+    unit = seen / np.linalg.norm(seen, axis=1, keepdims=True)
+    clusters = KMeans(10, n_init=3, random_state=0).fit_predict(unit).astype(np.int64)
+    save_model(with_head(model, *regression_head(seen, clusters, 10)), folder)
     return folder
 
 

@@ -21,6 +21,8 @@ from constraintmatch.models import ClusterModel, build_model, with_projection
 from constraintmatch.objectives import all_pairs_loss, informative, pair_loss, soft_links
 from constraintmatch.training import TrainSettings
 
+pytestmark = pytest.mark.usefixtures("quick_heads_throughout")
+
 QUICK = TrainSettings(steps=6, device="cpu", log_every=2, lr=0.05)
 SHORT = replace(QUICK, steps=3, log_every=1)
 PAIR_METHODS = ("constrained", "pseudo_label", "constraintmatch")

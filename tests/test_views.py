@@ -88,9 +88,9 @@ PIL_OPERATIONS: dict[str, tuple[list[float], Callable[[Image.Image, float], Imag
 def test_operation_equals_pillows(name: str, channels: int) -> None:
     tried, reference, share, most = PIL_OPERATIONS[name]
     different = pixels = 0
-    for side in SIDES:
-        images = photos(side, channels, n=3).repeat_interleave(len(tried), 0)
-        values = torch.tensor(tried, dtype=torch.float32).repeat(3)
+    for side, n in zip(SIDES, (3, 3, 1, 1), strict=True):
+        images = photos(side, channels, n=n).repeat_interleave(len(tried), 0)
+        values = torch.tensor(tried, dtype=torch.float32).repeat(n)
         ours = views.OPERATIONS[name].apply(images, values)
         pil = torch.stack([from_pil(reference(to_pil(i), v)) for i, v in zip(images, values.tolist(), strict=True)])
         gap = (ours.int() - pil.int()).abs()

@@ -438,8 +438,8 @@ def _timm_network(name: str, side: int, options: Mapping[str, Any]) -> nn.Module
     import timm
 
     with suppress(TypeError):  # networks that take any size have no img_size
-        return timm.create_model(name, img_size=side, **options)
-    return timm.create_model(name, **options)
+        return cast(nn.Module, timm.create_model(name, img_size=side, **options))
+    return cast(nn.Module, timm.create_model(name, **options))
 
 
 def _unreachable(error: BaseException | None) -> str | None:

@@ -4,7 +4,7 @@ Which clusters SCAN ends with is decided by where its head begins; on frozen fea
 """
 
 import warnings
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -139,7 +139,7 @@ def _losses(anchors: Tensor, partners: Tensor, weight: Tensor, bias: Tensor, ent
         for side in (anchors, partners)
     )  # (h, n, k)
     each = torch.vmap(lambda one, other: scan_loss(one, other, entropy_weight=entropy_weight).total)
-    return each(p, q)
+    return cast(Tensor, each(p, q))
 
 
 def _bounded(logits: Tensor) -> Tensor:
