@@ -276,7 +276,7 @@ def safety_table() -> str:
 
 
 def wrong_table() -> str:
-    """Test ACC on the digits with some pairs wrong, the loss told of it or not."""
+    """Test ACC on the digits with some pairs wrong; the loss knows how many, or does not."""
     found = json.loads((ROOT / "results" / "wrong-pairs-digits.json").read_text(encoding="utf-8"))
     rows = [row for row in found["rows"] if "error_rate" in row]
     shares = sorted({row["wrong"] for row in rows})
@@ -289,7 +289,7 @@ def wrong_table() -> str:
         for told in (False, True):
             chosen = {row["wrong"]: row["acc"] for row in own if (row["error_rate"] > 0) == told}
             cells = [f"{100 * statistics.fmean(chosen[share]):.1f}" for share in shares]
-            lines.append(f"| {title}{', told' * told} | {' | '.join(cells)} |")
+            lines.append(f"| {title}{', error rate given' * told} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"The start, before any pair, has {100 * found['start']:.1f}."])
 
 
