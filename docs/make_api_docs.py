@@ -41,15 +41,19 @@ def _signature(name: str, given: Any) -> str:
     if isinstance(node, ast.ClassDef):
         makers = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
         fields = [ast.unparse(one) for one in node.body if isinstance(one, ast.AnnAssign)]
-        said = [ast.unparse(makers[0].args).removeprefix("self, ")] if makers else [", ".join(fields)]
+        inside = _arguments(makers[0]) if makers else ", ".join(fields)
     else:
         assert isinstance(node, ast.FunctionDef)
-        said = [re.sub(r"^(self|cls)(, )?", "", ast.unparse(node.args))]
-    text = f"{name}({said[0]})"
+        inside = _arguments(node)
+    text = f"{name}({inside})"
     if len(text) > 100:
-        inside = re.sub(r", (?=\*?\*?\w+(?::|=|$|,)|\*,)", ",\n    ", said[0])
-        text = f"{name}(\n    {inside},\n)"
+        lines = re.sub(r", (?=\w+: |\*)", ",\n    ", inside)
+        text = f"{name}(\n    {lines},\n)"
     return f"```python\n{text}\n```"
+
+
+def _arguments(function: ast.FunctionDef) -> str:
+    return re.sub(r"^(self|cls)(, )?", "", ast.unparse(function.args)).replace("=", " = ")
 
 
 def _prose(text: str) -> list[str]:
