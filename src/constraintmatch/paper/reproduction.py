@@ -32,23 +32,25 @@ _CLAIMS = {  # what the paper's text says of its figures, whose points it does n
     "noise": "ConstraintMatch is more robust to higher levels of wrong annotations than the constrained competitor.",
 }
 _REMARKS = {  # what a reader has to know about a table or figure
-    "table3": "The authors' code names starts with 50 and 100 outputs and does not say where to get them. Our start with "
-    "100 is made to resemble the one that the paper scores (SCAN's rows; decision 039). Our start with 50 is weaker, so "
-    "the gain over the start counts. *The head first* (decision 034) and *clusters merged first* (decision 038) are not "
-    "in the paper. After a merge fewer clusters are left, which raises ACC by itself. One fold; a head alone on the "
-    "features of the start with 100 outputs has ConstraintMatch above constrained in each of five samples of pairs "
-    "(`results/merging-cifar100-20-100.json`). Cells from other starts are in `research/experiments`; "
-    "[findings](findings.md#too-many-clusters) has more.",
-    "flip": "The authors' code (their commit 47b2d73) swaps the two largest probabilities for naive pseudo-labelling "
-    "only. For ConstraintMatch it swaps two random clusters: of 20 clusters, a sure guess keeps its largest nine times in "
-    "ten. If the paper's figure was made with it, its two curves do not have the same noise. *Any two* does as that code "
-    "does; the other rows swap the two largest, as the paper says. *Expecting a tenth*: the loss expects a tenth of the "
-    "pseudo-constraints to be wrong, whatever ρ is (decision 032); this is not in the paper.",
-    "noise": "The authors' code has no such noise, and the paper does not say of which links the share is. If it is a "
-    "share of all links: random pairs of 20 classes have one must-link in twenty, so with a tenth of the links wrong, two "
-    "of three must-links are wrong, and there are three times as many. *Both kinds alike*: the share of the must-links is "
-    "wrong, and as many cannot-links, so the number of each kind stays (decision 040). *Expecting a tenth*: the loss "
-    "expects a tenth of the links to be wrong, whatever their share is (decision 032); this is not in the paper.",
+    "table3": "The authors' code names starts with 50 and 100 outputs and does not say where to get them. Our "
+    "start with 100 is made to resemble the one that the paper scores (SCAN's rows; decision 039). Our start with 50 "
+    "is weaker, so the gain over the start counts. *The head first* (decision 034) and *clusters merged first* "
+    "(decision 038) are not in the paper. After a merge fewer clusters are left, which raises ACC by itself. One "
+    "fold; a head alone on the features of the start with 100 outputs has ConstraintMatch above constrained in each "
+    "of five samples of pairs (`results/merging-cifar100-20-100.json`). Cells from other starts are in "
+    "`research/experiments`; [findings](findings.md#too-many-clusters) has more.",
+    "flip": "The authors' code (their commit 47b2d73) swaps the two largest probabilities for naive "
+    "pseudo-labelling only. For ConstraintMatch it swaps two random clusters: of 20 clusters, a sure guess keeps its "
+    "largest nine times in ten. If the paper's figure was made with it, its two curves do not have the same noise. "
+    "*Any two* does as that code does; the other rows swap the two largest, as the paper says. *Expecting a tenth*: "
+    "the loss expects a tenth of the pseudo-constraints to be wrong, whatever ρ is (decision 032); this is not in "
+    "the paper.",
+    "noise": "The authors' code has no such noise, and the paper does not say of which links the share is. If "
+    "it is a share of all links: random pairs of 20 classes have one must-link in twenty, so with a tenth of the "
+    "links wrong, two of three must-links are wrong, and there are three times as many. *Both kinds alike*: the "
+    "share of the must-links is wrong, and as many cannot-links, so the number of each kind stays (decision 040). "
+    "*Expecting a tenth*: the loss expects a tenth of the links to be wrong, whatever their share is (decision 032); "
+    "this is not in the paper.",
 }
 _HEAD = """\
 # The paper, reproduced
