@@ -14,11 +14,12 @@ from constraintmatch.paper.reproduction import readme_part
 from constraintmatch.pretraining import PRETEXTS
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO = {  # rows of the demo that have a name of their own; others are called as the file calls them
+DEMO = {  # titles of the demo's rows; a row without one is called as the file calls it
     "k_means": "k-means on the pixels",
     "start": "self-supervised start",
-    "constrained": "constrained",
-    "constraintmatch": "**ConstraintMatch**",
+    "constrained": "{pairs} random pairs, constrained",
+    "constraintmatch": "{pairs} random pairs, **ConstraintMatch**",
+    "chosen": "{answers} chosen answers",
 }
 
 
@@ -29,10 +30,8 @@ def demo_table() -> str:
     for name, rows in found.items():
         if isinstance(rows, list) and rows and "acc" in rows[0]:
             cells = [_mean([100 * row[metric] for row in rows]) for metric in ("acc", "nmi", "ari")]
-            lines.append(f"| {DEMO.get(name, name.replace('_', ' '))} | {' | '.join(cells)} |")
-    both = list(zip(found["constraintmatch"], found["constrained"], strict=True))
-    gains = [_mean([100 * (ours[key] - theirs[key]) for ours, theirs in both]) for key in ("acc", "nmi", "ari")]
-    return "\n".join([*lines, f"| gain on the same pairs | {' | '.join(gains)} |"])
+            lines.append(f"| {DEMO.get(name, name).format_map(found)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 RESULTS = {  # a row of the README's table: its title, and a cell of the paper or a curve of answers for each set

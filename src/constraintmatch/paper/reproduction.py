@@ -153,7 +153,7 @@ def _start_remark(rows: Mapping[Cell, Row]) -> str:
     ours = [spread(row.summary("train+test", "acc")) if row else NOT_YET for row in starts]
     return (
         "The paper's test scores of SCAN are quoted from the literature. On train and test images together it measured "
-        f"SCAN itself, presumably the weights that it began with: {' and '.join(own)}; our starts there: "
+        f"SCAN itself, probably the weights that it began with: {' and '.join(own)}; our starts there: "
         f"{' and '.join(ours)}."
     )
 
