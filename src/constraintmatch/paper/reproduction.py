@@ -267,7 +267,7 @@ def _ran(results: Sequence[Result]) -> Iterator[str]:
     yield f"{len(results):,} cells ({n_cut:,} of them cut), {seconds / 3600:.1f} hours of training and scoring in all."
     yield _machines(results)
     yield _costs(results)
-    yield "<details>\n<summary>Every cell</summary>\n\n" + _every_cell(results) + "\n\n</details>"
+    yield "<details markdown>\n<summary>Every cell</summary>\n\n" + _every_cell(results) + "\n\n</details>"
 
 
 def _machines(results: Sequence[Result]) -> str:
