@@ -7,16 +7,19 @@ PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 
 unexport PYTHONDONTWRITEBYTECODE  # the tests start Python dozens of times: what is compiled is kept
 
-.PHONY: demo test test-browser format requirements clean
+.PHONY: demo test docs test-browser format requirements clean
 
-demo: $(READY)  ## start, constrained and ConstraintMatch on the bundled digits
+demo: $(READY)  ## what pairs and answers bring, on the bundled digits
 	$(BIN)/constraintmatch demo --out demo
 
-test: $(READY)  ## what a commit must pass: format, lint, types, the suite
+test: $(READY) docs  ## what a commit must pass: the documentation builds, format, lint, types, the suite
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy --no-error-summary
 	$(PYTEST) -n 2 --dist worksteal
+
+docs: $(READY)  ## the documentation site, into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test-browser: $(READY)  ## the page in a real Chromium, the API fuzzed; installs Playwright and schemathesis
 	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode -r requirements-browser.txt
@@ -39,4 +42,4 @@ $(READY): requirements.txt pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf .venv demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis

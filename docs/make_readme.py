@@ -1,33 +1,76 @@
-"""Fill the generated parts of README.md and docs/start.md: tables from `results/`, the tree from the modules' lines.
+"""Fills the generated tables of README.md and docs/ from results/: python docs/make_readme.py
 
-python docs/make_readme.py
+A table stands between `<!-- NAME table -->` and `<!-- end of NAME table -->`; text outside of them is not touched.
 """
 
-import ast
 import json
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from constraintmatch.paper.published import TABLE_3, published
+from constraintmatch.paper.published import TABLE_1, TABLE_3, published
 from constraintmatch.paper.reproduction import readme_part
 from constraintmatch.pretraining import PRETEXTS
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "src" / "constraintmatch"
+DEMO = {  # titles of the demo's rows; a row without one is called as the file calls it
+    "k_means": "k-means on the pixels",
+    "start": "self-supervised start",
+    "constrained": "{pairs} random pairs, constrained",
+    "constraintmatch": "{pairs} random pairs, **ConstraintMatch**",
+    "chosen": "{answers} chosen answers",
+}
 
 
 def demo_table() -> str:
+    """A row for each list of scores in the demo's result, in its order."""
     found = json.loads((ROOT / "results" / "demo-digits.json").read_text(encoding="utf-8"))
     lines = ["| | ACC | NMI | ARI |", "|---|--:|--:|--:|"]
-    titles = {"start": "self-supervised start", "constrained": "constrained", "constraintmatch": "**ConstraintMatch**"}
-    for name, title in titles.items():
-        cells = [_mean([100 * row[metric] for row in found[name]]) for metric in ("acc", "nmi", "ari")]
+    for name, rows in found.items():
+        if isinstance(rows, list) and rows and "acc" in rows[0]:
+            cells = [_mean([100 * row[metric] for row in rows]) for metric in ("acc", "nmi", "ari")]
+            lines.append(f"| {DEMO.get(name, name).format_map(found)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+RESULTS = {  # a row of the README's table: its title, and a cell of the paper or a curve of answers for each set
+    "the start, no answers": "scan",
+    "constrained, 10,000 random pairs": "constrained-10000",
+    "**ConstraintMatch**, 10,000 random pairs": "constraintmatch-10000",
+    "500 chosen questions, network trained": "chosen-which",
+    "500 chosen questions, head alone, on a CPU": "chosen-which-head",
+    "500 chosen questions, head alone, two networks joined": "chosen-which-trained-head-joined",
+    "500 chosen questions, BYOL start, long training at the end": "chosen-which-byol-anchored-last10000",
+    "supervised, all labels": "supervised",
+}
+
+
+def results_table() -> str:
+    """Test ACC in % on both CIFAR sets, the paper's next to ours."""
+    heads = [text for title in SETS.values() for text in (title, "paper")]
+    lines = [f"| | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
+    for title, way in RESULTS.items():
+        cells = []
+        for name in SETS:
+            method, _, pairs = way.partition("-")
+            known = {"10000": 10_000, "": 0 if method == "scan" else None}
+            printed = published(TABLE_1, "test", method, known[pairs]) if pairs in known else None
+            theirs = printed.value(name, "acc") if printed else None
+            cells += [_ours(name, way), "–" if theirs is None else f"{theirs:.2f}"]
         lines.append(f"| {title} | {' | '.join(cells)} |")
-    both = list(zip(found["constraintmatch"], found["constrained"], strict=True))
-    gains = [_mean([100 * (ours[key] - theirs[key]) for ours, theirs in both]) for key in ("acc", "nmi", "ari")]
-    return "\n".join([*lines, f"| gain on the same pairs | {' | '.join(gains)} |"])
+    return "\n".join(lines)
+
+
+def _ours(name: str, way: str) -> str:
+    """Test ACC of full trainings, the mean over the folds; or of a curve after 500 answers."""
+    place = ROOT / "results"
+    folds = [path for fold in ("", "-fold[0-9]") for path in (place / "paper").glob(f"{name}-{way}{fold}.json")]
+    if folds:
+        return _mean([100 * json.loads(path.read_text("utf-8"))["scores"]["test"]["acc"] for path in sorted(folds)])
+    curve = place / f"questions-{name}-{way}-error0.json"
+    points = json.loads(curve.read_text("utf-8"))["points"] if curve.is_file() else []
+    return next((f"{100 * point['acc']:.1f}" for point in points if point["answers"] == 500), "–")
 
 
 SETS = {"cifar10": "CIFAR-10", "cifar100-20": "CIFAR-100-20"}
@@ -50,17 +93,6 @@ def stage_results() -> list[tuple[str, str, str, dict[str, Any]]]:
                     name_of_row = title + (", from BYOL" if chain and stage not in PRETEXTS else "")
                     found.append((name, stage, name_of_row, json.loads(file.read_text(encoding="utf-8"))))
     return found
-
-
-def start_table() -> str:
-    """What each stage reached, for the README."""
-    lines = ["| | stage | on the test images | seconds |", "|---|---|---|--:|"]
-    for name, _, stage_title, result in stage_results():
-        told = [
-            f"{title} {100 * result['scores'][key]:.1f}" for key, title in SCORES.items() if key in result["scores"]
-        ]
-        lines.append(f"| {SETS[name]} | {stage_title} | {', '.join(told)} | {_seconds(result)} |")
-    return "\n".join(lines)
 
 
 def stage_table() -> str:
@@ -243,7 +275,7 @@ def safety_table() -> str:
 
 
 def wrong_table() -> str:
-    """Test ACC on the digits with some pairs wrong, the loss told of it or not."""
+    """Test ACC on the digits with some pairs wrong; the loss knows how many, or does not."""
     found = json.loads((ROOT / "results" / "wrong-pairs-digits.json").read_text(encoding="utf-8"))
     rows = [row for row in found["rows"] if "error_rate" in row]
     shares = sorted({row["wrong"] for row in rows})
@@ -256,7 +288,7 @@ def wrong_table() -> str:
         for told in (False, True):
             chosen = {row["wrong"]: row["acc"] for row in own if (row["error_rate"] > 0) == told}
             cells = [f"{100 * statistics.fmean(chosen[share]):.1f}" for share in shares]
-            lines.append(f"| {title}{', told' * told} | {' | '.join(cells)} |")
+            lines.append(f"| {title}{', error rate given' * told} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"The start, before any pair, has {100 * found['start']:.1f}."])
 
 
@@ -297,54 +329,31 @@ def speed_line() -> str:
     )
 
 
-def tree() -> str:
-    lines = ["```", "src/constraintmatch/"]
-    for path in sorted(PACKAGE.iterdir(), key=lambda path: (path.is_dir(), path.name)):
-        if path.suffix == ".py" and path.name != "__init__.py":
-            lines.append(f"{'  ' + path.name:26}{_first_line(path)}")
-        elif (path / "__init__.py").is_file():
-            lines.append(f"{'  ' + path.name + '/':26}{_first_line(path / '__init__.py')}")
-    for path in sorted((PACKAGE / "methods").glob("[a-z]*.py")):
-        lines.insert(_after(lines, "  methods/"), f"{'    ' + path.name:26}{_first_line(path)}")
-    others = {
-        "tests/": "mirrors the package",
-        "benchmarks/": "tables of ratios and curves",
-        "research/": "experiments that no table shows",
-        "results/": "one JSON per finished run: the only source of published numbers",
-        "weights/": "models worth keeping, fp16",
-        "docs/": "architecture, commands, decisions, lab notes",
-    }
-    return "\n".join([*lines, *(f"{name:26}{what}" for name, what in others.items()), "```"])
-
-
-def _first_line(path: Path) -> str:
-    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()[0]
-
-
-def _after(lines: list[str], start: str) -> int:
-    """Where the next line of a folder belongs: behind the folder's line and those that are already there."""
-    at = next(number for number, line in enumerate(lines) if line.startswith(start)) + 1
-    while at < len(lines) and lines[at].startswith("    "):
-        at += 1
-    return at
+def decisions_list() -> str:
+    """A link to every decision, by its title."""
+    lines = []
+    for path in sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md")):
+        number, title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").split(" ", 1)
+        lines.append(f"- [{number.rstrip(':')}]({path.name}): {title}")
+    return "\n".join(lines)
 
 
 def filled(text: str) -> str:
     """The page with its generated parts made anew; it has some of them."""
     parts = {
         "demo table": demo_table,
+        "results table": results_table,
         "answers table": answers_table,
         "safety table": safety_table,
         "wrong table": wrong_table,
         "merging table": merging_table,
         "embeddings table": embeddings_table,
-        "start table": start_table,
         "stage table": stage_table,
         "pretext table": pretext_table,
         "speed table": speed_table,
         "speed line": speed_line,
+        "decisions list": decisions_list,
         "reproduction table": lambda: readme_part(ROOT / "results" / "paper"),
-        "tree": tree,
     }
     for name, make in parts.items():
         if f"<!-- {name} -->\n" in text:
@@ -359,7 +368,7 @@ def _mean(values: list[float]) -> str:
     return f"{mean} ± {statistics.stdev(values):.1f}" if len(values) > 1 else mean
 
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "start.md")
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 if __name__ == "__main__":
     for page in PAGES:

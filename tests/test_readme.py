@@ -1,28 +1,58 @@
-"""The README's blocks work and its generated parts are current."""
+"""README and documentation: their commands and links work, and their generated parts are current."""
 
 import ast
 import importlib.util
 import re
+import shlex
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from constraintmatch import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+# pages that people write; decisions keep the words of their time, cli.md and api.md have tests of their own
+PAGES = sorted(
+    path
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
+    if path.parent.name != "decisions" and path.name not in ("cli.md", "api.md")
+)
 
 
-def test_the_generated_parts_are_current() -> None:
-    spec = importlib.util.spec_from_file_location("make_readme", ROOT / "docs" / "make_readme.py")
+def docs_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for page in module.PAGES:
+    return module
+
+
+def test_the_readme_has_at_most_120_lines() -> None:
+    assert len(README.splitlines()) <= 120
+
+
+def test_the_generated_parts_are_current() -> None:
+    script = docs_script("make_readme")
+    marked = [page for page in script.PAGES if "<!-- end of " in page.read_text(encoding="utf-8")]
+    assert ROOT / "README.md" in marked
+    for page in marked:
         text = page.read_text(encoding="utf-8")
-        assert module.filled(text) == text, "run python docs/make_readme.py"
+        assert script.filled(text) == text, f"{page.name}: run python docs/make_readme.py"
+
+
+def test_the_python_reference_is_current() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert docs_script("make_api_docs").api_docs() == text, "run python docs/make_api_docs.py"
+
+
+def test_the_results_table_has_at_most_eight_rows() -> None:
+    table = README.split("<!-- results table -->\n")[1].split("<!-- end of")[0]
+    assert 3 <= len(table.splitlines()) - 2 <= 8
 
 
 def test_the_first_commands_are_make_demo_and_make_test() -> None:
@@ -32,29 +62,73 @@ def test_the_first_commands_are_make_demo_and_make_test() -> None:
     assert {command.split()[1] for command in commands if command.startswith("make")} <= targets
 
 
-def test_every_command_and_flag_of_the_readme_exists() -> None:
-    known = commands_and_flags()
-    lines = re.findall(r"(?:^|`)constraintmatch ([a-z][^`\n]*)", README.replace("\\\n", " "), re.MULTILINE)
-    assert len(lines) > 5
-    for line in lines:
-        name, *words = line.split("#")[0].split()
-        assert name in known, line
-        flags = {word.partition("=")[0] for word in words if word.startswith("-")}
-        assert flags <= known[name], f"{line}: {name} has no {sorted(flags - known[name])}"
+def commands_in(text: str) -> list[str]:
+    """Every `constraintmatch …` of a page: lines of code, and code inside a sentence."""
+    return re.findall(r"(?:^ *|`)constraintmatch ([a-z][^`\n]*)", text.replace("\\\n", " "), re.MULTILINE)
 
 
 def commands_and_flags() -> dict[str, set[str]]:
     commands = get_command(cli.app).commands  # type: ignore[attr-defined]
     return {
-        name: {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+        name: {flag for one in command.params for flag in (*one.opts, *one.secondary_opts) if flag.startswith("-")}
         for name, command in commands.items()
     }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_every_command_and_flag_of_a_page_exists(page: Path) -> None:
+    known = commands_and_flags()
+    for line in commands_in(page.read_text(encoding="utf-8")):
+        name, *words = shlex.split(line, comments=True)
+        assert name in known, line
+        flags = {word.partition("=")[0] for word in words if word.startswith("-")}
+        assert flags <= known[name], f"{line}: {name} has no {sorted(flags - known[name])}"
+
+
+def test_the_pages_have_commands() -> None:
+    found = [line for page in PAGES for line in commands_in(page.read_text(encoding="utf-8"))]
+    assert len(found) > 40
+    assert {"train", "loop", "embed", "pretrain", "search"} <= {line.split()[0] for line in found}
+
+
+def test_every_flag_in_a_sentence_belongs_to_a_command() -> None:
+    known = set().union(*commands_and_flags().values())
+    for page in PAGES:
+        told = set(re.findall(r"`(?:[a-z]+ )?(--[a-z][a-z-]+)", page.read_text(encoding="utf-8")))
+        assert told <= known, f"{page.name}: no command has {sorted(told - known)}"
+
+
+def test_every_setting_of_a_page_exists() -> None:
+    listed = CliRunner().invoke(cli.app, ["settings"], env={"COLUMNS": "200"}).stdout
+    titles = re.findall(r"^Stage (\w+)", listed, re.MULTILINE)
+    names = set(re.findall(r"^  (\w+)  ", listed, re.MULTILINE)) - {"name"}
+    assert len(names) > 30
+    used = {name for page in PAGES for name in re.findall(r"--set ([a-z_.]+)=", page.read_text(encoding="utf-8"))}
+    assert {"merge", "linear_scan.entropy_weight"} <= used
+    for name in used:
+        stage, _, setting = name.rpartition(".")
+        assert setting in names, name
+        assert not stage or stage in titles, name
 
 
 @pytest.mark.parametrize("name", ["train", "loop"])
 def test_flags_that_a_command_lacks_are_not_among_those_it_has(name: str) -> None:
     assert "--out" in commands_and_flags()[name]
     assert not {"--", "--ou", "--output"} & commands_and_flags()[name]
+
+
+def test_every_file_that_the_readme_links_to_exists() -> None:
+    links = re.findall(r"\]\(([^)#]+)", README)
+    assert len(links) > 10
+    assert not [link for link in links if not (ROOT / link).is_file()]
+
+
+def test_the_tree_of_the_readme_names_the_package() -> None:
+    block = README.split("src/constraintmatch/\n")[1].split("```")[0]
+    told = {line.split()[0] for line in block.splitlines()}
+    package = ROOT / "src" / "constraintmatch"
+    found = {f"{path.name}/" if path.is_dir() else path.name for path in package.iterdir() if path.name[0] not in "_."}
+    assert told == found - {"py.typed"}
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")  # three steps make poor clusters
