@@ -102,6 +102,13 @@ def test_a_large_group_counts_if_it_differs_from_the_smaller_ones() -> None:
     assert [rows[0] for rows in known_groups(links(must, cannot))] == [0, 10, 20, 30]
 
 
+def test_a_hint_tells_groups_apart_and_joins_nothing() -> None:
+    must = [(0, 3), (3, 6), (1, 4)]
+    hints = links([(6, 9)], [(3, 4)])
+    assert [rows.tolist() for rows in known_groups(links(must, []))] == [[0, 3, 6]]
+    assert [rows.tolist() for rows in known_groups(links(must, []), hints)] == [[0, 3, 6], [1, 4]]
+
+
 def test_pairs_at_random_give_hardly_any_groups() -> None:
     labels = np.arange(5_000) % 10
     pairs = Constraints.sample(labels, 1_000, seed=0)

@@ -27,19 +27,22 @@ FOLDS = 5  # parts of the known images, each of which is hidden once
 UNSEEN = 0.1  # mean probability of a group's images in a cluster under which the model does not see the group there
 
 
-def known_groups(constraints: Constraints) -> list[Rows]:
+def known_groups(constraints: Constraints, hints: Constraints | None = None) -> list[Rows]:
     """Groups of images that are known to be of one kind each, the largest first; rows of each.
 
     A group counts if it is known to differ from half of the others that count; the largest are looked at first, and
-    again until none is added. Pairs at random tell hardly any two groups apart, so they give hardly any groups: of two
-    groups of one kind one would be a cluster of its own, and wrong.
+    again until none is added. Cannot-links of `hints`, which may be less sure, count as differences too. Pairs at
+    random tell hardly any two groups apart, so they give hardly any groups: of two groups of one kind one would be a
+    cluster of its own, and wrong.
     """
     view = constraints.component_constraints()
     size = np.bincount(view.component, minlength=1)
     apart: dict[int, set[int]] = {}
-    for one, other in view.cannot.tolist():
-        apart.setdefault(one, set()).add(other)
-        apart.setdefault(other, set()).add(one)
+    ends = [] if hints is None else view.component[np.stack([hints.left, hints.right], 1)[hints.link < 0.5]].tolist()
+    for one, other in [*view.cannot.tolist(), *ends]:
+        if one != other:
+            apart.setdefault(one, set()).add(other)
+            apart.setdefault(other, set()).add(one)
     joined = np.flatnonzero(size > 1)
     order = joined[np.argsort(-size[joined], kind="stable")].tolist()
     taken: set[int] = set()

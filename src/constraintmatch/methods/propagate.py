@@ -151,7 +151,7 @@ def _told_head(
     known = known[begun[known].max(1) > 0]  # of more groups than clusters some are left out
     nearer = 1 - NEARER * (1 - reach)
     if len(features) <= JUDGED and nearer >= 0:
-        reach = best_reach(graph, begun, known, (reach, nearer))
+        reach = best_reach(graph, begun, known, (nearer, reach))
     shares = carried(graph, begun, reach=reach)
     reached = np.flatnonzero(shares.max(1) > 0)
     chosen = np.union1d(np.flatnonzero(begun.max(1) > 0), reached[spread(len(reached), REPEATED)])
