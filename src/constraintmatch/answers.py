@@ -21,6 +21,7 @@ __all__ = [
     "Answer",
     "Known",
     "Question",
+    "constraints_of",
     "implied_groups",
     "known_from",
     "links_of",
@@ -80,6 +81,18 @@ def links_of(answers: Iterable[Answer]) -> tuple[Rows, Rows, NDArray[np.float32]
     """
     left, right, link, _ = _links(answers)
     return left, right, link.astype(np.float32)
+
+
+def constraints_of(answers: Sequence[Answer], n_images: int) -> Constraints:
+    """The answers as constraints over n_images, one row per link; repetitions and contradictions are left in.
+
+    But for one kind: who chooses one image does not say that the others shown are different, it only follows if no two
+    of them are of the same kind. Where must-links join one to the chosen image, its cannot-link is left out.
+    """
+    left, right, link, follows = _links(answers)
+    given = Constraints.from_arrays(left, right, link, n_images=n_images)
+    component = given.components()
+    return given.take(~(follows & (component[left] == component[right])))
 
 
 def stated_constraints(answers: Sequence[Answer], n_images: int) -> Constraints:

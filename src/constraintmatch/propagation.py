@@ -15,35 +15,44 @@ from scipy.sparse.linalg import cg
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 
-__all__ = ["carried", "check_reach", "known_groups", "neighbour_graph", "seeds"]
+__all__ = ["best_reach", "carried", "check_reach", "known_groups", "neighbour_graph", "seeds"]
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-APART = 0.5  # of the groups taken before, the share that a group must be known to differ from
+APART = 0.5  # of the other groups, the share that a group must be known to differ from
 SUREST = 0.25  # of a cluster that no answer is about, the share of its images that stand for it
 TRUSTED = 0.75  # the share of the groups' images, seen in their clusters, from which the model is believed about others
+FOLDS = 5  # parts of the known images, each of which is hidden once
 UNSEEN = 0.1  # mean probability of a group's images in a cluster under which the model does not see the group there
 
 
-def known_groups(constraints: Constraints) -> list[Rows]:
+def known_groups(constraints: Constraints, hints: Constraints | None = None) -> list[Rows]:
     """Groups of images that are known to be of one kind each, the largest first; rows of each.
 
-    A group counts if it is known to differ from half of those before it. Pairs at random tell hardly any two groups
-    apart, so they give hardly any groups: of two groups of one kind one would be a cluster of its own, and wrong.
+    A group counts if it is known to differ from half of the others that count; the largest are looked at first, and
+    again until none is added. Cannot-links of `hints`, which may be less sure, count as differences too. Pairs at
+    random tell hardly any two groups apart, so they give hardly any groups: of two groups of one kind one would be a
+    cluster of its own, and wrong.
     """
     view = constraints.component_constraints()
     size = np.bincount(view.component, minlength=1)
     apart: dict[int, set[int]] = {}
-    for one, other in view.cannot.tolist():
-        apart.setdefault(one, set()).add(other)
-        apart.setdefault(other, set()).add(one)
+    ends = [] if hints is None else view.component[np.stack([hints.left, hints.right], 1)[hints.link < 0.5]].tolist()
+    for one, other in [*view.cannot.tolist(), *ends]:
+        if one != other:
+            apart.setdefault(one, set()).add(other)
+            apart.setdefault(other, set()).add(one)
     joined = np.flatnonzero(size > 1)
-    taken: list[int] = []
-    for group in joined[np.argsort(-size[joined], kind="stable")].tolist():
-        if len(apart.get(group, set()).intersection(taken)) >= APART * len(taken):
-            taken.append(group)
-    return [np.flatnonzero(view.component == group) for group in taken]
+    order = joined[np.argsort(-size[joined], kind="stable")].tolist()
+    taken: set[int] = set()
+    before = -1
+    while len(taken) > before:
+        before = len(taken)
+        for group in order:
+            if group not in taken and len(taken & apart.get(group, set())) >= APART * len(taken):
+                taken.add(group)
+    return [np.flatnonzero(view.component == group) for group in order if group in taken]
 
 
 def seeds(groups: Sequence[Rows], probabilities: Floats) -> Floats:
@@ -125,3 +134,22 @@ def carried(graph: sp.csr_array, begun: Floats, *, reach: float = 0.99) -> Float
     mass = found.sum(0)
     found /= np.where(mass > 0, mass, 1)
     return np.asarray(found / np.where(found.sum(1) > 0, found.sum(1), 1)[:, None], np.float32)
+
+
+def best_reach(graph: sp.csr_array, begun: Floats, known: Rows, reaches: Sequence[float]) -> float:
+    """Of several reaches the one with which most known images, hidden in turn, are found by the others.
+
+    `known` are rows that `begun` (n, k) says something of; those of one kind come together. Of equals the first.
+    """
+    part, truth = np.arange(len(known)) % FOLDS, begun[known].argmax(1)
+
+    def n_found(reach: float) -> int:
+        found = 0
+        for number in range(FOLDS):
+            hidden, rest = known[part == number], begun.copy()
+            rest[hidden] = 0
+            shares = carried(graph, rest, reach=reach)[hidden]
+            found += int(((shares.argmax(1) == truth[part == number]) & (shares.max(1) > 0)).sum())
+        return found
+
+    return max(reaches, key=n_found)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from constraintmatch import draws
-from constraintmatch.answers import Answer, Question, stated_constraints
+from constraintmatch.answers import Answer, Question, constraints_of, stated_constraints
 from constraintmatch.constraints import Constraints
 from constraintmatch.draws import Purpose
 from constraintmatch.errors import InputError
@@ -61,6 +61,7 @@ class Asking:
     choose: Choice = "recommended"
     batch: int = 10  # questions chosen at a time from the answers so far; small batches find all kinds sooner
     seed: int = 0
+    candidates: Rows | None = None  # the images that may be asked about; None: all
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,14 @@ def ask_until(
     while len(found) < total:
         n = min(max(asking.batch, len(found) // 100), total - len(found))
         chosen = next_questions(
-            belief, found, n, kind=asking.kind, choose=asking.choose, seed=asking.seed, landscape=landscape
+            belief,
+            found,
+            n,
+            kind=asking.kind,
+            choose=asking.choose,
+            seed=asking.seed,
+            candidates=asking.candidates,
+            landscape=landscape,
         )
         if not chosen:
             break
@@ -202,7 +210,8 @@ def informed(start: "ClusterModel", frozen: "Frozen", answers: Sequence[Answer])
     """
     from constraintmatch.methods.propagate import told
 
-    groups = known_groups(stated_constraints(answers, len(frozen)))
+    n = len(frozen)
+    groups = known_groups(stated_constraints(answers, n), constraints_of(answers, n))
     return told(start, frozen, groups) if len(groups) > 1 else copy.deepcopy(start)
 
 

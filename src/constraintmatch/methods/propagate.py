@@ -16,12 +16,15 @@ from constraintmatch.methods.linear_heads import REPEATED, regression_head
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.methods.preparation import Context, Trained, ViewChoice, check_least, evaluate_now, prepare, spread
 from constraintmatch.models import ClusterModel, with_head
-from constraintmatch.propagation import carried, check_reach, known_groups, neighbour_graph, seeds
+from constraintmatch.propagation import best_reach, carried, check_reach, known_groups, neighbour_graph, seeds
 from constraintmatch.training import TrainSettings
 
 __all__ = ["Frozen", "propagate", "told"]
 
 NEVER = -1e3  # bias of a cluster that nothing is known of
+NEARER = 5  # times fewer steps from neighbour to neighbour, where that finds more of the known images
+JUDGED = 10_000  # images up to which both reaches are tried: of more it would take minutes
+LEAST_NEAR = 5  # neighbours of an image in a small set
 
 
 def propagate(
@@ -40,7 +43,8 @@ def propagate(
 
     Made for answers to "which of these?", which gather in one group for each kind. Where they tell fewer than two
     groups apart (pairs drawn at random), the model stays as it was. At most `most_images` images carry, those of the
-    groups among them; of small sets each has fewer neighbours, a quarter of what a cluster has on average.
+    groups among them; of small sets each has fewer neighbours, a tenth of what a cluster has on average. `reach` is how
+    far at most: of up to 10,000 images known ones decide between it and a fifth of its steps.
     """
     check_least("propagate", n_neighbours=(n_neighbours, 1), most_images=(most_images, 2))
     check_reach(reach)
@@ -112,9 +116,16 @@ def told(
     """The model under a head that repeats what two groups or more say of the images that its backbone sees so."""
     rows = _taking_part(groups, len(frozen), most_images)
     part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
-    few = max(1, len(rows) // (4 * model.config.n_clusters))
-    graph = part.graph(min(n_neighbours, few))
+    graph = part.graph(min(n_neighbours, _few(len(rows) / model.config.n_clusters)))
     return with_head(model, *_told_head(part.features, part.probabilities(model), inside, graph, reach=reach))
+
+
+def _few(size: float) -> int:
+    """How many neighbours an image has at most, where a cluster has this many images on average.
+
+    A tenth of them, but five where a quarter is as many: more lead from one kind to the next (docs/lab-notes.md).
+    """
+    return max(1, min(int(size / 4), max(LEAST_NEAR, int(size / 10))))
 
 
 def _taking_part(groups: Sequence[NDArray[np.int64]], n_images: int, most: int) -> NDArray[np.int64]:
@@ -136,6 +147,11 @@ def _told_head(
     cluster that no answer is about and that has no image either stays empty.
     """
     begun = seeds(groups, probabilities)
+    known = np.concatenate(groups)
+    known = known[begun[known].max(1) > 0]  # of more groups than clusters some are left out
+    nearer = 1 - NEARER * (1 - reach)
+    if len(features) <= JUDGED and nearer >= 0:
+        reach = best_reach(graph, begun, known, (nearer, reach))
     shares = carried(graph, begun, reach=reach)
     reached = np.flatnonzero(shares.max(1) > 0)
     chosen = np.union1d(np.flatnonzero(begun.max(1) > 0), reached[spread(len(reached), REPEATED)])
