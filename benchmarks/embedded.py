@@ -4,11 +4,12 @@ import argparse
 import copy
 from pathlib import Path
 
+from constraintmatch import running
+from constraintmatch.config import make_config
 from constraintmatch.constraints import Constraints
 from constraintmatch.images import ImageSet
 from constraintmatch.models import ClusterModel
 from constraintmatch.pretraining import training_size
-from constraintmatch.running import method_settings, run_method, split_options
 
 __all__ = ["parser_of", "trained"]
 
@@ -32,7 +33,5 @@ def trained(
     size = training_size(len(train), cpu=True)
     if method == "constrained":
         size = {key: value for key, value in size.items() if key not in ("images_per_step", "warm_up")}
-    arguments, changes = split_options(method, {**size, "merge": merge})
-    settings = method_settings(method, {**changes, "device": "cpu"})
-    given = {"arguments": arguments, "settings": settings}
-    return run_method(method, copy.deepcopy(start), train, pairs, **given).model, settings.steps
+    config = make_config(method, {**size, "merge": merge, "device": "cpu"}, start=copy.deepcopy(start))
+    return running.train(train, pairs, config).model, config.settings.steps

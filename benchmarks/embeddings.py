@@ -18,7 +18,7 @@ from constraintmatch.constraints import Constraints
 from constraintmatch.evaluation import predict, scores
 from constraintmatch.images import load_images
 from constraintmatch.models import build_model
-from constraintmatch.pretraining import pretrain
+from constraintmatch.running import pretrain
 from constraintmatch.runs import write_result
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from constraintmatch.answers import Answer, Question
+from constraintmatch.config import make_config
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.evaluation import Predictions, predict, scores
@@ -37,7 +38,7 @@ from constraintmatch.oracle import LabelOracle
 from constraintmatch.pretraining import round_size
 from constraintmatch.questions import implied_groups
 from constraintmatch.rounds import Asking, anchored, closure_pairs, head_belief, image_belief, informed, simulate
-from constraintmatch.running import Around, method_settings, run_method, split_options, weights_hash
+from constraintmatch.running import train, weights_hash
 from constraintmatch.runs import write_result
 
 WAYS = {
@@ -70,11 +71,9 @@ class HeadAlone:
         begun = informed(self.start, self.frozen, answers)
         if not self.options:
             return begun
-        arguments, changes = split_options("constraintmatch", self.options)
         pairs = pairs_of(self.asked, answers, self.frozen, begun)
-        given = {"arguments": arguments, "settings": method_settings("constraintmatch", changes)}
-        alone = run_method("constraintmatch", taken_off(begun, self.seen), self.seen, pairs, **given)
-        return put_back(begun, alone.model)
+        config = make_config("constraintmatch", self.options, start=taken_off(begun, self.seen))
+        return put_back(begun, train(self.seen, pairs, config).model)
 
     def score(self, model: ClusterModel, labels: Any) -> dict[str, float]:
         return scores(labels, Predictions(self.test.probabilities(model)))
@@ -87,13 +86,10 @@ class WholeNetwork:
         self.asked, self.images, self.test = asked, images, test
         self.start = load_model(asked.model).to(asked.device)
         self.frozen = Frozen.of(self.start, images, device=asked.device)
-        self.arguments, changes = split_options("constraintmatch", options)
-        last = asked.last_steps or asked.steps
-        changes |= {"seed": asked.seed, "log_every": last}
-        self.settings = method_settings("constraintmatch", {**changes, "steps": asked.steps})
-        self.last_settings = method_settings("constraintmatch", {**changes, "steps": last})
+        self.last = asked.last_steps or asked.steps
+        self.options = {**options, "seed": asked.seed, "log_every": self.last}
         row = DATASETS[asked.name]
-        self.around = Around(views=ViewChoice(flip=row.flip, without=tuple(sorted(row.without))))
+        self.views = ViewChoice(flip=row.flip, without=tuple(sorted(row.without)))
 
     def believe(self, model: ClusterModel) -> Belief:
         return image_belief(model, self.images)
@@ -102,9 +98,9 @@ class WholeNetwork:
         asked = self.asked
         begun = load_model(asked.model) if asked.plain else informed(self.start, self.frozen, answers)
         pairs = pairs_of(asked, answers, self.frozen, begun)
-        settings = self.last_settings if len(answers) >= asked.budgets[-1] else self.settings
-        given = {"arguments": self.arguments, "settings": settings, "around": self.around}
-        return run_method("constraintmatch", begun, self.images, pairs, **given).model
+        steps = self.last if len(answers) >= asked.budgets[-1] else asked.steps
+        config = make_config("constraintmatch", {**self.options, "steps": steps}, start=begun, views=self.views)
+        return train(self.images, pairs, config).model
 
     def score(self, model: ClusterModel, labels: Any) -> dict[str, float]:
         return scores(labels, predict(model, self.test))

@@ -32,18 +32,19 @@ from rich.console import Console
 
 from constraintmatch import views
 from constraintmatch.batches import Shuffled, derive_seed
+from constraintmatch.config import make_config, method_arguments, method_settings, split_options
 from constraintmatch.datasets import DATASETS, DataSet, load_dataset
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import accuracy, embed, knn_accuracy, neighbour_consistency
 from constraintmatch.files import read_json
 from constraintmatch.images import ImageSet
-from constraintmatch.methods import Trained, ViewChoice
+from constraintmatch.methods import Context, Trained, ViewChoice
 from constraintmatch.methods.linear_heads import best_linear_head
 from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.models import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pretraining import PRETEXTS
 from constraintmatch.progress import Lines
-from constraintmatch.running import Around, method_arguments, method_settings, run_method, split_options
+from constraintmatch.running import train
 from constraintmatch.runs import write_result
 from constraintmatch.training import choose_device
 
@@ -161,11 +162,9 @@ def train(task: Task, sets: Sets, images: ImageSet, epochs: int, changes: Mappin
         std=row.std,
         seed=seed,
     )
-    own, settings = split_options(task.method, task.options)
-    arguments = {**own, "epochs": epochs}
-    around = Around(views=sets.views(task), reporter=Lines(Console(width=200), every=30))
-    chosen = method_settings(task.method, {**settings, **changes})
-    return run_method(task.method, model, images, arguments=arguments, settings=chosen, around=around)
+    options = {**task.options, "epochs": epochs, **changes}
+    config = make_config(task.method, options, start=model, views=sets.views(task))
+    return train(images, None, config, Context(reporter=Lines(Console(width=200), every=30)))
 
 
 def batch_of(task: Task, n_images: int) -> Shuffled:

@@ -17,13 +17,15 @@ import numpy as np
 from rich.console import Console
 
 from constraintmatch.batches import derive_seed
+from constraintmatch.config import make_config, method_settings, split_options
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.images import ImageSet
+from constraintmatch.methods import Context
 from constraintmatch.models import build_model, load_model, save_model
-from constraintmatch.pretraining import STAGES, pretrain
+from constraintmatch.pretraining import STAGES
 from constraintmatch.progress import Lines
-from constraintmatch.running import Around, method_settings, run_method, split_options
+from constraintmatch.running import pretrain, train
 
 
 def recipe_of(options: list[str]) -> dict[str, dict[str, Any]]:
@@ -57,7 +59,8 @@ def smoke(stages: list[str], n_clusters: int, steps: int, recipe: dict[str, dict
         settings = replace(method_settings(stage, changes), log_every=max(steps // 4, 1), steps=steps)
         constraints = Constraints.sample(images.labels, 1000, seed=0)
         began = time.monotonic()
-        log = run_method(stage, model, images, constraints, arguments=arguments, settings=settings).log
+        config = replace(make_config(stage, arguments, start=model), settings=settings)
+        log = train(images, constraints, config).log
         lines = [entry for entry in log if entry["kind"] == "training"]
         late = lines[-3:] if len(lines) > 3 else lines
         ms = 1e3 * (late[-1]["seconds"] - late[0]["seconds"]) / max(late[-1]["step"] - late[0]["step"], 1)
@@ -102,7 +105,7 @@ def main() -> None:
             seed=derive_seed(arguments.seed, "model"),
         )
     )
-    around = Around(
+    context = Context(
         out=arguments.out,
         reporter=Lines(Console(width=200), every=20),
         held_out=test,
@@ -115,7 +118,7 @@ def main() -> None:
         stages=stages,
         recipe=recipe_of(arguments.set),
         settings={"seed": arguments.seed, "checkpoint_every": 5000, "log_every": 500},
-        around=around,
+        context=context,
         results=arguments.out / "results",
         name=arguments.name_of_results or f"start-{arguments.name}",
     )

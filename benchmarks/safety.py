@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from constraintmatch import running
+from constraintmatch.config import make_config
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.evaluation import predict, scores
@@ -21,8 +23,7 @@ from constraintmatch.files import read_json
 from constraintmatch.images import ImageSet, load_images
 from constraintmatch.methods import ViewChoice
 from constraintmatch.models import ClusterModel, build_model, load_model
-from constraintmatch.pretraining import pretrain, training_size
-from constraintmatch.running import Around, method_settings, run_method, split_options
+from constraintmatch.pretraining import training_size
 from constraintmatch.runs import write_result
 from constraintmatch.training import choose_device
 
@@ -89,14 +90,17 @@ def trained(
         size["steps"] = asked.steps
     if cell["method"] == "constrained":
         size = {key: value for key, value in size.items() if key not in ("images_per_step", "warm_up")}
-    chosen, changes = split_options(cell["method"], {**size, "recipe": cell["recipe"]})
-    settings = method_settings(cell["method"], {**changes, "evaluate_every": max(1, changes["steps"] // 10)})
+    options = {**size, "recipe": cell["recipe"], "evaluate_every": max(1, size["steps"] // 10)}
     row, began = DATASETS.get(asked.train), time.monotonic()
     views = ViewChoice(flip=row is None or row.flip, without=tuple(sorted(row.without)) if row else ())
-    given = {"arguments": chosen, "settings": settings, "around": Around(views=views)}
-    model, log = run_method(cell["method"], copy.deepcopy(start), train, pairs, **given)
+    config = make_config(cell["method"], options, start=copy.deepcopy(start), views=views)
+    model, log = running.train(train, pairs, config)
     verdict = log[-1] if log[-1]["kind"] == "verdict" else {}
-    found = {"acc": accuracy(model, test), "seconds": round(time.monotonic() - began, 1), "steps": settings.steps}
+    found = {
+        "acc": accuracy(model, test),
+        "seconds": round(time.monotonic() - began, 1),
+        "steps": config.settings.steps,
+    }
     said = {key: verdict.get(key) for key in ("kept", "why", "wrong_must_links", "wrong_cannot_links")}
     return {**found, **(said if verdict else {})}
 
@@ -116,7 +120,7 @@ def started(asked: argparse.Namespace, train: ImageSet) -> ClusterModel:
         return load_model(asked.start, device=choose_device())
     mean, std = train.moments()
     fresh = build_model(n_clusters=0, side=1, channels=train.channels, mean=mean, std=std)
-    return pretrain(fresh, train, asked.clusters, stages=["linear_scan"], settings={"device": "cpu", "seed": 0})
+    return running.pretrain(fresh, train, asked.clusters, stages=["linear_scan"], settings={"device": "cpu", "seed": 0})
 
 
 def arguments() -> argparse.Namespace:

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from constraintmatch import norms
+from constraintmatch.config import make_config, method_settings
 from constraintmatch.constraints import Constraints
 from constraintmatch.images import ImageSet
 from constraintmatch.methods.simclr import Projector
 from constraintmatch.models import ClusterModel, build_model, with_projection
-from constraintmatch.running import method_settings, run_method
+from constraintmatch.running import train
 from constraintmatch.runs import write_result
 from constraintmatch.training import TrainSettings, choose_device, fit
 
@@ -70,7 +71,8 @@ def ours(name: str, model: ClusterModel, images: ImageSet, settings: TrainSettin
         constraints = Constraints.sample(images.labels, min(len(images), 5_000), seed=0)
     else:
         arguments["epochs"] = -(-settings.steps // (len(images) // min(arguments["images_per_step"], len(images))))
-    return ms_per_step(run_method(name, model, images, constraints, arguments=arguments, settings=settings).log)
+    config = replace(make_config(name, arguments, start=model), settings=settings)
+    return ms_per_step(train(images, constraints, config).log)
 
 
 def floor(name: str, model: ClusterModel, settings: TrainSettings) -> float:

@@ -14,14 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from constraintmatch import running
 from constraintmatch.batches import derive_seed
+from constraintmatch.config import make_config
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.evaluation import predict, scores
 from constraintmatch.methods import ViewChoice
 from constraintmatch.models import build_model
-from constraintmatch.pretraining import SHORT_STAGES, pretrain, short_start
-from constraintmatch.running import Around, method_settings, run_method, split_options
+from constraintmatch.pretraining import SHORT_STAGES, short_start
 from constraintmatch.runs import write_result
 
 SHARES, FLIPS = (0.0, 0.1, 0.2), (0.2, 0.4)
@@ -47,27 +48,24 @@ def main() -> None:
     asked = parser.parse_args()
     row, train, test = DATASETS["digits"], load_dataset("digits", "train"), load_dataset("digits", "test")
     assert train.labels is not None
-    around = Around(views=ViewChoice(row.flip, tuple(sorted(row.without))))
+    views = ViewChoice(row.flip, tuple(sorted(row.without)))
     shape = {"side": row.side, "channels": row.channels, "mean": row.mean, "std": row.std}
     fresh = build_model(n_clusters=0, **shape, seed=derive_seed(0, "model"))
     settings: dict[str, Any] = {"device": "cpu", "seed": 0}
     recipe = short_start(len(train), cpu=True)
-    start = pretrain(fresh, train, 10, stages=SHORT_STAGES, recipe=recipe, settings=settings, around=around)
+    start = running.pretrain(fresh, train, 10, stages=SHORT_STAGES, recipe=recipe, settings=settings, views=views)
     first = scores(test.labels, predict(start, test))["acc"]
     print(f"start {first:.3f}", flush=True)
     found = []
     for method, wrong, more in trainings():
         sizes = {"pairs_per_step": row.pairs_per_step}
         sizes |= {"images_per_step": row.images_per_step} if method == "constraintmatch" else {}
-        arguments, changes = split_options(method, {**row.tuned[method], **sizes, **more})
-        given = {
-            "arguments": arguments,
-            "settings": method_settings(method, {**changes, **settings, "steps": asked.steps}),
-        }
+        options = {**row.tuned[method], **sizes, **more, **settings, "steps": asked.steps}
         accuracies, began = [], time.monotonic()
         for sample in range(asked.samples):
             pairs = Constraints.sample(train.labels, asked.pairs, seed=sample).flip(wrong, seed=sample)
-            model = run_method(method, copy.deepcopy(start), train, pairs, **given, around=around).model
+            config = make_config(method, options, start=copy.deepcopy(start), views=views)
+            model = running.train(train, pairs, config).model
             accuracies.append(round(scores(test.labels, predict(model, test))["acc"], 4))
         seconds = round(time.monotonic() - began, 1)
         found.append({"method": method, "wrong": wrong, **more, "acc": accuracies, "seconds": seconds})

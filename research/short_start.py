@@ -22,8 +22,8 @@ from constraintmatch.images import ImageSet
 from constraintmatch.methods import ViewChoice
 from constraintmatch.methods.linear_heads import regression_head
 from constraintmatch.models import ClusterModel, build_model, with_head
-from constraintmatch.pretraining import pretrain, short_start
-from constraintmatch.running import Around
+from constraintmatch.pretraining import short_start
+from constraintmatch.running import pretrain
 from constraintmatch.runs import write_result
 
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     row, parts = DATASETS["digits"], {split: load_dataset("digits", split) for split in ("train", "val")}
-    around = Around(views=ViewChoice(row.flip, tuple(sorted(row.without))))
+    views = ViewChoice(row.flip, tuple(sorted(row.without)))
 
     def accuracies(model: ClusterModel) -> dict[str, float]:
         return {split: round(scores(part.labels, predict(model, part))["acc"], 4) for split, part in parts.items()}

@@ -24,8 +24,7 @@ from constraintmatch.methods.byol import OnlineAndTarget, TargetBatch, byol, mom
 from constraintmatch.methods.linear_scan import linear_scan
 from constraintmatch.models import ClusterModel, build_model, with_projection
 from constraintmatch.objectives import cosine_loss
-from constraintmatch.pretraining import pretrain
-from constraintmatch.running import Around
+from constraintmatch.running import pretrain
 from constraintmatch.runs import open_run, read_log
 from constraintmatch.training import TrainSettings
 
@@ -138,7 +137,7 @@ def test_it_is_a_stage_of_pretraining(few: ImageSet, tmp_path: Path) -> None:
     recipe = {"byol": {**SMALL, "epochs": 2}, "scan": {"epochs": 1, "images_per_step": 30, "n_tries": 0}}
     settings = {"device": "cpu", "seed": 3}
     model = pretrain(
-        fresh(), few, 3, stages=("byol", "scan"), recipe=recipe, settings=settings, around=Around(tmp_path)
+        fresh(), few, 3, stages=("byol", "scan"), recipe=recipe, settings=settings, context=Context(tmp_path)
     )
     assert [entry["method"] for entry in model.config.trained] == ["byol", "scan"]
     assert model.config.n_clusters == 3

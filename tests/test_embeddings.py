@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from by_name import run_method
 from numpy.typing import NDArray
 from PIL import Image
 from sklearn.datasets import load_digits
@@ -18,13 +19,13 @@ from constraintmatch import ConstraintMatch, Constraints, cli, views
 from constraintmatch.annotate.question_queue import pixel_belief
 from constraintmatch.annotate.thumbnails import Thumbnails
 from constraintmatch.batches import ImageStore
+from constraintmatch.config import method_settings
 from constraintmatch.embedding import embed_images, write_embeddings
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import accuracy, embed, predict
 from constraintmatch.images import ImageSet, load_images
 from constraintmatch.methods import METHODS, ViewChoice
 from constraintmatch.models import ClusterModel, build_model, load_model, save_model
-from constraintmatch.running import method_settings, run_method
 from constraintmatch.training import TrainSettings
 
 pytestmark = pytest.mark.usefixtures("quick_heads_throughout")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from constraintmatch import flags
+from constraintmatch.config import method_arguments, method_settings
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.flags import SETTINGS, STAGES, Range, new_spelling, read_settings, settings_of
@@ -19,7 +20,6 @@ from constraintmatch.methods import METHODS
 from constraintmatch.methods.linear_heads import best_linear_head
 from constraintmatch.models import build_model
 from constraintmatch.pretraining import ORDER
-from constraintmatch.running import method_arguments, method_settings
 from constraintmatch.training import TrainSettings, fit
 
 NO_SETTINGS = {"n_clusters", "pseudo_error_rate"}

@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from by_name import run_method
 from numpy.typing import NDArray
 
 from constraintmatch.constraints import Constraints
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import accuracy, predict
 from constraintmatch.images import ImageSet
-from constraintmatch.methods import METHODS
+from constraintmatch.methods import METHODS, Context
 from constraintmatch.methods.heads import teach_head
 from constraintmatch.models import ClusterModel, build_model
 from constraintmatch.progress import Quiet
-from constraintmatch.running import Around, run_method
 from constraintmatch.training import TrainSettings
 
 
@@ -80,8 +80,8 @@ def test_a_resumed_run_does_not_teach_the_head_again(stripes: ImageSet, tmp_path
                 raise KeyboardInterrupt
 
     def run(out: Path, reporter: Quiet, *, resume: bool = False) -> ClusterModel:
-        around = Around(out=out, resume=resume, reporter=reporter)
-        given = {"arguments": arguments, "settings": settings, "around": around}
+        context = Context(out=out, resume=resume, reporter=reporter)
+        given = {"arguments": arguments, "settings": settings, "context": context}
         return run_method("constraintmatch", copy.deepcopy(start), stripes, pairs, **given).model
 
     first, second = Watching(), Watching()

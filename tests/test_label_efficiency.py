@@ -134,13 +134,13 @@ def test_the_last_training_of_a_curve_may_be_longer(tmp_path: Path, monkeypatch:
     benchmark = script("benchmarks", "label_efficiency")
     save_model(build_model(n_clusters=10, side=8, channels=1, backbone="tiny", seed=3), tmp_path / "start")
     steps: list[int] = []
-    run_method = benchmark.run_method
+    train = benchmark.train
 
-    def watched(*given: Any, **named: Any) -> Any:
-        steps.append(named["settings"].steps)
-        return run_method(*given, **named)
+    def watched(images: Any, pairs: Any, config: Any) -> Any:
+        steps.append(config.settings.steps)
+        return train(images, pairs, config)
 
-    monkeypatch.setattr(benchmark, "run_method", watched)
+    monkeypatch.setattr(benchmark, "train", watched)
     asked = ["digits", "--model", str(tmp_path / "start"), "--ways", "chosen-which", "--errors", "0", "--anchors"]
     place = ["--steps", "1", "--last-steps", "2", "--budgets", "8,16", "--out", str(tmp_path), "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["label_efficiency.py", *asked, *place])

@@ -5,28 +5,30 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from by_name import run_method
 from PIL import Image
 from sklearn.cluster import KMeans
 from typer.testing import CliRunner
 
-from constraintmatch import cli
+from constraintmatch import cli, running
 from constraintmatch.annotate.background_training import Learner, Learning
 from constraintmatch.annotate.loop import Loop, ask_in_terminal, ask_labels
 from constraintmatch.annotate.question_queue import Chooser
 from constraintmatch.annotate.store import open_store
 from constraintmatch.annotate.terminal import FINISHED, PREVIOUS, Prompt, picture, read_choice, side_by_side
 from constraintmatch.answers import NONE, UNSURE, Answer, Question
+from constraintmatch.config import TrainConfig, method_settings
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.errors import InputError
 from constraintmatch.evaluation import accuracy, embed, predict
 from constraintmatch.files import read_json
 from constraintmatch.images import ImageSet
+from constraintmatch.methods import Context
 from constraintmatch.methods.heads import put_back, seen_by, taken_off
 from constraintmatch.methods.linear_heads import regression_head
 from constraintmatch.models import ClusterModel, build_model, load_model, save_model, with_head
@@ -35,7 +37,7 @@ from constraintmatch.planning import Train
 from constraintmatch.pretraining import SHORT_STAGES
 from constraintmatch.progress import Quiet
 from constraintmatch.rounds import Asking, ask_until, closure_pairs, image_belief
-from constraintmatch.running import Around, method_settings, run_method, weights_hash
+from constraintmatch.running import weights_hash
 from constraintmatch.runs import read_log
 
 pytestmark = pytest.mark.usefixtures("small_batches", "few_digits", "quick_heads_throughout")
@@ -489,10 +491,10 @@ def test_images_that_come_later_need_no_new_start(tmp_path: Path) -> None:
 def test_a_number_of_clusters_may_be_given_later(tmp_path: Path) -> None:
     folder, out = class_folders(tmp_path / "digits", 12), tmp_path / "loop"
     features = build_model(n_clusters=2, side=8, channels=1, backbone="tiny")
-    images, around = ImageSet.from_folder(folder), Around(out / "start" / SHORT_STAGES[0])
+    images, context = ImageSet.from_folder(folder), Context(out / "start" / SHORT_STAGES[0])
     quick = method_settings("simclr", {"device": "cpu"})
     run_method(
-        "simclr", features, images, arguments={"epochs": 1, "images_per_step": 12}, settings=quick, around=around
+        "simclr", features, images, arguments={"epochs": 1, "images_per_step": 12}, settings=quick, context=context
     )
     small = {"every": 6, "steps": 2, "device": "cpu"}
     ask_labels(Loop(str(folder), out, None, 6, **small))  # type: ignore[arg-type]
@@ -680,12 +682,13 @@ def test_a_round_learns_from_what_the_answers_imply_and_from_nothing_else(
     answers, model = answered(images, start, 8), load_model(start)
     seen = seen_by(model, images)
     trained: list[int] = []
+    train = running.train
 
-    def counted(name: str, model: ClusterModel, images: ImageSet, pairs: Constraints, **given: Any) -> object:
+    def counted(images: ImageSet, pairs: Constraints, config: TrainConfig, context: Context) -> object:
         trained.append(len(pairs))
-        return run_method(name, model, images, pairs, **given)
+        return train(images, pairs, config, context)
 
-    monkeypatch.setattr("constraintmatch.running.run_method", counted)
+    monkeypatch.setattr(running, "train", counted)
     assert Learner(images, model, lambda: answers, tmp_path / "network", SMALL).learn()
     assert Learner(seen, taken_off(model, seen), lambda: answers, tmp_path / "head", SMALL).learn()
     said = len(closure_pairs(answers, len(images)))

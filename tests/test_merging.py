@@ -7,17 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from by_name import run_method
 from sklearn.cluster import KMeans
 
 from constraintmatch.constraints import Constraints
 from constraintmatch.evaluation import accuracy, embed, predict
 from constraintmatch.files import read_json
 from constraintmatch.images import ImageSet
+from constraintmatch.methods import Context
 from constraintmatch.methods.linear_heads import regression_head
 from constraintmatch.methods.merging import EMPTY, merge_clusters, merged_groups
 from constraintmatch.models import ClusterModel, build_model, with_head
 from constraintmatch.progress import Quiet
-from constraintmatch.running import Around, run_method
 from constraintmatch.training import TrainSettings
 
 
@@ -153,8 +154,8 @@ def test_a_training_merges_first_and_goes_on_with_as_many_clusters(
                 raise KeyboardInterrupt
 
     def run(out: str, reporter: Quiet, *, resume: bool = False) -> ClusterModel:
-        around = Around(out=tmp_path / out, resume=resume, reporter=reporter)
-        given = {"arguments": arguments, "settings": settings, "around": around}
+        context = Context(out=tmp_path / out, resume=resume, reporter=reporter)
+        given = {"arguments": arguments, "settings": settings, "context": context}
         return run_method(method, copy.deepcopy(wide), stripes, pairs, **given).model
 
     whole = run("whole", Quiet())

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from constraintmatch.config import split_options
 from constraintmatch.datasets import DATASETS
 from constraintmatch.errors import InputError
 from constraintmatch.methods import METHODS
 from constraintmatch.paper.cells import GRIDS, PAPER_SETS, STEPS, Cell, grid_cells
-from constraintmatch.running import split_options
 
 
 def test_table_1_has_seven_rows_a_set_and_its_start_only_once() -> None:

@@ -49,7 +49,11 @@ def test_a_run_of_before_there_were_recipes_is_repeated_by_the_papers(
     file = pairs.with_name("run.json")
     file.write_text(json.dumps({"request": record}))
     plan = planned(pairs, data=None, model=None, from_run=file)
-    assert (plan.arguments["recipe"], plan.arguments["pseudo_weight"], plan.settings.steps) == (recipe, 0.5, 7)
+    assert (plan.config.arguments["recipe"], plan.config.arguments["pseudo_weight"], plan.config.settings.steps) == (
+        recipe,
+        0.5,
+        7,
+    )
 
 
 def test_contradictions_are_left_out_by_the_safe_recipe_and_refused_by_the_papers(pairs: Path) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from by_name import run_method
 
+from constraintmatch.config import method_arguments, split_options
 from constraintmatch.errors import InputError
 from constraintmatch.images import ImageSet
-from constraintmatch.methods import METHODS, Trained, ViewChoice
+from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
 from constraintmatch.methods.linear_scan import linear_scan
 from constraintmatch.models import ClusterModel, build_model, load_model, with_clusters, with_projection
 from constraintmatch.pretraining import (
@@ -22,13 +24,11 @@ from constraintmatch.pretraining import (
     SHORT_STAGES,
     STAGES,
     chain_stages,
-    pretrain,
     short_start,
-    stage_summary,
     training_size,
     with_pretext,
 )
-from constraintmatch.running import Around, method_arguments, run_method, split_options
+from constraintmatch.running import pretrain, stage_summary
 from constraintmatch.training import TrainSettings
 
 FEW = {
@@ -46,8 +46,8 @@ def fresh(n_clusters: int = 0) -> ClusterModel:
 
 
 def pretrained(stripes: ImageSet, place: Path, stages: tuple[str, ...] = STAGES) -> ClusterModel:
-    around = Around(place / "runs", held_out=stripes, data={"name": "stripes"})
-    options = {"recipe": FEW, "settings": CPU, "around": around, "results": place / "results", "name": "x"}
+    context = Context(place / "runs", held_out=stripes, data={"name": "stripes"})
+    options = {"recipe": FEW, "settings": CPU, "context": context, "results": place / "results", "name": "x"}
     return pretrain(fresh(), stripes, 3, stages=stages, **options)
 
 
@@ -173,7 +173,7 @@ def test_a_stage_that_comes_again_is_made_anew_in_a_folder_of_its_own(stripes: I
     quick = {"self_label": {"min_confidence": 0.3, "epochs": 2}, "linear_scan": {"n_tries": 1}}
     options = {"recipe": quick, "settings": CPU}
     plain = pretrain(fresh(), stripes, 3, stages=twice, **options)
-    kept = {**options, "around": Around(tmp_path / "runs"), "results": tmp_path / "results"}
+    kept = {**options, "context": Context(tmp_path / "runs"), "results": tmp_path / "results"}
     for _ in range(2):  # the second time all is finished
         model = pretrain(fresh(), stripes, 3, stages=twice, **kept)
         assert [entry["method"] for entry in model.config.trained] == list(twice)
@@ -231,7 +231,5 @@ def test_bad_requests_get_one_line(stripes: ImageSet) -> None:
 
 def test_views_of_the_run_reach_the_methods(stripes: ImageSet) -> None:
     plain = pretrain(fresh(), stripes, 3, stages=("simclr",), recipe=FEW, settings=CPU)
-    other = pretrain(
-        fresh(), stripes, 3, stages=("simclr",), recipe=FEW, settings=CPU, around=Around(views=ViewChoice(flip=False))
-    )
+    other = pretrain(fresh(), stripes, 3, stages=("simclr",), recipe=FEW, settings=CPU, views=ViewChoice(flip=False))
     assert not torch.equal(plain.backbone[0].weight, other.backbone[0].weight)

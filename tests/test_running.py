@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from by_name import run_method
 
 from constraintmatch import batches
+from constraintmatch.config import method_arguments, method_settings
 from constraintmatch.constraints import Constraints
 from constraintmatch.files import read_json, write_json
 from constraintmatch.images import ImageSet
-from constraintmatch.methods import METHODS, Trained
+from constraintmatch.methods import METHODS, Context, Trained
 from constraintmatch.models import ClusterModel, build_model
-from constraintmatch.running import Around, method_arguments, method_settings, run_method, weights_hash
+from constraintmatch.running import weights_hash
 from constraintmatch.runs import OtherRequest, RunFolder
 from constraintmatch.stepping import Stepper
 from constraintmatch.training import Interrupted, TrainSettings
@@ -32,7 +34,7 @@ def run(images: ImageSet, out: Path | None = None, *, resume: bool = False) -> T
         Constraints.sample(images.labels, 40, seed=0),
         arguments=ARGUMENTS,
         settings=SETTINGS,
-        around=Around(out, resume=resume),
+        context=Context(out, resume=resume),
     )
 
 
@@ -97,9 +99,9 @@ def test_every_method_stops_when_it_is_asked_to(stripes: ImageSet, name: str) ->
     small = {"n_clusters": 3, "images_per_step": 8, "pairs_per_step": 8, "min_confidence": 0.1}
     arguments = {key: value for key, value in small.items() if key in method_arguments(name)}
     pairs = Constraints.sample(stripes.labels, 40, seed=0)
-    settings, around = method_settings(name, {"device": "cpu"}), Around(stop=lambda: True)
+    settings, context = method_settings(name, {"device": "cpu"}), Context(stop=lambda: True)
     with pytest.raises(Interrupted, match="stopped after step 1 of"):
-        run_method(name, model, stripes, pairs, arguments=arguments, settings=settings, around=around)
+        run_method(name, model, stripes, pairs, arguments=arguments, settings=settings, context=context)
 
 
 def test_streamed_images_train_the_same_model(
@@ -117,7 +119,7 @@ def test_a_run_of_before_an_argument_came_up_is_the_same_run(stripes: ImageSet, 
     def again(**arguments: object) -> ClusterModel:
         start = build_model(n_clusters=3, side=8, channels=1, seed=2)
         given = {"arguments": {"pairs_per_step": 5, **arguments}, "settings": settings}
-        return run_method("constrained", start, stripes, pairs, around=Around(tmp_path, resume=True), **given).model
+        return run_method("constrained", start, stripes, pairs, context=Context(tmp_path, resume=True), **given).model
 
     first = again()
     record = read_json(tmp_path / "run.json")

@@ -22,11 +22,13 @@ import numpy as np
 import optuna
 import pytest
 import typer
+from by_name import run_method
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from constraintmatch import cli
+from constraintmatch.config import method_arguments, method_settings
 from constraintmatch.constraints import Constraints
 from constraintmatch.datasets import DATASETS, load_dataset
 from constraintmatch.errors import InputError
@@ -47,7 +49,6 @@ from constraintmatch.paper.trials import (
     work,
 )
 from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.running import Around, method_arguments, method_settings, run_method
 
 GRID = Space({"lr": (0.1, 0.01), "weight_decay": (1e-3, 1e-4)})
 Train = Callable[[dict[str, float], Path | None, Reporter], dict[str, Any]]
@@ -472,7 +473,7 @@ def test_the_loss_is_the_papers_on_constraints_of_the_validation_split(start: Pa
         Constraints.sample(images.labels, 300, seed=0),
         arguments={"pseudo_weight": 1.0, "max_entropy": 0.9, **batch},
         settings=method_settings("constraintmatch", {"steps": 2, "lr": 0.1, "weight_decay": 1e-4, "device": "cpu"}),
-        around=Around(views=ViewChoice(flip=row.flip, without=tuple(row.without))),
+        views=ViewChoice(flip=row.flip, without=tuple(row.without)),
     )
     p = predict(trained.model, judged).probabilities.astype(np.float64)
     asked = Constraints.sample(judged.labels, row.n_validation_constraints, seed=0)
@@ -530,7 +531,7 @@ def test_a_finished_search_is_shown_and_not_run_again(
 ) -> None:
     request = digits(start, tmp_path, values={**VALUES, "lr": [0.1], "max_entropy": [0.3]}, workers=2)
     first = search(request)  # the second worker is ended before it finds work, or finds none
-    monkeypatch.setattr("constraintmatch.paper.search.run_method", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr("constraintmatch.paper.search.train", lambda *_, **__: pytest.fail("trained again"))
     assert search(replace(request, workers=1)).tried == first.tried
 
 

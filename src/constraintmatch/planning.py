@@ -373,8 +373,9 @@ def _say_plan(plan: Plan, request: Train, cpu: bool) -> None:
     if set(config.stages) & set(PRETEXTS):
         assert plan.context.out is not None
         reporter.say(
-            f"no --model: a short self-supervised start is made first, in {plan.context.out / 'start'}; better clusters "
-            "come from constraintmatch pretrain, then --model, or from --set backbone=timm:NAME --set pretrained=yes"
+            f"no --model: a short self-supervised start is made first, in {plan.context.out / 'start'}; better "
+            "clusters come from constraintmatch pretrain, then --model, or from "
+            "--set backbone=timm:NAME --set pretrained=yes"
         )
 
 

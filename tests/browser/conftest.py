@@ -140,17 +140,16 @@ def serve_loop(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
 def quick_start(folder: Path) -> Path:
     """A model of the digits whose clusters are those of k-means on untrained features."""
+    from constraintmatch.config import make_config
     from constraintmatch.datasets import DATASETS, load_dataset
     from constraintmatch.models import build_model, save_model
-    from constraintmatch.running import method_settings, run_method
+    from constraintmatch.running import train
 
     if not folder.exists():
         row = DATASETS["digits"]
         model = build_model(n_clusters=10, side=8, channels=1, backbone="tiny", mean=row.mean, std=row.std)
-        settings = method_settings("k_means", {"device": "cpu"})
-        made = run_method(
-            "k_means", model, load_dataset("digits", "train"), arguments={"n_clusters": 10}, settings=settings
-        )
+        config = make_config("linear_scan", {"n_clusters": 10, "n_tries": 4, "device": "cpu"}, start=model)
+        made = train(load_dataset("digits", "train"), None, config)
         save_model(made.model, folder)
     return folder
 
