@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from constraintmatch import views
+from constraintmatch import running, views
 from constraintmatch.batches import Shuffled, derive_seed
 from constraintmatch.config import make_config, method_arguments, method_settings, split_options
 from constraintmatch.datasets import DATASETS, DataSet, load_dataset
@@ -44,7 +44,6 @@ from constraintmatch.methods.neighbours import nearest_neighbours
 from constraintmatch.models import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pretraining import PRETEXTS
 from constraintmatch.progress import Lines
-from constraintmatch.running import train
 from constraintmatch.runs import write_result
 from constraintmatch.training import choose_device
 
@@ -164,7 +163,7 @@ def train(task: Task, sets: Sets, images: ImageSet, epochs: int, changes: Mappin
     )
     options = {**task.options, "epochs": epochs, **changes}
     config = make_config(task.method, options, start=model, views=sets.views(task))
-    return train(images, None, config, Context(reporter=Lines(Console(width=200), every=30)))
+    return running.train(images, None, config, Context(reporter=Lines(Console(width=200), every=30)))
 
 
 def batch_of(task: Task, n_images: int) -> Shuffled:

@@ -59,7 +59,7 @@ def main() -> None:
             n_clusters=0, side=8, channels=1, mean=row.mean, std=row.std, seed=derive_seed(seed, "model")
         )
         simclr = short_start(len(parts["train"]), cpu=True)["simclr"]
-        given = {"settings": settings, "around": around}
+        given = {"settings": settings, "views": views}
         features = pretrain(fresh, parts["train"], 10, stages=("simclr",), recipe={"simclr": simclr}, **given)
         starts = {"k_means": partial(k_means_start, images=parts["train"], seed=seed)}
         for name, (stage, options) in RECIPES.items():

@@ -225,7 +225,7 @@ def test_bad_requests_get_one_line(stripes: ImageSet) -> None:
         method_arguments("magic")
     with pytest.raises(InputError, match="scan needs the argument 'n_clusters'"):
         run_method("scan", fresh(), stripes)
-    with pytest.raises(InputError, match="constrained has no argument 'tau'"):
+    with pytest.raises(InputError, match="constrained has no option 'tau'"):
         run_method("constrained", fresh(3), stripes, arguments={"tau": 1})
 
 

@@ -39,7 +39,7 @@ RECIPES = ("safe", "paper")
 SUREST = 0.85  # mean confidence of a network that begins to learn: a surer head sends gradients that ruin its features
 AVERAGED = 0.1  # share of the steps, the last ones, whose weights are averaged
 KNOWN = 0.5  # share of the kinds that answers know apart, from which on they teach the head by themselves
-TOLD = 0.5  # standard errors by which a head told by groups must be better than the start
+TOLD = 1.0  # standard errors by which a head told by groups must be better than the start
 ALIKE = 0.9  # share of the images that two heads must agree on for one to stand for the other
 AS_MANY = 100  # pairs that what the start believes weighs as much as
 DOUBTED = 12  # pairs that somebody is asked to look at again
@@ -113,7 +113,8 @@ class _Careful:
         log = train_task(network, self.images, task, self._settings(), self.views, context)
         verdict = self.judge.compare(losses, self._losses(network))
         said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {len(self.judge.pairs):,} held-out pairs"
-        if verdict.surely > LEAST_GAIN:
+        beginning = verdict if first is start else self.judge.compare(self._losses(start), self._losses(network))
+        if min(verdict.surely, beginning.surely) > LEAST_GAIN:
             step = next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"])
             return self._kept(network, f"the network of step {step:,}", f"better than {begun} by {said}", log, step)
         kept = first if first is start else self._refined(start, first)
@@ -144,12 +145,18 @@ class _Careful:
 
     def _begun(self, start: ClusterModel) -> tuple[ClusterModel, str]:
         """What the network's training begins with, and its name: the start, or its head told what groups say."""
-        if len(known_groups(self.task.constraints)) < 2:
+        if len(known_groups(self.task.constraints)) < 2 or self._are_doubtful(start):
             return start, "the start"
         taught = self._told(start, self.task.constraints)
         verdict = self.judge.compare(self._losses(start), self._losses(taught))
-        least = -verdict.error if self._leads(start) else TOLD * verdict.error
-        return (taught, "the head alone") if verdict.gain > least else (start, "the start")
+        better = verdict.gain > TOLD * verdict.error
+        return (taught, "the head alone") if better else (start, "the start")
+
+    def _are_doubtful(self, start: ClusterModel) -> bool:
+        """Whether most must-links look wrong to the start: groups that they join say nothing then."""
+        everything = Judge(self.pairs)
+        wrong = _share(everything.doubts(self._say(start, everything.rows)), self.pairs.link > 0.5)
+        return wrong is not None and wrong > 0.5
 
     def _told(self, start: ClusterModel, pairs: Constraints) -> ClusterModel:
         return told(start, self._frozen(start), known_groups(pairs)).to(self.device)
