@@ -4,12 +4,12 @@ import argparse
 import copy
 from pathlib import Path
 
-from constraintmatch import running
-from constraintmatch.config import make_config
-from constraintmatch.constraints import Constraints
-from constraintmatch.images import ImageSet
-from constraintmatch.models import ClusterModel
-from constraintmatch.pretraining import training_size
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.models.cluster_model import ClusterModel
+from constraintmatch.pipeline import train as running
+from constraintmatch.pipeline.config import make_config
+from constraintmatch.pipeline.recipes import training_size
 
 __all__ = ["parser_of", "trained"]
 

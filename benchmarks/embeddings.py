@@ -14,12 +14,12 @@ from typing import Any
 from embedded import parser_of, trained
 from pretrain import recipe_of
 
-from constraintmatch.constraints import Constraints
-from constraintmatch.evaluation import predict, scores
-from constraintmatch.images import load_images
-from constraintmatch.models import build_model
-from constraintmatch.running import pretrain
-from constraintmatch.runs import write_result
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import load_images
+from constraintmatch.evaluation.metrics import predict, scores
+from constraintmatch.models.cluster_model import build_model
+from constraintmatch.pipeline.train import pretrain
+from constraintmatch.training.run_folder import write_result
 
 
 def main() -> None:

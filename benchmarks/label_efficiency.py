@@ -22,24 +22,32 @@ from typing import Any
 import numpy as np
 import torch
 
-from constraintmatch.answers import Answer, Question
-from constraintmatch.config import make_config
-from constraintmatch.constraints import Constraints
-from constraintmatch.datasets import DATASETS, load_dataset
-from constraintmatch.evaluation import Predictions, predict, scores
-from constraintmatch.files import InUse, folder_lock, read_json, write_atomically, write_json
-from constraintmatch.images import ImageSet
-from constraintmatch.landscape import Belief
+from constraintmatch._internal.files import InUse, folder_lock, read_json, write_atomically, write_json
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.datasets import DATASETS, load_dataset
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.evaluation.metrics import Predictions, predict, scores
 from constraintmatch.methods import ViewChoice
-from constraintmatch.methods.heads import put_back, taken_off
+from constraintmatch.methods.parts.head_training import put_back, taken_off
 from constraintmatch.methods.propagate import Frozen
-from constraintmatch.models import ClusterModel, load_model
-from constraintmatch.oracle import LabelOracle
-from constraintmatch.pretraining import round_size
-from constraintmatch.questions import implied_groups
-from constraintmatch.rounds import Asking, anchored, closure_pairs, head_belief, image_belief, informed, simulate
-from constraintmatch.running import train, weights_hash
-from constraintmatch.runs import write_result
+from constraintmatch.models.cluster_model import ClusterModel, load_model
+from constraintmatch.pipeline.config import make_config
+from constraintmatch.pipeline.recipes import round_size
+from constraintmatch.pipeline.train import train, weights_hash
+from constraintmatch.questions.answers import Answer, Question
+from constraintmatch.questions.belief import Belief
+from constraintmatch.questions.next_question import implied_groups
+from constraintmatch.questions.rounds import (
+    Asking,
+    anchored,
+    closure_pairs,
+    head_belief,
+    image_belief,
+    informed,
+    simulate,
+)
+from constraintmatch.questions.simulated_annotator import LabelOracle
+from constraintmatch.training.run_folder import write_result
 
 WAYS = {
     "random-pair": Asking("pair", "random"),

@@ -14,13 +14,13 @@ from typing import Any
 
 from embedded import parser_of, trained
 
-from constraintmatch.constraints import Constraints
-from constraintmatch.evaluation import predict, scores
-from constraintmatch.images import ImageSet, load_images
-from constraintmatch.methods.heads import taken_off
-from constraintmatch.methods.merging import merge_clusters
-from constraintmatch.models import ClusterModel, load_model
-from constraintmatch.runs import write_result
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet, load_images
+from constraintmatch.evaluation.metrics import predict, scores
+from constraintmatch.methods.parts.cluster_merging import merge_clusters
+from constraintmatch.methods.parts.head_training import taken_off
+from constraintmatch.models.cluster_model import ClusterModel, load_model
+from constraintmatch.training.run_folder import write_result
 
 WAYS = ("merged", "constrained", "constraintmatch", "merged, constrained", "merged, constraintmatch")
 

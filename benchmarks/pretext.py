@@ -30,22 +30,23 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from constraintmatch import running, views
-from constraintmatch.batches import Shuffled, derive_seed
-from constraintmatch.config import make_config, method_arguments, method_settings, split_options
-from constraintmatch.datasets import DATASETS, DataSet, load_dataset
-from constraintmatch.errors import InputError
-from constraintmatch.evaluation import accuracy, embed, knn_accuracy, neighbour_consistency
-from constraintmatch.files import read_json
-from constraintmatch.images import ImageSet
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import read_json
+from constraintmatch._internal.progress import Lines
+from constraintmatch.data.datasets import DATASETS, DataSet, load_dataset
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.evaluation.metrics import accuracy, embed, knn_accuracy, neighbour_consistency
+from constraintmatch.evaluation.neighbours import nearest_neighbours
 from constraintmatch.methods import Context, Trained, ViewChoice
-from constraintmatch.methods.linear_heads import best_linear_head
-from constraintmatch.methods.neighbours import nearest_neighbours
-from constraintmatch.models import ClusterModel, build_model, load_model, save_model
-from constraintmatch.pretraining import PRETEXTS
-from constraintmatch.progress import Lines
-from constraintmatch.runs import write_result
-from constraintmatch.training import choose_device
+from constraintmatch.methods.parts.linear_heads import best_linear_head
+from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
+from constraintmatch.pipeline import train as running
+from constraintmatch.pipeline.config import make_config, method_arguments, method_settings, split_options
+from constraintmatch.pipeline.recipes import PRETEXTS
+from constraintmatch.training import views
+from constraintmatch.training.batches import Shuffled, derive_seed
+from constraintmatch.training.loop import choose_device
+from constraintmatch.training.run_folder import write_result
 
 TRAINED_ON = {"test": "train+val", "val": "train"}
 COLUMNS = {"knn": 7, "neighbours": 11, "k_means": 9, "scan_head": 10, "epochs": 8, "steps": 9, "ms": 8, "seconds": 9}

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from constraintmatch.batches import derive_seed
-from constraintmatch.config import make_config, method_settings, split_options
-from constraintmatch.constraints import Constraints
-from constraintmatch.datasets import DATASETS, load_dataset
-from constraintmatch.images import ImageSet
+from constraintmatch._internal.progress import Lines
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.datasets import DATASETS, load_dataset
+from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods import Context
-from constraintmatch.models import build_model, load_model, save_model
-from constraintmatch.pretraining import STAGES
-from constraintmatch.progress import Lines
-from constraintmatch.running import pretrain, train
+from constraintmatch.models.cluster_model import build_model, load_model, save_model
+from constraintmatch.pipeline.config import make_config, method_settings, split_options
+from constraintmatch.pipeline.recipes import STAGES
+from constraintmatch.pipeline.train import pretrain, train
+from constraintmatch.training.batches import derive_seed
 
 
 def recipe_of(options: list[str]) -> dict[str, dict[str, Any]]:

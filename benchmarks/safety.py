@@ -14,18 +14,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from constraintmatch import running
-from constraintmatch.config import make_config
-from constraintmatch.constraints import Constraints
-from constraintmatch.datasets import DATASETS, load_dataset
-from constraintmatch.evaluation import predict, scores
-from constraintmatch.files import read_json
-from constraintmatch.images import ImageSet, load_images
+from constraintmatch._internal.files import read_json
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.datasets import DATASETS, load_dataset
+from constraintmatch.data.image_set import ImageSet, load_images
+from constraintmatch.evaluation.metrics import predict, scores
 from constraintmatch.methods import ViewChoice
-from constraintmatch.models import ClusterModel, build_model, load_model
-from constraintmatch.pretraining import training_size
-from constraintmatch.runs import write_result
-from constraintmatch.training import choose_device
+from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model
+from constraintmatch.pipeline import train as running
+from constraintmatch.pipeline.config import make_config
+from constraintmatch.pipeline.recipes import training_size
+from constraintmatch.training.loop import choose_device
+from constraintmatch.training.run_folder import write_result
 
 
 def main() -> None:

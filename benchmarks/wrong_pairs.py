@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from constraintmatch import running
-from constraintmatch.batches import derive_seed
-from constraintmatch.config import make_config
-from constraintmatch.constraints import Constraints
-from constraintmatch.datasets import DATASETS, load_dataset
-from constraintmatch.evaluation import predict, scores
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.datasets import DATASETS, load_dataset
+from constraintmatch.evaluation.metrics import predict, scores
 from constraintmatch.methods import ViewChoice
-from constraintmatch.models import build_model
-from constraintmatch.pretraining import SHORT_STAGES, short_start
-from constraintmatch.runs import write_result
+from constraintmatch.models.cluster_model import build_model
+from constraintmatch.pipeline import train as running
+from constraintmatch.pipeline.config import make_config
+from constraintmatch.pipeline.recipes import SHORT_STAGES, short_start
+from constraintmatch.training.batches import derive_seed
+from constraintmatch.training.run_folder import write_result
 
 SHARES, FLIPS = (0.0, 0.1, 0.2), (0.2, 0.4)
 

@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from constraintmatch.datasets import DATASETS, load_dataset
-from constraintmatch.evaluation import Predictions, embed, scores
-from constraintmatch.methods import linear_heads
-from constraintmatch.methods.linear_heads import best_linear_head, steady_head
-from constraintmatch.methods.neighbours import nearest_neighbours
-from constraintmatch.methods.preparation import spread
-from constraintmatch.models import load_model
-from constraintmatch.runs import write_result
+from constraintmatch.data.datasets import DATASETS, load_dataset
+from constraintmatch.evaluation.metrics import Predictions, embed, scores
+from constraintmatch.evaluation.neighbours import nearest_neighbours
+from constraintmatch.methods.parts import linear_heads
+from constraintmatch.methods.parts.linear_heads import best_linear_head, steady_head
+from constraintmatch.methods.parts.preparation import spread
+from constraintmatch.models.cluster_model import load_model
+from constraintmatch.training.run_folder import write_result
 
 
 def ms_per_step(features: Tensor, near: Tensor, n_clusters: int, lowest: float, steps: int) -> float:

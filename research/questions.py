@@ -16,9 +16,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from constraintmatch.evaluation import accuracy
-from constraintmatch.oracle import LabelOracle
-from constraintmatch.questions import Answer, Belief, Landscape, implied_groups, landscape_of, next_questions
+from constraintmatch.evaluation.metrics import accuracy
+from constraintmatch.questions.next_question import (
+    Answer,
+    Belief,
+    Landscape,
+    implied_groups,
+    landscape_of,
+    next_questions,
+)
+from constraintmatch.questions.simulated_annotator import LabelOracle
 
 WAYS = [(kind, choose) for kind in ("which", "pair") for choose in ("recommended", "uncertain", "random")]
 POINTS = (50, 100, 200, 400)
@@ -37,9 +44,9 @@ def scattered(n: int, width: int, k: int) -> tuple[Belief, NDArray[np.int64]]:
 
 def embedded(model: Path, data_dir: Path, n: int = 5_000) -> tuple[Belief, NDArray[np.int64]]:
     """What the model believes of n training images of CIFAR-10, and their labels."""
-    from constraintmatch.datasets import load_dataset
-    from constraintmatch.evaluation import predict
-    from constraintmatch.models import load_model
+    from constraintmatch.data.datasets import load_dataset
+    from constraintmatch.evaluation.metrics import predict
+    from constraintmatch.models.cluster_model import load_model
 
     images = load_dataset("cifar10", "train", data_dir)
     some = images.take(np.random.Generator(np.random.Philox(0)).permutation(len(images))[:n])

@@ -42,7 +42,7 @@ wide() { # SET OUTPUTS: a start with more outputs than classes; a copy that find
             --out "$keep/start-$set-$outputs" --results-name "start-$set-$outputs" --model "$starts/simclr-$set" \
             --clusters "$outputs" $how
         "$python" -c 'import sys
-from constraintmatch.models import load_model, save_model
+from constraintmatch.models.cluster_model import load_model, save_model
 save_model(load_model(sys.argv[1]), sys.argv[2], half=True)' "$keep/start-$set-$outputs/$last" "$keep/starts/$name.part" &&
             mv "$keep/starts/$name.part" "$keep/starts/$name"
     ) 9>"$keep/start-$set-$outputs.lock"

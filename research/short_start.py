@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 from sklearn.cluster import KMeans
 
-from constraintmatch.batches import derive_seed
-from constraintmatch.datasets import DATASETS, load_dataset
-from constraintmatch.evaluation import embed, predict, scores
-from constraintmatch.images import ImageSet
+from constraintmatch.data.datasets import DATASETS, load_dataset
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.evaluation.metrics import embed, predict, scores
 from constraintmatch.methods import ViewChoice
-from constraintmatch.methods.linear_heads import regression_head
-from constraintmatch.models import ClusterModel, build_model, with_head
-from constraintmatch.pretraining import short_start
-from constraintmatch.running import pretrain
-from constraintmatch.runs import write_result
+from constraintmatch.methods.parts.linear_heads import regression_head
+from constraintmatch.models.cluster_model import ClusterModel, build_model, with_head
+from constraintmatch.pipeline.recipes import short_start
+from constraintmatch.pipeline.train import pretrain
+from constraintmatch.training.batches import derive_seed
+from constraintmatch.training.run_folder import write_result
 
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear_scan": ("linear_scan", {}),

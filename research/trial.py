@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from constraintmatch.paper.cells import NOISE_OF, STEPS, Cell, Option
+from constraintmatch._internal.progress import Lines
+from constraintmatch.paper.grids import NOISE_OF, STEPS, Cell, Option
 from constraintmatch.paper.runner import Place, run_cells
-from constraintmatch.progress import Lines
 
 
 def option_of(word: str) -> tuple[str, Option]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from constraintmatch import views
+from constraintmatch.training import views
 
 VIEWS = (views.weak(), views.crop(), views.strong(), views.scan_strong(), views.contrastive())
 

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from constraintmatch.config import make_config
-from constraintmatch.constraints import Constraints
-from constraintmatch.images import ImageSet
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods import Context, Trained, ViewChoice
-from constraintmatch.models import ClusterModel
-from constraintmatch.running import train
-from constraintmatch.training import TrainSettings
+from constraintmatch.models.cluster_model import ClusterModel
+from constraintmatch.pipeline.config import make_config
+from constraintmatch.pipeline.train import train
+from constraintmatch.training.loop import TrainSettings
 
 __all__ = ["run_method"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from constraintmatch.datasets import DATASETS
-from constraintmatch.images import ImageSet
+from constraintmatch.data.datasets import DATASETS
+from constraintmatch.data.image_set import ImageSet
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,7 +60,7 @@ def few_digits() -> Iterator[None]:
 def fewer_heads() -> Iterator[None]:
     """Starts that try 4 linear heads for 60 steps, not 40 for 300, for tests of what is around a start."""
     from constraintmatch.methods import METHODS
-    from constraintmatch.methods.linear_heads import best_linear_head
+    from constraintmatch.methods.parts.linear_heads import best_linear_head
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(METHODS["linear_scan"].__kwdefaults__, "n_tries", 4)

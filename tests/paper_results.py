@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from constraintmatch.datasets import DATASETS
-from constraintmatch.paper.cells import Cell
+from constraintmatch.data.datasets import DATASETS
+from constraintmatch.paper.grids import Cell
 
 BASE = {
     "scan": 0.40,

@@ -15,16 +15,17 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from constraintmatch import cli, pretraining
-from constraintmatch.constraints import Constraints
-from constraintmatch.images import ImageSet
-from constraintmatch.judging import hide_images
-from constraintmatch.landscape import Belief
+from constraintmatch import cli
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.evaluation.judge import hide_images
 from constraintmatch.methods import METHODS
-from constraintmatch.models import build_model
-from constraintmatch.oracle import LabelOracle
-from constraintmatch.rounds import Asking, anchored, ask_until, closure_pairs
-from constraintmatch.training import TrainSettings
+from constraintmatch.models.cluster_model import build_model
+from constraintmatch.pipeline import recipes
+from constraintmatch.questions.belief import Belief
+from constraintmatch.questions.rounds import Asking, anchored, ask_until, closure_pairs
+from constraintmatch.questions.simulated_annotator import LabelOracle
+from constraintmatch.training.loop import TrainSettings
 
 LABELS = np.arange(300) % 7
 
@@ -137,7 +138,7 @@ def test_a_small_run_finds_the_same_clusters(
     stripes: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its start; of every image the cluster by its number, and the run is sure of it: rounding changes none."""
-    monkeypatch.setattr(pretraining, "short_start", lambda *_, **__: {"simclr": {"epochs": 15}, "linear_scan": {}})
+    monkeypatch.setattr(recipes, "short_start", lambda *_, **__: {"simclr": {"epochs": 15}, "linear_scan": {}})
     images = stripes.take(np.arange(36))
     assert images.labels is not None
     np.save(tmp_path / "stripes.npy", images.images)

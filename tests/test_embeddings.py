@@ -15,18 +15,19 @@ from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
 from typer.testing import CliRunner
 
-from constraintmatch import ConstraintMatch, Constraints, cli, views
+from constraintmatch import ConstraintMatch, Constraints, cli
+from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.question_queue import pixel_belief
 from constraintmatch.annotate.thumbnails import Thumbnails
-from constraintmatch.batches import ImageStore
-from constraintmatch.config import method_settings
-from constraintmatch.embedding import embed_images, write_embeddings
-from constraintmatch.errors import InputError
-from constraintmatch.evaluation import accuracy, embed, predict
-from constraintmatch.images import ImageSet, load_images
+from constraintmatch.data.image_set import ImageSet, load_images
+from constraintmatch.evaluation.metrics import accuracy, embed, predict
 from constraintmatch.methods import METHODS, ViewChoice
-from constraintmatch.models import ClusterModel, build_model, load_model, save_model
-from constraintmatch.training import TrainSettings
+from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
+from constraintmatch.pipeline.config import method_settings
+from constraintmatch.pipeline.embedding import embed_images, write_embeddings
+from constraintmatch.training import views
+from constraintmatch.training.batches import ImageStore
+from constraintmatch.training.loop import TrainSettings
 
 pytestmark = pytest.mark.usefixtures("quick_heads_throughout")
 

@@ -13,9 +13,9 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
 from constraintmatch import ConstraintMatch, Constraints, ImageSet, InputError, load_model
-from constraintmatch.models import build_model, save_model
-from constraintmatch.pretraining import short_start, training_size
-from constraintmatch.views import from_function
+from constraintmatch.models.cluster_model import build_model, save_model
+from constraintmatch.pipeline.recipes import short_start, training_size
+from constraintmatch.training.views import from_function
 
 SMALL = {"pairs_per_step": 10, "images_per_step": 20, "recipe": "paper"}  # which trains on any pairs
 QUICK: dict[str, Any] = {"n_clusters": 3, "start": None, "steps": 3, "device": "cpu", "random_state": 0, "flip": False}

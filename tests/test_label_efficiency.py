@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from constraintmatch.files import folder_lock, read_json
-from constraintmatch.models import build_model, save_model
+from constraintmatch._internal.files import folder_lock, read_json
+from constraintmatch.models.cluster_model import build_model, save_model
 
 ROOT = Path(__file__).resolve().parent.parent
 

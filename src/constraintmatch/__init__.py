@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from constraintmatch.constraints import Constraints
-    from constraintmatch.datasets import load_dataset
-    from constraintmatch.errors import InputError
+    from constraintmatch._internal.errors import InputError
+    from constraintmatch.constraints.constraint_set import Constraints
+    from constraintmatch.data.datasets import load_dataset
+    from constraintmatch.data.image_set import ImageSet
     from constraintmatch.estimator import ConstraintMatch
-    from constraintmatch.images import ImageSet
-    from constraintmatch.models import ClusterModel, load_model
+    from constraintmatch.models.cluster_model import ClusterModel, load_model
 
     __version__: str
 
@@ -26,13 +26,13 @@ __all__ = [
 
 # Loaded at first use: `import constraintmatch` stays quick and does not import torch.
 _HOMES = {
-    "ClusterModel": "models",
+    "ClusterModel": "models.cluster_model",
     "ConstraintMatch": "estimator",
-    "Constraints": "constraints",
-    "ImageSet": "images",
-    "InputError": "errors",
-    "load_dataset": "datasets",
-    "load_model": "models",
+    "Constraints": "constraints.constraint_set",
+    "ImageSet": "data.image_set",
+    "InputError": "_internal.errors",
+    "load_dataset": "data.datasets",
+    "load_model": "models.cluster_model",
 }
 
 

@@ -14,21 +14,21 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Cluster
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from constraintmatch.batches import derive_seed
-from constraintmatch.config import TrainConfig, default_options, make_config, method_arguments
-from constraintmatch.constraints import Constraints
-from constraintmatch.errors import InputError
-from constraintmatch.evaluation import Predictions, accuracy, collapse_warnings, embed, predict
-from constraintmatch.images import ImageSet, load_images
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.progress import Quiet, console_reporter
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet, load_images
+from constraintmatch.evaluation.metrics import Predictions, accuracy, collapse_warnings, embed, predict
 from constraintmatch.methods import METHODS, Context, ViewChoice
-from constraintmatch.methods.preparation import check_images
-from constraintmatch.models import ClusterModel, build_model, load_model, save_model
-from constraintmatch.pair_forms import Pairs, as_constraints, choose_pairs
-from constraintmatch.pretraining import ORDER, PRETEXTS, short_start
-from constraintmatch.progress import Quiet, console_reporter
-from constraintmatch.running import train
-from constraintmatch.training import TrainSettings, choose_device
-from constraintmatch.views import View
+from constraintmatch.methods.parts.preparation import check_images
+from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
+from constraintmatch.pipeline.config import TrainConfig, default_options, make_config, method_arguments
+from constraintmatch.pipeline.pair_forms import Pairs, as_constraints, choose_pairs
+from constraintmatch.pipeline.recipes import ORDER, PRETEXTS, short_start
+from constraintmatch.pipeline.train import train
+from constraintmatch.training.batches import derive_seed
+from constraintmatch.training.loop import TrainSettings, choose_device
+from constraintmatch.training.views import View
 
 __all__ = ["ConstraintMatch"]
 

@@ -18,8 +18,8 @@ import pytest
 from PIL import Image, ImageDraw
 
 from constraintmatch.annotate.store import open_store
-from constraintmatch.answers import Question
-from constraintmatch.images import ImageSet
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.questions.answers import Question
 
 PROGRAM = "from constraintmatch.cli import app; app()"
 COLOURS = [(178, 60, 48), (40, 120, 190), (60, 150, 70)]
@@ -93,7 +93,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model for these pictures; it need not be good."""
-    from constraintmatch.models import build_model, save_model
+    from constraintmatch.models.cluster_model import build_model, save_model
 
     place = tmp_path_factory.mktemp("model")
     save_model(build_model(n_clusters=3, side=16, channels=3, backbone="tiny"), place)
@@ -140,10 +140,10 @@ def serve_loop(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
 def quick_start(folder: Path) -> Path:
     """A model of the digits whose clusters are those of k-means on untrained features."""
-    from constraintmatch.config import make_config
-    from constraintmatch.datasets import DATASETS, load_dataset
-    from constraintmatch.models import build_model, save_model
-    from constraintmatch.running import train
+    from constraintmatch.data.datasets import DATASETS, load_dataset
+    from constraintmatch.models.cluster_model import build_model, save_model
+    from constraintmatch.pipeline.config import make_config
+    from constraintmatch.pipeline.train import train
 
     if not folder.exists():
         row = DATASETS["digits"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from constraintmatch.answers import Question
+from constraintmatch.questions.answers import Question
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")]
 

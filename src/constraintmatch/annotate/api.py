@@ -15,6 +15,7 @@ from fastapi import Path as InPath
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.api_types import (
     AnswerReply,
     Asked,
@@ -33,14 +34,13 @@ from constraintmatch.annotate.api_types import (
     shown_contradiction,
 )
 from constraintmatch.annotate.contradictions import Contradiction
-from constraintmatch.annotate.exchange import export_pairs
+from constraintmatch.annotate.import_export import export_pairs
 from constraintmatch.annotate.question_queue import QuestionQueue
 from constraintmatch.annotate.security import Rules, protect
 from constraintmatch.annotate.thumbnails import Gallery, Thumbnails, galleries
-from constraintmatch.answers import MAX_SHOWN, NONE, UNSURE
-from constraintmatch.errors import InputError
-from constraintmatch.images import ImageSet
-from constraintmatch.questions import Belief, certain_share
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.questions.answers import MAX_SHOWN, NONE, UNSURE
+from constraintmatch.questions.next_question import Belief, certain_share
 
 __all__ = [
     "AnswerRequest",

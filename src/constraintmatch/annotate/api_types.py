@@ -6,9 +6,9 @@ from itertools import islice, pairwise
 from typing import Any, Literal
 from unicodedata import category
 
+from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.contradictions import Contradiction
-from constraintmatch.answers import NONE, UNSURE, Answer, Question
-from constraintmatch.errors import InputError
+from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question
 
 __all__ = [
     "LONGEST",

@@ -25,22 +25,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from constraintmatch.answers import Answer, n_kinds
-from constraintmatch.errors import InputError
-from constraintmatch.files import read_json
-from constraintmatch.landscape import Belief
-from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.rounds import closure_pairs, head_belief, image_belief, informed
-from constraintmatch.runs import OtherRequest
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import read_json
+from constraintmatch._internal.progress import Quiet, Reporter
+from constraintmatch.questions.answers import Answer, n_kinds
+from constraintmatch.questions.belief import Belief
+from constraintmatch.questions.rounds import closure_pairs, head_belief, image_belief, informed
+from constraintmatch.training.run_folder import OtherRequest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from constraintmatch.constraints import Constraints
-    from constraintmatch.images import ImageSet
+    from constraintmatch.constraints.constraint_set import Constraints
+    from constraintmatch.data.image_set import ImageSet
     from constraintmatch.methods import ViewChoice
     from constraintmatch.methods.propagate import Frozen
-    from constraintmatch.models import ClusterModel
+    from constraintmatch.models.cluster_model import ClusterModel
 
 __all__ = ["Learner", "Learning", "cluster_numbers", "round_start"]
 
@@ -202,10 +202,10 @@ class Learner:
         self, first: ClusterModel, pairs: Constraints, settings: Mapping[str, Any], n_answers: int, reporter: Reporter
     ) -> ClusterModel:
         """One round; a stopped one continues from its checkpoint, unless answers have changed since."""
-        from constraintmatch.config import make_config
         from constraintmatch.methods import Context
-        from constraintmatch.models import load_model
-        from constraintmatch.running import train
+        from constraintmatch.models.cluster_model import load_model
+        from constraintmatch.pipeline.config import make_config
+        from constraintmatch.pipeline.train import train
 
         place, options = self._round(n_answers), {"recipe": "safe", **self.learning.arguments, **settings}
         config = make_config("constraintmatch", options, start=first, views=self.views)
@@ -235,7 +235,7 @@ class Learner:
         return self._stop and threading.current_thread() is self._thread
 
     def _run(self) -> None:
-        from constraintmatch.training import Interrupted
+        from constraintmatch.training.loop import Interrupted
 
         while not self._stop:
             if not self.is_due():
@@ -255,7 +255,7 @@ class Learner:
                 return
 
     def _believe(self, model: ClusterModel, n_answers: int) -> None:
-        from constraintmatch.models import save_model
+        from constraintmatch.models.cluster_model import save_model
 
         belief = image_belief(model.to(self.start_model.device), self.images)
         self._newest, self._belief, self._learnt = model, belief, n_answers
@@ -286,8 +286,8 @@ class Learner:
 
         A round of another network, or with the network frozen if this one is not, is ignored.
         """
-        from constraintmatch.models import load_model
-        from constraintmatch.runs import is_finished
+        from constraintmatch.models.cluster_model import load_model
+        from constraintmatch.training.run_folder import is_finished
 
         for n_answers, path in _rounds(self.folder / "rounds"):
             if not is_finished(path):
@@ -314,7 +314,7 @@ def _aside(place: Path) -> Path:
 
 def _set_aside(place: Path) -> None:
     """Make room for another round of that name; a finished one is kept until the new one is finished."""
-    from constraintmatch.runs import is_finished
+    from constraintmatch.training.run_folder import is_finished
 
     if is_finished(place):
         shutil.rmtree(_aside(place), ignore_errors=True)
@@ -345,9 +345,9 @@ def round_start(
     """
     if start.config.n_clusters:
         return informed(start, frozen, answers)
-    from constraintmatch.config import make_config
-    from constraintmatch.pretraining import SHORT_STAGES
-    from constraintmatch.running import train
+    from constraintmatch.pipeline.config import make_config
+    from constraintmatch.pipeline.recipes import SHORT_STAGES
+    from constraintmatch.pipeline.train import train
 
     finds_clusters = SHORT_STAGES[-1]
     known = 0 if before is None else before.shape[1]

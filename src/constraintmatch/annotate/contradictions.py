@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 
-from constraintmatch.answers import NONE, Answer, Question
+from constraintmatch.questions.answers import NONE, Answer, Question
 
 __all__ = ["Contradiction", "LinkGraph"]
 

@@ -14,23 +14,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import check_target
+from constraintmatch._internal.progress import Quiet, Reporter
 from constraintmatch.annotate.background_training import Learner, Learning
 from constraintmatch.annotate.question_queue import Chooser, QuestionQueue
 from constraintmatch.annotate.server import Door, open_model, open_port, serve_app
 from constraintmatch.annotate.store import Store, open_store
 from constraintmatch.annotate.terminal import Prompt, ask_one_by_one
-from constraintmatch.datasets import DATASETS
-from constraintmatch.errors import InputError
-from constraintmatch.files import check_target
-from constraintmatch.oracle import LabelOracle
-from constraintmatch.planning import Train, plan_pretraining
-from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.questions import Choice, Kind
+from constraintmatch.data.datasets import DATASETS
+from constraintmatch.pipeline.plan import Train, plan_pretraining
+from constraintmatch.questions.next_question import Choice, Kind
+from constraintmatch.questions.simulated_annotator import LabelOracle
 
 if TYPE_CHECKING:
     from constraintmatch.methods import ViewChoice
-    from constraintmatch.models import ClusterModel
-    from constraintmatch.sources import Data
+    from constraintmatch.models.cluster_model import ClusterModel
+    from constraintmatch.pipeline.sources import Data
 
 __all__ = ["Loop", "ask_in_terminal", "ask_labels", "ask_on_page"]
 
@@ -146,7 +146,7 @@ def _learn_the_rest(here: _Open) -> None:
 
 def _score_line(here: _Open) -> str:
     """ACC, NMI and ARI in %, and of which images: of --test, or of those that were asked about; "" without labels."""
-    from constraintmatch.evaluation import predict, scores
+    from constraintmatch.evaluation.metrics import predict, scores
 
     held_out = here.data.held_out
     tested = held_out is not None and held_out.labels is not None
@@ -161,9 +161,9 @@ def _score_line(here: _Open) -> str:
 
 def _end(here: _Open) -> list[tuple[str, str]]:
     """Write the newest model and its clusters, and say where everything is."""
-    from constraintmatch.evaluation import Predictions
-    from constraintmatch.models import save_model
-    from constraintmatch.workflow import write_clusters
+    from constraintmatch.evaluation.metrics import Predictions
+    from constraintmatch.models.cluster_model import save_model
+    from constraintmatch.pipeline.commands import write_clusters
 
     out, learner, counts = here.loop.out, here.learner, here.store.counts()
     rows = [("answers", f"{out / 'answers.db'} ({counts.answered:,} of {here.loop.questions:,})")]
@@ -218,10 +218,10 @@ def _answers(loop: Loop, data: Data, *, read_only: bool = False) -> AbstractCont
 def _start(loop: Loop, reporter: Reporter, check: Callable[[Data], object]) -> tuple[Data, ClusterModel, ViewChoice]:
     """The images and the model that every round begins with: given, or made once by the missing stages."""
     from constraintmatch.methods import Context
-    from constraintmatch.models import with_clusters
-    from constraintmatch.pretraining import SHORT_STAGES, short_start
-    from constraintmatch.running import pretrain
-    from constraintmatch.training import choose_device
+    from constraintmatch.models.cluster_model import with_clusters
+    from constraintmatch.pipeline.recipes import SHORT_STAGES, short_start
+    from constraintmatch.pipeline.train import pretrain
+    from constraintmatch.training.loop import choose_device
 
     request, grows = _request(loop)
     plan = plan_pretraining(request, reporter)
@@ -257,8 +257,8 @@ def _request(loop: Loop) -> tuple[Train, bool]:
 
     A start that is there already is used as it is, even if images have come or gone since.
     """
-    from constraintmatch.pretraining import SHORT_STAGES
-    from constraintmatch.runs import is_finished
+    from constraintmatch.pipeline.recipes import SHORT_STAGES
+    from constraintmatch.training.run_folder import is_finished
 
     place, model = loop.out / "start", loop.model
     features, clusters = (place / stage for stage in SHORT_STAGES)
@@ -293,7 +293,7 @@ def _learner(loop: Loop, data: Data, start: ClusterModel, store: Store, views: V
 
 def _head_learner(loop: Loop, data: Data, start: ClusterModel, store: Store, reporter: Reporter) -> Learner:
     """Rounds that train only the head, on what the network makes of the images: one pass serves all rounds."""
-    from constraintmatch.methods.heads import put_back, seen_by, taken_off
+    from constraintmatch.methods.parts.head_training import put_back, seen_by, taken_off
 
     seen = seen_by(start, data.images, reporter=reporter)
     learning = _learning(
@@ -305,7 +305,7 @@ def _head_learner(loop: Loop, data: Data, start: ClusterModel, store: Store, rep
 
 def _learning(loop: Loop, data: Data, *, cpu: bool) -> Learning:
     """A round: the setting of the paper for its data sets, else what fits the number of images; always short."""
-    from constraintmatch.pretraining import MOST_LR, round_size
+    from constraintmatch.pipeline.recipes import MOST_LR, round_size
 
     size = round_size(len(data.images), cpu=cpu)
     arguments = {key: size[key] for key in ("images_per_step", "pairs_per_step", "warm_up")}

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.api_types import Asked
 from constraintmatch.annotate.store import Store
-from constraintmatch.answers import MAX_SHOWN, Answer, Question, implied_groups
-from constraintmatch.errors import InputError
-from constraintmatch.images import ImageSet
-from constraintmatch.questions import (
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.questions.answers import MAX_SHOWN, Answer, Question, implied_groups
+from constraintmatch.questions.next_question import (
     Belief,
     Choice,
     Kind,

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from constraintmatch.errors import InputError
-from constraintmatch.files import InUse, check_target, folder_lock, mend
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import InUse, check_target, folder_lock, mend
 
 __all__ = ["ALIKE", "ANSWERS", "ASKABLE", "DROP_WAITING", "Database", "one_server"]
 

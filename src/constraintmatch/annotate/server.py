@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from constraintmatch.annotate.exchange import (
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import check_target
+from constraintmatch._internal.progress import Quiet, Reporter, watched
+from constraintmatch.annotate.import_export import (
     Exported,
     Imported,
     export_pairs,
@@ -29,18 +32,15 @@ from constraintmatch.annotate.exchange import (
 )
 from constraintmatch.annotate.question_queue import Chooser, QuestionQueue, pixel_belief
 from constraintmatch.annotate.store import Store, open_store
-from constraintmatch.datasets import DATASETS
-from constraintmatch.errors import InputError
-from constraintmatch.files import check_target
-from constraintmatch.images import kind_of
-from constraintmatch.progress import Quiet, Reporter, watched
-from constraintmatch.questions import Belief, Choice, Kind, Question
-from constraintmatch.rounds import image_belief
-from constraintmatch.sources import Data, open_at, read_pairs
+from constraintmatch.data.datasets import DATASETS
+from constraintmatch.data.image_set import kind_of
+from constraintmatch.pipeline.sources import Data, open_at, read_pairs
+from constraintmatch.questions.next_question import Belief, Choice, Kind, Question
+from constraintmatch.questions.rounds import image_belief
 
 if TYPE_CHECKING:
-    from constraintmatch.images import ImageSet
-    from constraintmatch.models import ClusterModel
+    from constraintmatch.data.image_set import ImageSet
+    from constraintmatch.models.cluster_model import ClusterModel
 
 __all__ = [
     "Door",
@@ -182,7 +182,7 @@ def _open_images(sitting: Sitting, reporter: Reporter) -> Data:
 
 def open_model(path: Path | str, size: tuple[int, int] | None = None) -> ClusterModel:
     """The model of a model or run folder; with a size (side, channels), only if it takes such images."""
-    from constraintmatch.models import load_model
+    from constraintmatch.models.cluster_model import load_model
 
     model = load_model(path)
     takes = model.config.side, model.config.channels
@@ -199,7 +199,7 @@ def _believer(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Callabl
         what = "the embeddings" if images.embedded else "the pixels"
         reporter.say(f"no model: questions are chosen by {what} (--model asks better ones)")
         return lambda: pixel_belief(images)
-    from constraintmatch.training import choose_device
+    from constraintmatch.training.loop import choose_device
 
     model, device = open_model(sitting.model, (images.side, images.channels)), choose_device(sitting.device)
 

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.api_types import (
     LONGEST,
     Asked,
@@ -29,9 +30,8 @@ from constraintmatch.annotate.api_types import (
 from constraintmatch.annotate.contradictions import Contradiction, LinkGraph
 from constraintmatch.annotate.schema import ALIKE, ANSWERS, ASKABLE, DROP_WAITING, Database, one_server
 from constraintmatch.annotate.thumbnails import ImageIdentity, Kept, Place
-from constraintmatch.answers import NONE, UNSURE, Answer, Question
-from constraintmatch.errors import InputError
-from constraintmatch.images import ImageSet
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question
 
 __all__ = ["Store", "open_store"]
 

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.question_queue import QuestionQueue
-from constraintmatch.answers import NONE, UNSURE, Question
-from constraintmatch.errors import InputError
+from constraintmatch.questions.answers import NONE, UNSURE, Question
 
 if TYPE_CHECKING:
     from constraintmatch.annotate.api_types import Asked
-    from constraintmatch.images import ImageSet
+    from constraintmatch.data.image_set import ImageSet
 
 __all__ = ["FINISHED", "PREVIOUS", "Prompt", "ask_one_by_one", "picture", "read_choice", "side_by_side"]
 

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.api_types import clean
-from constraintmatch.answers import Answer, Question, implied_groups
-from constraintmatch.errors import InputError
-from constraintmatch.images import ImageSet
-from constraintmatch.questions import Belief
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.questions.answers import Answer, Question, implied_groups
+from constraintmatch.questions.next_question import Belief
 
 __all__ = ["Gallery", "ImageIdentity", "Kept", "Place", "Thumbnails", "galleries"]
 

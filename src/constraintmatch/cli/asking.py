@@ -5,6 +5,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.progress import print_line
+from constraintmatch.cli.flags import read_settings, settings_of
 from constraintmatch.cli.shared import (
     Images,
     QuietFlag,
@@ -20,9 +23,6 @@ from constraintmatch.cli.shared import (
     reporter,
     shared,
 )
-from constraintmatch.errors import InputError
-from constraintmatch.flags import read_settings, settings_of
-from constraintmatch.progress import print_line
 
 __all__ = ["PANEL", "way_of_asking"]
 
@@ -80,7 +80,7 @@ def loop(
     """
     from constraintmatch.annotate import loop as loops
     from constraintmatch.annotate.server import Door
-    from constraintmatch.planning import Train
+    from constraintmatch.pipeline.plan import Train
 
     way = way_of_asking(**who)
     given = read_settings(sets or [], settings_of("loop"), "loop")
@@ -190,9 +190,9 @@ def check(
     Shows counts, duplicates, groups of must-links, images without a pair, and contradictions with the chains that prove
     them. The exit code is 2 when there are contradictions.
     """
-    from constraintmatch import workflow
+    from constraintmatch.pipeline import commands
 
-    found = workflow.check_pairs(pairs, data, close=close, **how, reporter=reporter(quiet))
+    found = commands.check_pairs(pairs, data, close=close, **how, reporter=reporter(quiet))
     print_rows(found.lines())
     for text in found.contradictions:
         print_line(f"contradiction: {text}")

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from constraintmatch._internal.files import check_target, write_json
 from constraintmatch.cli.shared import (
     Model,
     QuietFlag,
@@ -18,7 +19,6 @@ from constraintmatch.cli.shared import (
     reporter,
     shared,
 )
-from constraintmatch.files import check_target, write_json
 
 __all__ = ["PANEL"]
 
@@ -35,9 +35,9 @@ def report(
     quiet: QuietFlag = False,
 ) -> None:
     """Write report.html of a run again."""
-    from constraintmatch import workflow
+    from constraintmatch.pipeline import commands
 
-    print_rows([("report", str(workflow.write_run_report(run, data, **how, reporter=reporter(quiet))))])
+    print_rows([("report", str(commands.write_run_report(run, data, **how, reporter=reporter(quiet))))])
 
 
 @app.command(
@@ -67,14 +67,14 @@ def evaluate(
     With labels: accuracy (Hungarian matching), NMI, ARI and calibration error. With --pairs: the share of must-links
     and of cannot-links it keeps. Always: cluster sizes and warnings of collapse.
     """
-    from constraintmatch import workflow
+    from constraintmatch.pipeline import commands
 
     if json is not None:
         check_target(json)
-    found = workflow.evaluate_model(model, data, **how, reporter=reporter(quiet))
+    found = commands.evaluate_model(model, data, **how, reporter=reporter(quiet))
     if json is not None:
         write_json(json, found)
-    print_rows(workflow.evaluation_rows(found))
+    print_rows(commands.evaluation_rows(found))
 
 
 @app.command(
@@ -104,7 +104,7 @@ def embed(
     Every other command takes the embeddings in the place of images. timm:NAME fetches a pretrained network and takes
     images of the size that it was made for.
     """
-    from constraintmatch import embedding
+    from constraintmatch.pipeline import embedding
 
     made = embedding.embed_images(model, data, out, **how, reporter=reporter(quiet))
     print_rows([("embeddings", f"{out} ({len(made):,} of {made.shape[1]:,} numbers)")])
@@ -131,7 +131,7 @@ def join(
     clusters of the first one until answers (loop, annotate) or a training change them. It takes as long as all of them
     together. DATA are images like those they were trained on; labels are not used.
     """
-    from constraintmatch.joining import join_folders
+    from constraintmatch.pipeline.joining import join_folders
 
     config = join_folders(models, data, out, **how, reporter=reporter(quiet)).config
     clusters = f"{config.n_clusters:,}" if config.n_clusters else "none yet"

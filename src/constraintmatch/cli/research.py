@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from constraintmatch._internal.errors import InputError
+from constraintmatch.cli.flags import read_settings, settings_of
 from constraintmatch.cli.shared import (
     Model,
     QuietFlag,
@@ -21,8 +23,6 @@ from constraintmatch.cli.shared import (
     shared,
     words,
 )
-from constraintmatch.errors import InputError
-from constraintmatch.flags import read_settings, settings_of
 
 __all__ = ["PANEL", "numbers"]
 
@@ -55,9 +55,9 @@ def sample(
 
     The images are in class folders, one for each class, or are a data set.
     """
-    from constraintmatch import workflow
+    from constraintmatch.pipeline import commands
 
-    drawn = workflow.sample_pairs(data, out, **how, reporter=reporter(quiet))
+    drawn = commands.sample_pairs(data, out, **how, reporter=reporter(quiet))
     kinds = f"{drawn.n_must_links:,} must-links, {drawn.n_cannot_links:,} cannot-links"
     print_rows([("pairs", f"{out} ({len(drawn):,}: {kinds})")])
 
@@ -110,8 +110,8 @@ def search(
     The paper's grid by default. The same command again goes on where it stopped, and several at once share the work; a
     trial whose worker died is taken up again.
     """
-    from constraintmatch.paper.search import Search
-    from constraintmatch.paper.search import search as run_search
+    from constraintmatch.pipeline.search import Search
+    from constraintmatch.pipeline.search import search as run_search
 
     more = opened(read_settings(sets or [], settings_of("search"), "search"))
     request = Search(data=data, model=model, values=_values(grid or []), **asked, **pairs, **more, settings=settings)
@@ -187,8 +187,8 @@ def paper(
     Without --data-dir what is finished is shown and nothing is run.
     """
     from constraintmatch.paper import runner
-    from constraintmatch.paper.cells import FOLDS, grid_cells
     from constraintmatch.paper.gallery import gallery_sets, make_gallery
+    from constraintmatch.paper.grids import FOLDS, grid_cells
 
     results = folders.get("results", Path("results/paper"))
     runs, starts = folders.get("out", Path("runs/paper")), folders.get("starts", Path("weights"))
@@ -225,7 +225,7 @@ def card(
 
     README.md with its scores, how to check them and how it was made, from the result that has the same weights.
     """
-    from constraintmatch.paper.cards import write_card
+    from constraintmatch.paper.model_cards import write_card
 
     print_rows([("card", str(write_card(model, results)))])
 
@@ -245,7 +245,7 @@ def import_scan(
 
     It may be of any stage; after SimCLR alone it has no clusters yet.
     """
-    from constraintmatch import scan_import
+    from constraintmatch.models import scan_import
 
     config = scan_import.import_scan(file, data, out, head=head, half=half).config
     clusters = f"{config.n_clusters:,}" if config.n_clusters else "none yet"
@@ -256,8 +256,8 @@ def _show(name: str, results: Path, sets: tuple[str, ...], steps: int | None, *,
     """Print a table or the numbers of a figure: laid out for a terminal, as Markdown in a pipe."""
     from rich.console import Console
 
-    from constraintmatch.paper import reproduction, terminal
-    from constraintmatch.paper.cells import GRIDS
+    from constraintmatch.paper import reproduction, terminal_tables
+    from constraintmatch.paper.grids import GRIDS
 
     own = tuple(dataset for dataset in sets if dataset in (*GRIDS[name].sets, "digits"))
     if sets and not own:
@@ -265,7 +265,7 @@ def _show(name: str, results: Path, sets: tuple[str, ...], steps: int | None, *,
     title = f"## {GRIDS[name].title}\n\n" if titled and name.startswith("table") else ""  # a figure has its own
     text = title + reproduction.part_text(name, results, own or None, steps)
     console = Console()
-    typer.echo(terminal.for_terminal(text, console.width) if console.is_terminal else text)
+    typer.echo(terminal_tables.for_terminal(text, console.width) if console.is_terminal else text)
     if titled:
         typer.echo()
 

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from constraintmatch.errors import InputError
-from constraintmatch.files import mend
-from constraintmatch.flags import new_spelling
-from constraintmatch.progress import Quiet, Reporter, console_reporter, say_error
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import mend
+from constraintmatch._internal.progress import Quiet, Reporter, console_reporter, say_error
+from constraintmatch.cli.flags import new_spelling
 
 __all__ = [
     "Images",

@@ -6,6 +6,17 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import check_target
+from constraintmatch.cli.flags import (
+    METHODS,
+    STAGES,
+    check_names,
+    read_settings,
+    setting_tables,
+    settings_of,
+    split_settings,
+)
 from constraintmatch.cli.shared import (
     Images,
     Model,
@@ -22,17 +33,6 @@ from constraintmatch.cli.shared import (
     reporter,
     shared,
     words,
-)
-from constraintmatch.errors import InputError
-from constraintmatch.files import check_target
-from constraintmatch.flags import (
-    METHODS,
-    STAGES,
-    check_names,
-    read_settings,
-    setting_tables,
-    settings_of,
-    split_settings,
 )
 
 __all__ = ["PANEL"]
@@ -52,7 +52,7 @@ def demo(
 
     Trains on scikit-learn's digits from the same start and the same pairs, without and with ConstraintMatch.
     """
-    from constraintmatch.demo import run_demo
+    from constraintmatch.pipeline.demo import run_demo
 
     typer.echo(run_demo(out, seed=seed, reporter=reporter(quiet)))
 
@@ -104,15 +104,15 @@ def train(
     Without --model it first makes a short self-supervised start of its own. The run folder gets the model,
     clusters.csv, evaluation.json and report.html. A data set of the paper has its own sizes and rates.
     """
-    from constraintmatch import workflow
-    from constraintmatch.planning import Train
+    from constraintmatch.pipeline import commands
+    from constraintmatch.pipeline.plan import Train
 
     recorded = request.keys() & {"resume", "from_run"}  # a method that is known only when the record is read
     method = request.get("method", None if recorded else "constraintmatch")
     given = _settings("train", method, sets, chosen)
     arguments, settings, more = split_settings(given)
     asked = Train(data=data, **request, **images, **opened(more), arguments=arguments, settings=settings)
-    print_rows(workflow.train(asked, reporter(quiet)).lines())
+    print_rows(commands.train(asked, reporter(quiet)).lines())
 
 
 def _settings(command: str, method: str | None, sets: list[str] | None, chosen: dict[str, Any]) -> dict[str, Any]:
@@ -140,16 +140,16 @@ def predict(
     quiet: QuietFlag = False,
 ) -> None:
     """Place images in the clusters of a trained model."""
-    from constraintmatch import sorting, workflow
+    from constraintmatch.pipeline import cluster_folders, commands
 
     check_target(out)
     if sort_into is not None:
-        sorting.check_sort_folder(sort_into, data, out)
-    images, found = workflow.predict_images(model, data, **how, reporter=reporter(quiet))
-    workflow.write_clusters(out, images.images.names, found)
+        cluster_folders.check_sort_folder(sort_into, data, out)
+    images, found = commands.predict_images(model, data, **how, reporter=reporter(quiet))
+    commands.write_clusters(out, images.images.names, found)
     rows = [("clusters", f"{out} ({len(found):,} images in {found.n_clusters} clusters)")]
     if sort_into is not None:
-        sorting.sort_images(images, found, sort_into, link=link)
+        cluster_folders.sort_images(images, found, sort_into, link=link)
         rows.append(("sorted", str(sort_into)))
     print_rows(rows)
 
@@ -193,8 +193,8 @@ def pretrain(
 
     Its stages learn features, find clusters and label images by them. The same command again goes on where it stopped.
     """
-    from constraintmatch import workflow
-    from constraintmatch.planning import Train
+    from constraintmatch.pipeline import commands
+    from constraintmatch.pipeline.plan import Train
 
     given = _settings("pretrain", None, sets, chosen)
     recipe: dict[str, dict[str, Any]] = {}
@@ -204,7 +204,7 @@ def pretrain(
     _, settings, more = split_settings(given)
     asked = Train(data=data, out=out, **images, **opened(more), settings=settings)
     stages = words(start.pop("stages", ""))
-    model = workflow.pretrain_model(asked, stages, recipe, reporter(quiet), **start)
+    model = commands.pretrain_model(asked, stages, recipe, reporter(quiet), **start)
     following = f"constraintmatch train {shlex.quote(data)} --pairs pairs.csv --model {shlex.quote(str(out))}"
     print_rows([("model", str(model)), ("next", following)])
 

@@ -1,12 +1,12 @@
 """The constrained competitor: the pair loss on the given constraints and nothing else."""
 
-from constraintmatch.constraints import Constraints
-from constraintmatch.images import ImageSet
-from constraintmatch.methods.careful import train_by_recipe
-from constraintmatch.methods.pairs import Before
-from constraintmatch.methods.preparation import Context, Trained, ViewChoice
-from constraintmatch.models import ClusterModel
-from constraintmatch.training import TrainSettings
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.methods.parts.pair_training import Before
+from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice
+from constraintmatch.methods.safe_recipe import train_by_recipe
+from constraintmatch.models.cluster_model import ClusterModel
+from constraintmatch.training.loop import TrainSettings
 
 __all__ = ["constrained"]
 

@@ -2,15 +2,15 @@
 
 from torch import Tensor
 
-from constraintmatch.constraints import Constraints
-from constraintmatch.errors import InputError
-from constraintmatch.images import ImageSet
-from constraintmatch.methods.careful import train_by_recipe
-from constraintmatch.methods.pairs import Before, Selection, Unconstrained, check_error_rate
-from constraintmatch.methods.preparation import Context, Trained, ViewChoice, check_share
-from constraintmatch.models import ClusterModel
-from constraintmatch.objectives import all_pairs_loss, hard_links, soft_links
-from constraintmatch.training import TrainSettings
+from constraintmatch._internal.errors import InputError
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.methods.parts.pair_training import Before, Selection, Unconstrained, check_error_rate
+from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice, check_share
+from constraintmatch.methods.safe_recipe import train_by_recipe
+from constraintmatch.models.cluster_model import ClusterModel
+from constraintmatch.training.loop import TrainSettings
+from constraintmatch.training.losses import all_pairs_loss, hard_links, soft_links
 
 __all__ = ["constraintmatch"]
 

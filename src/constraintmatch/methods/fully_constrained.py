@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from constraintmatch.batches import LabelBatch
-from constraintmatch.images import ImageSet
-from constraintmatch.methods.labels import Network, train_on_labels
-from constraintmatch.methods.preparation import Context, Trained, ViewChoice
-from constraintmatch.models import ClusterModel
-from constraintmatch.objectives import all_pairs_loss
-from constraintmatch.training import TrainSettings
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.methods.parts.label_training import Network, train_on_labels
+from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice
+from constraintmatch.models.cluster_model import ClusterModel
+from constraintmatch.training.batches import LabelBatch
+from constraintmatch.training.loop import TrainSettings
+from constraintmatch.training.losses import all_pairs_loss
 
 __all__ = ["fully_constrained"]
 

@@ -8,16 +8,31 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from constraintmatch.constraints import Constraints
-from constraintmatch.errors import InputError
-from constraintmatch.evaluation import Predictions, embed
-from constraintmatch.images import ImageSet
-from constraintmatch.methods.linear_heads import REPEATED, regression_head
-from constraintmatch.methods.neighbours import nearest_neighbours
-from constraintmatch.methods.preparation import Context, Trained, ViewChoice, check_least, evaluate_now, prepare, spread
-from constraintmatch.models import ClusterModel, with_head
-from constraintmatch.propagation import best_reach, carried, check_reach, known_groups, neighbour_graph, seeds
-from constraintmatch.training import TrainSettings
+from constraintmatch._internal.errors import InputError
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.constraints.propagation import (
+    best_reach,
+    carried,
+    check_reach,
+    known_groups,
+    neighbour_graph,
+    seeds,
+)
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.evaluation.metrics import Predictions, embed
+from constraintmatch.evaluation.neighbours import nearest_neighbours
+from constraintmatch.methods.parts.linear_heads import REPEATED, regression_head
+from constraintmatch.methods.parts.preparation import (
+    Context,
+    Trained,
+    ViewChoice,
+    check_least,
+    evaluate_now,
+    prepare,
+    spread,
+)
+from constraintmatch.models.cluster_model import ClusterModel, with_head
+from constraintmatch.training.loop import TrainSettings
 
 __all__ = ["Frozen", "propagate", "told"]
 

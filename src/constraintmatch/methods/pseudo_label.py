@@ -1,13 +1,13 @@
 """Naive pseudo-labelling: the pair loss on the constraints, and FixMatch's cross-entropy on confident guesses."""
 
-from constraintmatch.constraints import Constraints
-from constraintmatch.images import ImageSet
-from constraintmatch.methods.careful import train_by_recipe
-from constraintmatch.methods.pairs import Before, Selection, Unconstrained
-from constraintmatch.methods.preparation import Context, Trained, ViewChoice
-from constraintmatch.models import ClusterModel
-from constraintmatch.objectives import pseudo_label_loss, soft_links
-from constraintmatch.training import TrainSettings
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.methods.parts.pair_training import Before, Selection, Unconstrained
+from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice
+from constraintmatch.methods.safe_recipe import train_by_recipe
+from constraintmatch.models.cluster_model import ClusterModel
+from constraintmatch.training.loop import TrainSettings
+from constraintmatch.training.losses import pseudo_label_loss, soft_links
 
 __all__ = ["pseudo_label"]
 

@@ -3,13 +3,13 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from constraintmatch.batches import LabelBatch
-from constraintmatch.errors import InputError
-from constraintmatch.images import ImageSet
-from constraintmatch.methods.labels import Network, train_on_labels
-from constraintmatch.methods.preparation import Context, Trained, ViewChoice
-from constraintmatch.models import ClusterModel
-from constraintmatch.training import TrainSettings
+from constraintmatch._internal.errors import InputError
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.methods.parts.label_training import Network, train_on_labels
+from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice
+from constraintmatch.models.cluster_model import ClusterModel
+from constraintmatch.training.batches import LabelBatch
+from constraintmatch.training.loop import TrainSettings
 
 __all__ = ["supervised"]
 

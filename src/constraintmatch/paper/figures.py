@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from constraintmatch.datasets import DATASETS
-from constraintmatch.errors import InputError
-from constraintmatch.files import write_atomically
-from constraintmatch.paper.cells import EXPECTED_ERRORS, STEPS, Cell
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import write_atomically
+from constraintmatch.data.datasets import DATASETS
+from constraintmatch.paper.grids import EXPECTED_ERRORS, STEPS, Cell
 from constraintmatch.paper.published import TABLE_1, published
 from constraintmatch.paper.results import Row, Summary, check_same_start
 

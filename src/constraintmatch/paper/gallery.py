@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from constraintmatch.datasets import DATASETS
-from constraintmatch.errors import InputError
-from constraintmatch.evaluation import Predictions, match_clusters, predict
-from constraintmatch.files import read_json
-from constraintmatch.images import ImageSet
-from constraintmatch.objectives import soft_links
-from constraintmatch.paper.cells import Cell
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import read_json
+from constraintmatch.data.datasets import DATASETS
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.evaluation.metrics import Predictions, match_clusters, predict
 from constraintmatch.paper.figures import GalleryPair, draw_gallery
+from constraintmatch.paper.grids import Cell
 from constraintmatch.paper.results import FORMAT
 from constraintmatch.paper.runner import Place, cell_images, train_cell
-from constraintmatch.runs import write_result
+from constraintmatch.training.losses import soft_links
+from constraintmatch.training.run_folder import write_result
 
 __all__ = ["GALLERY_STEPS", "Found", "gallery_cell", "gallery_sets", "make_gallery", "wrong_but_right"]
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from constraintmatch.datasets import DATASETS
-from constraintmatch.errors import InputError
-from constraintmatch.files import read_json, write_atomically
-from constraintmatch.paper.cells import GRIDS, STEPS, Cell, grid_cells
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import read_json, write_atomically
+from constraintmatch.data.datasets import DATASETS
 from constraintmatch.paper.figures import FIGURES, Drawing, draw, drawing
+from constraintmatch.paper.grids import GRIDS, STEPS, Cell, grid_cells
 from constraintmatch.paper.published import METRICS, TABLE_1, TABLE_3, published
 from constraintmatch.paper.results import Result, Row, check_same_start, find_rows, read_results
 from constraintmatch.paper.tables import DASH, TITLES, markdown, signed, spread, table1, table2, table3

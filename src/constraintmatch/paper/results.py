@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from constraintmatch.datasets import DATASETS
-from constraintmatch.errors import InputError
-from constraintmatch.files import read_json
-from constraintmatch.paper.cells import Cell, Option
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import read_json
+from constraintmatch.data.datasets import DATASETS
+from constraintmatch.paper.grids import Cell, Option
 from constraintmatch.paper.published import METRICS, SPLITS
-from constraintmatch.runs import current_arguments
+from constraintmatch.training.run_folder import current_arguments
 
 __all__ = [
     "FORMAT",
@@ -277,6 +277,6 @@ def _check_alike(first: Result, second: Result, name: str) -> None:
 
 
 def _defaults(method: str) -> dict[str, Any]:
-    from constraintmatch.config import method_arguments  # with torch: seldom needed
+    from constraintmatch.pipeline.config import method_arguments  # with torch: seldom needed
 
     return {name: parameter.default for name, parameter in method_arguments(method).items()}

@@ -10,24 +10,31 @@ from typing import Any
 
 import numpy as np
 
-from constraintmatch.batches import derive_seed
-from constraintmatch.config import make_config, method_arguments, method_settings, split_options
-from constraintmatch.constraints import Constraints
-from constraintmatch.datasets import DATASETS, load_dataset
-from constraintmatch.errors import InputError
-from constraintmatch.evaluation import Predictions, agreement, predict, scores
-from constraintmatch.files import InUse, folder_lock
-from constraintmatch.images import ImageSet
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import InUse, folder_lock
+from constraintmatch._internal.progress import Quiet, Reporter
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.datasets import DATASETS, load_dataset
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.evaluation.metrics import Predictions, agreement, predict, scores
 from constraintmatch.methods import Context, Trained, ViewChoice
-from constraintmatch.models import ClusterModel, build_model, load_model, model_folder, save_model, unfilled_model
-from constraintmatch.paper.cards import write_card
-from constraintmatch.paper.cells import Cell
+from constraintmatch.models.cluster_model import (
+    ClusterModel,
+    build_model,
+    load_model,
+    model_folder,
+    save_model,
+    unfilled_model,
+)
+from constraintmatch.paper.grids import Cell
+from constraintmatch.paper.model_cards import write_card
 from constraintmatch.paper.results import FORMAT, FREE_SETTINGS, read_content
-from constraintmatch.progress import Quiet, Reporter
-from constraintmatch.running import train, weights_hash
-from constraintmatch.runs import is_finished as run_is_finished
-from constraintmatch.runs import write_result
-from constraintmatch.training import NonFinite, choose_device
+from constraintmatch.pipeline.config import make_config, method_arguments, method_settings, split_options
+from constraintmatch.pipeline.train import train, weights_hash
+from constraintmatch.training.batches import derive_seed
+from constraintmatch.training.loop import NonFinite, choose_device
+from constraintmatch.training.run_folder import is_finished as run_is_finished
+from constraintmatch.training.run_folder import write_result
 
 __all__ = [
     "Place",

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from constraintmatch.datasets import DATASETS
-from constraintmatch.paper.cells import HEAD_FIRST, MERGED_FIRST, Cell
+from constraintmatch.data.datasets import DATASETS
+from constraintmatch.paper.grids import HEAD_FIRST, MERGED_FIRST, Cell
 from constraintmatch.paper.published import METRICS, SETS, TABLE_1, TABLE_2, TABLE_3, PublishedRow
 from constraintmatch.paper.results import Row, Summary, check_same_start, compare
 

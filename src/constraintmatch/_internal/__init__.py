@@ -1,0 +1,3 @@
+"""What every room uses: errors, safe writing of files, progress, and draws that are the same everywhere."""
+
+__all__: list[str] = []

@@ -1,0 +1,222 @@
+"""Writing so that nothing is lost: atomic replacement, locks on folders, disks that are full."""
+
+import errno
+import json
+import os
+import re
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from constraintmatch._internal.errors import InputError
+
+__all__ = [
+    "InUse",
+    "check_folder",
+    "check_new_folder",
+    "check_target",
+    "folder_lock",
+    "mend",
+    "parse_json",
+    "read_json",
+    "write_atomically",
+    "write_json",
+]
+
+
+class InUse(InputError):
+    """Another process holds the folder."""
+
+
+_MENDS = {
+    errno.ENOSPC: "no space left on the disk; free some and run the same command again (train: with --resume)",
+    errno.EDQUOT: "the disk quota is used up; free some and run the same command again (train: with --resume)",
+    errno.EFBIG: "files there may not be so large; choose another place",
+    errno.EROFS: "the disk is read-only; choose another place",
+    errno.EACCES: "no permission to write there; choose another place",
+    errno.EPERM: "no permission to write there; choose another place",
+    errno.EISDIR: "is a folder; name a file in it",
+    errno.ENOTDIR: "a file is where a folder should be; choose another place",
+    errno.EEXIST: "a file is where a folder should be; choose another place",  # what mkdir says
+    errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
+}
+_TOLD_NUMBER = re.compile(r"\b(?:os error|errno) (\d+)", re.IGNORECASE)
+
+
+def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
+    """Write a file through `write(temporary path)`, then rename it onto `path`: readers see the old file or the new.
+
+    The temporary file lies in the same folder, is flushed to the disk before the rename, and is removed on failure.
+    A link stays one: what it points to is replaced.
+    """
+    check_target(path)
+    path, target = Path(path), Path(os.path.realpath(path))
+    temporary, outer = None, sys.exception()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=path.suffix, dir=target.parent)
+        os.close(handle)
+        temporary = Path(name)
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(0o666 & ~_umask())  # mkstemp gives 0600; a plain open would have given this
+        temporary.replace(target)
+    except BaseException as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        helps = _mend(error, outer) if isinstance(error, Exception) else None
+        if helps is None or isinstance(error, InputError):
+            raise
+        raise InputError(f"{path}: {helps}") from error
+
+
+def check_new_folder(path: Path | str) -> None:
+    """An InputError for a file, or for a folder that holds something: what lies there is not overwritten."""
+    path = Path(path)
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise InputError(f"{path}: exists already; remove it or choose another --out")
+    check_folder(path)
+
+
+def check_folder(path: Path | str) -> None:
+    """An InputError unless files can be put into a folder of this name, which is there or can be made."""
+    _check_place(path, Path(os.path.realpath(path)))
+
+
+def check_target(path: Path | str) -> None:
+    """An InputError unless a file can be put there: no folder, no device or pipe, and its folder can be written.
+
+    Replacing /dev/null by a file would harm the whole machine.
+    """
+    path = Path(path)
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG  # what it would be
+    except OSError as error:
+        raise InputError(f"{path}: {mend(error) or error.strerror}") from None
+    if stat.S_ISDIR(mode):
+        raise InputError(f"{path}: {_MENDS[errno.EISDIR]}")
+    if not stat.S_ISREG(mode):
+        raise InputError(f"{path}: a device or pipe, which cannot be replaced at one stroke; name a file")
+    _check_place(path, Path(os.path.realpath(path)).parent)
+
+
+def _check_place(path: Path | str, folder: Path) -> None:
+    """An InputError unless the folder, or the nearest above it that is there, takes new files."""
+    nearest = next((place for place in (folder, *folder.parents) if _may(place, os.F_OK)), None)
+    if nearest is None:
+        return
+    if not nearest.is_dir():
+        raise InputError(f"{path}: {_MENDS[errno.ENOTDIR]}")
+    if not _may(nearest, os.W_OK | os.X_OK):
+        raise InputError(f"{path}: {_MENDS[errno.EROFS if _read_only(nearest) else errno.EACCES]}")
+
+
+def _may(path: Path, mode: int) -> bool:
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _read_only(folder: Path) -> bool:
+    """Whether the disk of a folder is read-only; the access alone does not say why there is none."""
+    return hasattr(os, "statvfs") and bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+
+
+def mend(error: OSError) -> str | None:
+    """What a person can do about a failed write; None where that is not known."""
+    return _MENDS.get(error.errno or 0)
+
+
+def write_json(path: Path | str, value: Any) -> None:
+    """Write a value as indented JSON, atomically; NaN is refused (JSON has none)."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def read_json(path: Path | str) -> Any:
+    """The value in a JSON file; one that is missing, broken or not to be read is an InputError that names it."""
+    try:
+        return parse_json(Path(path).read_text(encoding="utf-8-sig"))  # some editors put a mark first
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; a ValueError where it is broken, or goes beyond what Python takes."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise ValueError("too many brackets within brackets") from None
+    except ValueError:  # more digits than Python turns into a number
+        raise ValueError("a number has too many digits") from None
+
+
+@contextmanager
+def folder_lock(folder: Path | str) -> Iterator[None]:
+    """Hold a folder for this process; a second one gets an InUse that names the holder. The kernel frees it."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{folder}: {mend(error) or error.strerror}") from error
+    with file:
+        if not _try_lock(file.fileno()):
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise InUse(f"{folder}: in use by another process (pid {holder}); wait for it or choose another --out")
+        file.seek(0)
+        file.truncate()
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def _mend(error: BaseException | None, outer: BaseException | None) -> str | None:
+    """What helps against a failed write, by the exceptions that led to it (up to the one handled outside); or None."""
+    while error is not None and error is not outer:
+        if helps := _MENDS.get(_error_number(error)):
+            return helps
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _error_number(error: BaseException) -> int:
+    """The system's number for an error, else 0; libraries in other languages (safetensors) give it in words only."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    if told := _TOLD_NUMBER.search(str(error)):
+        return int(told[1])
+    return errno.ENOSPC if "No space left on device" in str(error) else 0
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        if os.name == "nt":
+            import msvcrt
+
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

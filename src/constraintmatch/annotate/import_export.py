@@ -1,0 +1,357 @@
+"""Answers from and to files: the pairs file both ways, and Label Studio's export of a choice about two images.
+
+Label Studio has two forms. JSON: tasks with `data` and `annotations`, each with the `result` of its controls. JSON_MIN:
+flat tasks, with the choice under the name of its control. Images are references (an upload, a local file, a bucket, a
+web address), found by file name.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import numpy as np
+
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import read_json
+from constraintmatch.annotate.api_types import Given, annotator_name
+from constraintmatch.annotate.store import Store
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.constraints.pairs_file import read_pairs
+from constraintmatch.data.decoding import SUFFIXES
+from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question, links_of
+
+__all__ = ["Exported", "Imported", "export_pairs", "import_answers", "is_label_studio", "read_answers"]
+
+_NOBODY = "unknown"  # who answered if a file does not say
+_SAME = "same, same kind, same class, match, similar, yes, true, must-link"
+_DIFFERENT = "different, different kind, different class, no match, not similar, dissimilar, not the same, not same"
+_DIFFERENT += ", no, false, cannot-link"
+_UNSURE = "unsure, not sure, unclear, unknown, don't know, cannot tell, can't tell, skip, maybe"
+_UPLOAD = re.compile(r"[0-9a-f]{8}-")  # Label Studio puts this before the name of an uploaded file
+_ABOUT_THE_ANNOTATION = {"id", "annotator", "annotation_id", "created_at", "updated_at", "lead_time"}
+
+Meaning = Callable[[str], int | None]
+Annotation = tuple[list[str], dict[str, Any]]  # the words of its choices; annotator, time and milliseconds
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What a pairs file got, and what was left out."""
+
+    n_pairs: int
+    n_answers: int
+    n_unsure: int
+    n_set_aside: int
+
+    def describe(self) -> str:
+        """One sentence."""
+        left_out = [(self.n_unsure, "unsure"), (self.n_set_aside, "set aside")]
+        without = ", ".join(f"{n:,} {what}" for n, what in left_out if n)
+        rest = f" (left out: {without})" if without else ""
+        return f"{self.n_pairs:,} pairs from {self.n_answers:,} answers{rest}"
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What became of the answers in a file."""
+
+    n_new: int
+    n_known: int
+    n_left_out: int
+    n_contradictions: int
+
+    def describe(self) -> str:
+        """One sentence."""
+        more = [
+            (self.n_known, "known already"),
+            (self.n_left_out, "left out (skipped, soft or without weight)"),
+            (self.n_contradictions, "contradictions in the store now; settle them on the page"),
+        ]
+        return ", ".join([f"{self.n_new:,} answers imported", *(f"{n:,} {what}" for n, what in more if n)])
+
+
+def export_pairs(store: Store, path: Path | str) -> Exported:
+    """Write what the answers say as a pairs file, with annotator and time; unsure ones say nothing.
+
+    A "which of these?" answer makes a pair for each image shown, except for those that other answers join to the chosen
+    one. Contradictions are written too: training decides what to do with them.
+    """
+    rows = [row for row in store.rows() if not row.withdrawn]
+    here = [(row, row.answer) for row in rows if row.answer is not None]
+    sure = [(row, answer) for row, answer in here if answer.choice != UNSURE]
+    source = [row for row, answer in sure for _ in answer.question.shown]
+    left, right, link = links_of(answer for _, answer in sure)
+    pairs = Constraints.from_arrays(
+        left,
+        right,
+        link,
+        n_images=len(store.image_names),
+        weight=[row.weight for row in source],
+        annotator=[row.annotator for row in source],
+        time=[row.time for row in source],
+    )
+    # who chooses one image does not say that the others shown are different: it only follows if no two are of a kind
+    follows = [answer.choice not in (NONE, at) for _, answer in sure for at in range(len(answer.question.shown))]
+    component = pairs.components()
+    pairs = pairs.take(~(np.array(follows, bool) & (component[left] == component[right])))
+    pairs.write(path, names=store.image_names)
+    return Exported(len(pairs), len(sure), len(here) - len(sure), len(rows) - len(here))
+
+
+def import_answers(store: Store, given: Sequence[Given], n_left_out: int) -> Imported:
+    """Take the answers of a file into the database, all of them or none; those it has already are counted."""
+    n_new = store.take_in(given)
+    return Imported(n_new, len(given) - n_new, n_left_out, store.n_contradictions())
+
+
+def read_answers(
+    path: Path | str,
+    names: Sequence[str],
+    *,
+    columns: str | None = None,
+    same: str | None = None,
+    different: str | None = None,
+) -> tuple[list[Given], int]:
+    """The answers of a file about images with these names, and how many entries were left out.
+
+    A file that ends in .json is an export of Label Studio, any other a pairs file. `columns` names those of a pairs
+    file; `same` and `different` are the choices in an export that does not use the usual words. Bad input is refused
+    here, before a database is made.
+    """
+    path = Path(path)
+    if is_label_studio(path):
+        given, n_left_out = _read_label_studio(path, names, _meanings(same, different))
+    else:
+        given, n_left_out = _read_pairs_file(path, names, columns)
+    try:
+        for one in given:
+            annotator_name(one.annotator)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return given, n_left_out
+
+
+def is_label_studio(path: Path) -> bool:
+    """Whether the name of a file says that it is an export of Label Studio."""
+    return path.suffix.lower() == ".json"
+
+
+def _read_pairs_file(path: Path, names: Sequence[str], columns: str | None) -> tuple[list[Given], int]:
+    """Pairs as answers to pair questions; those with a link in between or with weight 0 are left out."""
+    table = read_pairs(path, names=names, columns=columns)
+    said = zip(table.left.tolist(), table.right.tolist(), table.link.tolist(), table.weight.tolist(), strict=True)
+    annotators, times = table.annotator or (), table.time or ()
+    given = [
+        Given(
+            Answer(Question(left, (right,)), 0 if link == 1 else NONE),
+            annotators[at].strip() or _NOBODY if annotators else _NOBODY,
+            times[at].strip() if times else "",
+            weight=weight,
+            origin=path.name,
+        )
+        for at, (left, right, link, weight) in enumerate(said)
+        if link in (0, 1) and weight > 0
+    ]
+    return given, len(table.left) - len(given) + table.ignored_self_links
+
+
+# Label Studio
+
+
+def _read_label_studio(path: Path, names: Sequence[str], meaning: Meaning) -> tuple[list[Given], int]:
+    """The answers in an export; annotations that are skipped or empty are left out.
+
+    Words that are not understood, images that are not found or could be several, and tasks without two images are an
+    InputError that names the task.
+    """
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; name the file of Label Studio's JSON export")
+    finder = _Finder(names)
+    given: list[Given] = []
+    n_left_out = 0
+    for place, task in _tasks(path):
+        try:
+            found, skipped = _answers(task, finder, meaning, path.name)
+        except InputError as error:
+            raise InputError(f"{path} {place}: {error}") from None
+        given += found
+        n_left_out += skipped
+    return given, n_left_out
+
+
+def _meanings(same: str | None, different: str | None) -> Meaning:
+    """The choice that a word means, None if it is unknown: own words but for case, usual ones by their letters."""
+    given = [(word, choice) for word, choice in ((same, 0), (different, NONE)) if word is not None]
+    own = {_stripped(word): choice for word, choice in given}
+    if len(own) < len(given):
+        raise InputError(f"--same and --different are both {same!r}; give the two choices as the export has them")
+    all_usual = ((_SAME, 0), (_DIFFERENT, NONE), (_UNSURE, UNSURE))
+    usual = {_letters(word): choice for words, choice in all_usual for word in words.split(",")}
+    for word in own:  # "yes!" as a word of the user's own leaves open what "yes?" means
+        usual.pop(_letters(word), None)
+    return lambda word: own.get(_stripped(word), usual.get(_letters(word)))
+
+
+def _tasks(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    content = read_json(path)
+    tasks = [content] if isinstance(content, dict) else content  # a bucket holds one file per task
+    if not isinstance(tasks, list) or not all(isinstance(task, dict) for task in tasks):
+        raise InputError(f"{path}: not an export of Label Studio; export the project as JSON or JSON-MIN")
+    for at, task in enumerate(tasks, start=1):
+        yield f"task {task.get('id', at)}", task
+
+
+def _answers(task: Mapping[str, Any], finder: "_Finder", meaning: Meaning, file: str) -> tuple[list[Given], int]:
+    """The answers of one task and the number of its annotations that say nothing."""
+    annotations = task.get("annotations", task.get("completions"))
+    data = task.get("data", {}) if annotations is not None else task
+    if not isinstance(data, dict) or not isinstance(annotations or [], list):
+        raise InputError("not a task of Label Studio; export the project again")
+    read = [_full(one) for one in annotations or []] if annotations is not None else [_flat(task, finder)]
+    said = [one for one in read if one is not None]
+    if not said:
+        return [], len(read)
+    left, right = finder.two_images(data)
+    if left == right:
+        return [], len(read)
+    question = Question(left, (right,))
+    given = [Given(Answer(question, _choice(words, meaning)), origin=file, **who) for words, who in said]
+    return given, len(read) - len(said)
+
+
+def _full(annotation: Any) -> Annotation | None:
+    """What an annotation of the full form says; None if it was skipped or has no choice in it."""
+    if not isinstance(annotation, dict):
+        raise InputError("an annotation is not an object; export the project again")
+    results = annotation.get("result")
+    listed = results if isinstance(results, list) else []
+    chosen = [one.get("value") for one in listed if isinstance(one, dict) and one.get("type") == "choices"]
+    words = [word for value in chosen for word in _words(value)]
+    if annotation.get("was_cancelled") or annotation.get("skipped") or not words:
+        return None
+    return words, _circumstances(annotation, "completed_by")
+
+
+def _flat(task: Mapping[str, Any], finder: "_Finder") -> Annotation | None:
+    """What a task of the short form says: every field that is neither an image nor about the annotation."""
+    fields = [value for name, value in task.items() if name not in _ABOUT_THE_ANNOTATION]
+    choices = [value for value in fields if isinstance(value, dict)]  # several choices allowed: {"choices": […]}
+    texts = [value for value in fields if isinstance(value, str) and not finder.is_image(value)]
+    words = [word for value in choices or texts for word in _words(value)]
+    return (words, _circumstances(task, "annotator")) if words else None
+
+
+def _words(value: Any) -> list[str]:
+    choices = value.get("choices", []) if isinstance(value, dict) else value
+    listed = choices if isinstance(choices, list) else [choices]
+    return [word for word in listed if isinstance(word, str) and word.strip()]
+
+
+def _circumstances(record: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Annotator, time and milliseconds."""
+    seconds, created = record.get("lead_time"), record.get("created_at")
+    known = isinstance(seconds, int | float) and math.isfinite(seconds)
+    spent = int(1000 * seconds) if seconds is not None and known else None
+    time = created if isinstance(created, str) else ""
+    return {"annotator": _annotator(record.get(key)), "time": time, "milliseconds": spent}
+
+
+def _annotator(who: Any) -> str:
+    """A name: users are numbers, addresses, or records of both."""
+    if isinstance(who, dict):
+        names = f"{who.get('first_name') or ''} {who.get('last_name') or ''}".strip()
+        who = who.get("email") or names or who.get("id")
+    if isinstance(who, str) and who.strip():
+        return who.strip()
+    return f"Label Studio user {who}" if isinstance(who, int) else "Label Studio"
+
+
+def _choice(words: Sequence[str], meaning: Meaning) -> int:
+    """The one meaning among the words; words without one (of other controls) are ignored."""
+    found = {choice for word in words if (choice := meaning(word)) is not None}
+    if len(found) == 1:
+        return found.pop()
+    shown = ", ".join(repr(word[:40]) for word in words[:4])
+    if found:
+        raise InputError(f"the choices {shown} contradict each other; correct the annotation in Label Studio")
+    raise InputError(f"the choice {shown} is not understood; say what it means with --same TEXT and --different TEXT")
+
+
+def _stripped(word: str) -> str:
+    return word.strip().casefold()
+
+
+def _letters(word: str) -> str:
+    return re.sub(r"[\W_]", "", word).casefold()
+
+
+class _Finder:
+    """Finds images by the references of Label Studio."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.exact = {name: row for row, name in enumerate(names)}
+        self.by_file: defaultdict[str, list[int]] = defaultdict(list)
+        for row, name in enumerate(names):
+            file = PurePosixPath(name).name
+            for known_as in {file, _uploaded(file)}:
+                self.by_file[known_as].append(row)
+
+    def is_image(self, text: str) -> bool:
+        """Whether a text refers to an image, known or not."""
+        return text in self.exact or PurePosixPath(_path(text)).suffix.lower() in SUFFIXES
+
+    def two_images(self, data: Mapping[str, Any]) -> tuple[int, int]:
+        """The rows of the two images in the data of a task, in the order of its fields."""
+        values = [value for entry in data.values() for value in (entry if isinstance(entry, list) else [entry])]
+        found = [value for value in values if isinstance(value, str) and self.is_image(value)]
+        if len(found) != 2:
+            raise InputError(f"its data names {len(found)} images, not two; export the project that compares two")
+        return self.row(found[0]), self.row(found[1])
+
+    def row(self, reference: str) -> int:
+        """The image that a reference means: by name, else by file name and as many folders above it as agree."""
+        path = _path(reference)
+        for name in (reference, path):
+            if name in self.exact:
+                return self.exact[name]
+        file = PurePosixPath(path).name
+        rows = self.by_file.get(file) or self.by_file.get(_UPLOAD.sub("", file, count=1)) or []
+        if not rows:
+            raise InputError(f"no image is named {file!r} (the set has {len(self.names):,} images)")
+        shared = [_n_shared(path, self.names[row]) for row in rows]
+        best = [row for row, n in zip(rows, shared, strict=True) if n == max(shared)]
+        if len(best) > 1:
+            several = f"{self.names[best[0]]} or {self.names[best[1]]}" + (" or another" if len(best) > 2 else "")
+            raise InputError(f"{file} could be {several}; give the files different names, or write a pairs file")
+        return best[0]
+
+
+def _path(reference: str) -> str:
+    """The path in a reference: …/data/local-files/?d=PATH, https://host/PATH?…, s3://bucket/PATH, a plain path."""
+    try:
+        parts = urlsplit(reference.strip())
+    except ValueError:  # brackets in a plain path
+        return reference.strip()
+    if parts.path.rstrip("/").endswith("local-files") and (local := parse_qs(parts.query).get("d")):
+        return local[0].replace("\\", "/").lstrip("/")
+    path = unquote(parts.path) if parts.scheme or parts.path.startswith("/") else reference.strip()
+    return path.replace("\\", "/").lstrip("/")
+
+
+def _uploaded(file: str) -> str:
+    """The name that Label Studio gives an uploaded file."""
+    return re.sub(r"[^-\w.]", "", file.strip().replace(" ", "_"))
+
+
+def _n_shared(path: str, name: str) -> int:
+    """How many parts of two paths agree, from the end."""
+    pairs = zip(reversed(PurePosixPath(path).parts), reversed(PurePosixPath(name).parts), strict=False)
+    return next(
+        (at for at, (one, other) in enumerate(pairs) if one != other), min(path.count("/"), name.count("/")) + 1
+    )

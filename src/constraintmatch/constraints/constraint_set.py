@@ -1,0 +1,503 @@
+"""Constraints: pairs of images that belong together (must-link) or apart (cannot-link), and what to do with them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from constraintmatch._internal import rng
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.rng import Purpose
+from constraintmatch.constraints import graph as pair_graph
+from constraintmatch.constraints.pair_cells import MAX_IMAGES, Places
+from constraintmatch.constraints.pairs_file import PairTable, read_pairs, write_pairs
+
+__all__ = ["Components", "Conflict", "Constraints"]
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A cannot-link and the shortest chain of must-links against it; `images` is the way of the chain, end to end."""
+
+    pair_row: int
+    chain_rows: tuple[int, ...]
+    images: tuple[int, ...]
+
+    def describe(self, names: Sequence[str] | None = None, places: Places | None = None) -> str:
+        """One sentence with the pair, the way and their places in the file, else their rows (counted from 0)."""
+        way = [f"image {image}" if names is None else names[image] for image in self.images]
+        if len(way) > 12:
+            way[6:-5] = ["…"]
+        at = places or Places(np.arange(max(self.pair_row, *self.chain_rows) + 1))
+        ends = f"{way[0]} and {way[-1]} are cannot-link ({at.say(self.pair_row)})"
+        but = "also must-link" if len(self.chain_rows) == 1 else f"must-link through {' – '.join(way)}"
+        return f"{ends}, but {but} ({at.say(*self.chain_rows)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Components:
+    """What the hard constraints imply, without the pairs: each image's component, and which components differ.
+
+    `component` (n_images,) is numbered in the order of first images; `cannot` (m, 2) has the components that cannot be
+    linked, each once, smaller number first, sorted.
+    """
+
+    component: NDArray[np.int64]
+    cannot: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Constraints:
+    """Pairs of rows of an image set with a link in [0, 1] (1 = must-link, 0 = cannot-link, between: soft) and a weight.
+
+    Build them with `read`, `from_arrays`, `from_lists`, `from_matrix` or `sample`, which check; every operation returns
+    new constraints. Only hard links (exactly 1 or 0) take part in components, closure and contradictions.
+    """
+
+    left: NDArray[np.int64]
+    right: NDArray[np.int64]
+    link: NDArray[np.float32]
+    weight: NDArray[np.float32]
+    n_images: int
+    annotator: tuple[str, ...] | None = None
+    time: tuple[str, ...] | None = None
+    ignored_self_links: int = 0  # must-links of an image with itself that were left out at the door
+    places: Places | None = None  # in the file that they were read from
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """The table (n, 4) of left, right, link and weight."""
+        return np.column_stack([self.left, self.right, self.link, self.weight]).astype(dtype or np.float64)
+
+    @property
+    def n_must_links(self) -> int:
+        return int((self.link > 0.5).sum())
+
+    @property
+    def n_cannot_links(self) -> int:
+        return int((self.link < 0.5).sum())
+
+    @classmethod
+    def from_arrays(
+        cls,
+        left: ArrayLike,
+        right: ArrayLike,
+        link: ArrayLike,
+        *,
+        n_images: int,
+        weight: ArrayLike | None = None,
+        annotator: Sequence[str] | None = None,
+        time: Sequence[str] | None = None,
+    ) -> "Constraints":
+        """Constraints from columns of equal length; must-links of an image with itself are left out and counted."""
+        links = _column(link, "link", np.float32)
+        n = len(links)
+        weights = np.ones(n, np.float32) if weight is None else _column(weight, "weight", np.float32)
+        lefts, rights = _column(left, "left", np.int64), _column(right, "right", np.int64)
+        texts = [None if column is None else tuple(column) for column in (annotator, time)]
+        lengths = {len(column) for column in (lefts, rights, weights, *texts) if column is not None}
+        if lengths - {n}:
+            raise InputError(
+                f"the columns of the pairs differ in length ({', '.join(map(str, sorted(lengths | {n})))})"
+            )
+        _check_pairs(lefts, rights, links, weights, n_images)
+        made = cls(lefts, rights, links, weights, int(n_images), texts[0], texts[1])
+        itself = lefts == rights
+        return replace(made.take(~itself), ignored_self_links=int(itself.sum())) if itself.any() else made
+
+    @classmethod
+    def from_lists(
+        cls,
+        *,
+        n_images: int,
+        must_link: Iterable[tuple[int, int]] = (),
+        cannot_link: Iterable[tuple[int, int]] = (),
+    ) -> "Constraints":
+        """Constraints from lists of (i, j): first the must-links, then the cannot-links."""
+        must, cannot = _pair_list(must_link, "must_link"), _pair_list(cannot_link, "cannot_link")
+        pairs = np.concatenate([must, cannot])
+        links = np.repeat([1.0, 0.0], [len(must), len(cannot)])
+        return cls.from_arrays(pairs[:, 0], pairs[:, 1], links, n_images=n_images)
+
+    @classmethod
+    def from_matrix(cls, matrix: Any) -> "Constraints":
+        """Constraints from a square matrix, dense or sparse: 1 must-link, -1 cannot-link, 0 nothing known.
+
+        Symmetric or one triangle; where both (i, j) and (j, i) are given they must agree and make one pair.
+        """
+        from scipy.sparse import coo_array
+
+        entries = coo_array(matrix)
+        if entries.ndim != 2 or entries.shape[0] != entries.shape[1]:
+            raise InputError(f"the matrix of constraints must be square, not of shape {entries.shape}")
+        n = int(entries.shape[0])
+        given = entries.data != 0
+        rows, columns, values = (part[given] for part in (entries.row, entries.col, entries.data))
+        odd = np.flatnonzero((values != 1) & (values != -1))
+        if odd.size:
+            place = f"({rows[odd[0]]}, {columns[odd[0]]})"
+            raise InputError(
+                f"the matrix of constraints has {values[odd[0]]} at {place}; only 1, -1 and 0 are understood"
+            )
+        keys = pair_graph.pair_keys(rows.astype(np.int64), columns.astype(np.int64), n)
+        keys, first, number = np.unique(keys, return_index=True, return_inverse=True)
+        differ = np.flatnonzero(values[first][number] != values)
+        if differ.size:
+            i, j = sorted((int(rows[differ[0]]), int(columns[differ[0]])))
+            raise InputError(f"the matrix of constraints has 1 and -1 for the same pair at ({i}, {j}) and ({j}, {i})")
+        return cls.from_arrays(keys // max(n, 1), keys % max(n, 1), values[first] > 0, n_images=n)
+
+    @classmethod
+    def read(
+        cls,
+        path: Path | str,
+        *,
+        names: Sequence[str] | None = None,
+        n_images: int | None = None,
+        columns: str | None = None,
+    ) -> "Constraints":
+        """Constraints from a CSV, Parquet or JSON lines file; see `pairs_file.read_pairs` for what is understood."""
+        return cls(**vars(read_pairs(path, names=names, n_images=n_images, columns=columns)))
+
+    def write(self, path: Path | str, *, names: Sequence[str] | None = None) -> None:
+        """Write `left,right,link[,weight][,annotator][,time]`, atomically, as CSV, Parquet or JSON lines by suffix."""
+        write_pairs(path, PairTable(**vars(self)), names=names)
+
+    @classmethod
+    def sample(cls, labels: ArrayLike, n: int, *, seed: int, balanced: bool = False) -> "Constraints":
+        """n pairs drawn from labels as the paper does: first members without replacement, partners from all others.
+
+        More pairs than images are drawn in rounds, each with a fresh permutation as first members. An image is never
+        its own partner; the same pair may come twice. `balanced=True` makes n // 2 of them must-links: as many first
+        members, chosen at random, get a partner of their class, the others one of another class.
+        """
+        classes = _classes(labels)
+        n_images = len(classes)
+        if n < 0 or (n > 0 and n_images < 2):
+            raise InputError(f"cannot draw {n:,} pairs from {n_images:,} labelled images; at least 2 are needed")
+        words = rng.stream(seed, Purpose.SAMPLE)
+        rounds = [rng.permutation(words, n_images) for _ in range(-(-n // max(n_images, 1)))]
+        first = np.concatenate([np.empty(0, np.int64), *rounds])[:n]
+        second = rng.balanced_partners(words, classes, first) if balanced else rng.another(words, first, n_images)
+        return cls.from_arrays(first, second, classes[first] == classes[second], n_images=n_images)
+
+    @classmethod
+    def sample_partners(cls, labels: ArrayLike, k: int, *, seed: int) -> "Constraints":
+        """k different partners for every image, drawn from all others; the pairs of image 0 first, then those of 1, …
+
+        A pair may come twice, once from each end; `merged` makes it one.
+        """
+        classes = _classes(labels)
+        n_images = len(classes)
+        if not 0 <= k < max(n_images, 1):
+            raise InputError(
+                f"cannot draw {k:,} partners for each of {n_images:,} images; each has {n_images - 1:,} others"
+            )
+        words = rng.stream(seed, Purpose.PARTNERS)
+        others = np.empty((n_images, k), np.int64)
+        for at, top in enumerate(range(n_images - 1 - k, n_images - 1)):  # Floyd: k of the n - 1 others, no repeats
+            drawn = rng.below(words, np.full(n_images, top + 1))
+            taken = (others[:, :at] == drawn[:, None]).any(axis=1)
+            others[:, at] = np.where(taken, top, drawn)
+        first = np.repeat(np.arange(n_images), k)
+        second = others.ravel() + (others.ravel() >= first)
+        return cls.from_arrays(first, second, classes[first] == classes[second], n_images=n_images)
+
+    def take(self, rows: ArrayLike) -> "Constraints":
+        """The pairs at these rows (numbers or a mask), in that order."""
+        at = np.asarray(rows)
+        at = np.flatnonzero(at) if at.dtype == bool else at.astype(np.int64)
+        columns: dict[str, Any] = {name: getattr(self, name)[at] for name in ("left", "right", "link", "weight")}
+        for name in ("annotator", "time"):
+            if (texts := getattr(self, name)) is not None:
+                columns[name] = tuple(texts[row] for row in at.tolist())
+        places = None if self.places is None else self.places.take(at)
+        return replace(self, **columns, ignored_self_links=0, places=places)
+
+    def split(self, n_second: int, *, seed: int) -> tuple["Constraints", "Constraints"]:
+        """All but n_second pairs, and n_second pairs chosen at random; both keep the order.
+
+        Use it on `merged` constraints where the second part is to judge the first: else a pair may stand in both.
+        """
+        if not 0 <= n_second <= len(self):
+            raise InputError(f"cannot set {n_second:,} pairs aside; there are {len(self):,}")
+        second = np.zeros(len(self), bool)
+        second[rng.permutation(rng.stream(seed, Purpose.SPLIT), len(self))[:n_second]] = True
+        return self.take(~second), self.take(second)
+
+    def flip(
+        self,
+        fraction: float | None = None,
+        *,
+        seed: int,
+        only: Literal["must-link", "cannot-link"] | None = None,
+        probability: ArrayLike | None = None,
+    ) -> "Constraints":
+        """The same pairs with some links turned round (1 - link): annotation noise.
+
+        `fraction` (the paper's ρ) flips exactly round(fraction · m) of the m pairs, or of the m of the kind `only`,
+        chosen uniformly. `probability`, one per pair, flips each on its own draw instead.
+        """
+        candidates = self._of_kind(only)
+        words = rng.stream(seed, Purpose.FLIP)
+        if (fraction is None) == (probability is None):
+            raise InputError("flip needs a fraction or a probability per pair, and not both")
+        if fraction is not None:
+            _check_shares(np.asarray([fraction]), "the fraction to flip")
+            chosen = candidates[rng.permutation(words, len(candidates))[: round(fraction * len(candidates))]]
+        else:
+            shares = _column(probability, "probability", np.float64)
+            if len(shares) != len(self):
+                raise InputError(f"{len(shares):,} flip probabilities for {len(self):,} pairs; give one per pair")
+            _check_shares(shares, "a flip probability")
+            drawn = rng.uniform(words, len(self))
+            chosen = candidates[drawn[candidates] < shares[candidates]]
+        link = self.link.copy()
+        link[chosen] = 1 - link[chosen]
+        return replace(self, link=link)
+
+    def _of_kind(self, only: str | None) -> NDArray[np.int64]:
+        kinds = {None: self.link >= 0, "must-link": self.link > 0.5, "cannot-link": self.link < 0.5}
+        if only not in kinds:
+            raise InputError(f"only={only!r} is not a kind of constraint; use must-link or cannot-link")
+        return np.flatnonzero(kinds[only])
+
+    def merged(self) -> "Constraints":
+        """Each unordered pair once per kind of answer (must-link, cannot-link, soft), where it first stood.
+
+        Weights are summed, soft links averaged by weight, annotators joined with " + ", the latest time (as text) kept.
+        A pair answered both ways keeps both answers: that is a contradiction to `resolve`, not a soft link.
+        """
+        keys = self._answer_keys()
+        _, first, number = np.unique(keys, return_index=True, return_inverse=True)
+        if len(first) == len(self):
+            return self
+        place = np.argsort(first)
+        weight = np.bincount(number, self.weight)
+        share = np.where(weight[number] > 0, self.weight, 1.0)  # all weights 0: the plain mean
+        mean = np.bincount(number, share * self.link) / np.bincount(number, share)
+        once = self.take(first[place])
+        soft = (once.link > 0) & (once.link < 1)
+        link = np.where(soft, mean[place], once.link).astype(np.float32)
+        made = replace(once, link=link, weight=weight[place].astype(np.float32))
+        return replace(made, ignored_self_links=self.ignored_self_links, **self._merged_texts(number, place))
+
+    def _answer_keys(self) -> NDArray[np.int64]:
+        kind = np.where(self.link == 1, 1, np.where(self.link == 0, 0, 2))
+        return pair_graph.pair_keys(self.left, self.right, self.n_images) * 3 + kind
+
+    def _merged_texts(self, number: NDArray[np.int64], place: NDArray[np.int64]) -> dict[str, Any]:
+        texts: dict[str, Any] = {}
+        if self.annotator is not None:
+            who: list[dict[str, None]] = [{} for _ in place]
+            for group, annotator in zip(number.tolist(), self.annotator, strict=True):
+                who[group][annotator] = None
+            texts["annotator"] = tuple(" + ".join(filter(None, who[at])) for at in place)
+        if self.time is not None:
+            latest = [""] * len(place)
+            for group, time in zip(number.tolist(), self.time, strict=True):
+                latest[group] = max(latest[group], time)
+            texts["time"] = tuple(latest[at] for at in place)
+        return texts
+
+    def components(self) -> NDArray[np.int64]:
+        """The must-link component of each image (n_images,), numbered in the order of their first images."""
+        must = self.link == 1
+        return pair_graph.components(self.left[must], self.right[must], self.n_images)
+
+    def component_constraints(self) -> Components:
+        """The hard constraints between components: all that closing implies, in memory proportional to the pairs.
+
+        Contradicted cannot-links are left out.
+        """
+        component = self.components()
+        cannot = self.link == 0
+        first, second = component[self.left[cannot]], component[self.right[cannot]]
+        n = max(self.n_images, 1)
+        keys = np.unique(pair_graph.pair_keys(first, second, n)[first != second])
+        return Components(component, np.stack([keys // n, keys % n], axis=1))
+
+    def close(self, *, max_pairs: int = 10_000_000) -> "Constraints":
+        """The merged pairs and all they imply: must-links within components, cannot-links between them.
+
+        Given pairs come first with their weight, then the implied must-links, then the implied cannot-links, sorted. An
+        implied pair weighs as little as the lightest pair that may take part in its proof. Soft links stay as they are.
+        Contradictory constraints, or more than max_pairs hard pairs in the result, are an error.
+        """
+        self.resolve("error")
+        given = self.merged()
+        view = given.component_constraints()
+        n_pairs = pair_graph.n_pairs_within(view.component) + pair_graph.n_pairs_between(view.component, view.cannot)
+        if n_pairs > max_pairs:
+            raise InputError(
+                f"closing {len(self):,} constraints would make {n_pairs:,} pairs (at most {max_pairs:,} allowed); "
+                "train on the pairs as they are, use component_constraints(), or raise max_pairs"
+            )
+        must = given._implied_pairs(*pair_graph.pairs_within(view.component), 1, view.component)
+        cannot = given._implied_pairs(*pair_graph.pairs_between(view.component, view.cannot), 0, view.component)
+        return given._extended(must)._extended(cannot)
+
+    def _implied_pairs(
+        self, left: NDArray[np.int64], right: NDArray[np.int64], link: int, component: NDArray[np.int64]
+    ) -> "Constraints":
+        """Those of the pairs that are not given (all given ones are among them), sorted, with this link."""
+        n = max(self.n_images, 1)
+        keys = np.sort(pair_graph.pair_keys(left, right, n))
+        new = np.ones(len(keys), bool)
+        new[np.searchsorted(keys, pair_graph.pair_keys(self.left, self.right, n)[self.link == link])] = False
+        left, right = np.divmod(keys[new], n)
+        weight = self._implied_weights(component, left, right, link)
+        return Constraints(left, right, np.full(len(left), link, np.float32), weight, self.n_images)
+
+    def _implied_weights(
+        self, component: NDArray[np.int64], left: NDArray[np.int64], right: NDArray[np.int64], link: int
+    ) -> NDArray[np.float32]:
+        """The least weight among the must-links of both ends' components and, for link 0, the cannot-links between."""
+        if not len(left) or (self.weight == self.weight[0]).all():
+            return np.full(len(left), self.weight[:1], np.float32)
+        n, must, cannot = self.n_images, self.link == 1, self.link == 0
+        ends, given = (component[left], component[right]), (component[self.left], component[self.right])
+        weight = np.minimum(*(pair_graph.least(given[0][must], self.weight[must], end) for end in ends))
+        if link == 0:
+            between = pair_graph.pair_keys(given[0][cannot], given[1][cannot], n)
+            crossing = pair_graph.least(between, self.weight[cannot], pair_graph.pair_keys(ends[0], ends[1], n))
+            weight = np.minimum(weight, crossing)
+        return weight
+
+    def _extended(self, more: "Constraints") -> "Constraints":
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(self, name), getattr(more, name)])
+            for name in ("left", "right", "link", "weight")
+        }
+        for name in ("annotator", "time"):
+            if (texts := getattr(self, name)) is not None:
+                columns[name] = texts + ("",) * len(more)
+        return replace(self, **columns, places=None)
+
+    def conflict_rows(self) -> NDArray[np.int64]:
+        """The rows of all cannot-links whose two images are must-linked, directly or through others; in linear time."""
+        component = self.components()
+        return np.flatnonzero((self.link == 0) & (component[self.left] == component[self.right]))
+
+    def conflicts(self, *, limit: int | None = 10) -> list[Conflict]:
+        """The first contradictions, each with its shortest chain; `len(conflict_rows())` tells how many there are.
+
+        A chain costs one breadth-first search, so asking for all of many (limit=None) is slow on large files.
+        """
+        rows = self.conflict_rows()[:limit].tolist()
+        must = np.flatnonzero(self.link == 1)
+        graph = pair_graph.symmetric_graph(self.left[must], self.right[must], self.n_images) if rows else None
+        keys, first = np.unique(
+            pair_graph.pair_keys(self.left[must], self.right[must], self.n_images), return_index=True
+        )
+        found = []
+        for row in rows:
+            way = np.asarray(pair_graph.shortest_chain(graph, int(self.left[row]), int(self.right[row])))
+            steps = np.searchsorted(keys, pair_graph.pair_keys(way[:-1], way[1:], self.n_images))
+            found.append(Conflict(row, tuple(must[first[steps]].tolist()), tuple(way.tolist())))
+        return found
+
+    def resolve(
+        self, on_conflict: Literal["error", "drop", "keep"] = "error", *, names: Sequence[str] | None = None
+    ) -> "Constraints":
+        """These constraints without contradictions: "error" stops at any, "keep" keeps them, "drop" leaves pairs out.
+
+        "drop" takes pairs in from the heaviest to the lightest and leaves out each one that contradicts those before.
+        The weights of equal answers to the same pair count together, so the majority wins. Of equal weights
+        cannot-links come first, then the order of the pairs decides: a wrong must-link joins two groups and would take
+        all cannot-links between them along, a wrong cannot-link only the must-link that closes the chain. (1,000 images
+        of 10 classes, 10,000 pairs, 1 % of them wrong: 204 pairs go this way, 6,319 if must-links came first.)
+        """
+        if on_conflict not in ("error", "drop", "keep"):
+            raise InputError(f"on_conflict={on_conflict!r} is not known; use error, drop or keep")
+        if on_conflict == "keep" or not len(rows := self.conflict_rows()):
+            return self
+        if on_conflict == "error":
+            first = self.conflicts(limit=1)[0].describe(names, self.places)
+            count = f"; {len(rows):,} contradictions in all" if len(rows) > 1 else ""
+            raise InputError(f"{first}{count}; mend the pairs, or use --set on_conflict=drop or keep")
+        return self.take(self._consistent(rows))
+
+    def _consistent(self, conflict_rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        component = self.components()
+        torn = np.zeros(self.n_images, bool)
+        torn[component[self.left[conflict_rows]]] = True  # all other components have nothing to decide
+        inside = component[self.left] == component[self.right]
+        play = np.flatnonzero(inside & torn[component[self.left]] & ((self.link == 0) | (self.link == 1)))
+        _, number = np.unique(self._answer_keys()[play], return_inverse=True)
+        weight = np.bincount(number, self.weight[play])[number]
+        must = self.link[play] == 1
+        order = np.lexsort((must, -weight))
+        keep = np.ones(len(self), bool)
+        keep[play] = pair_graph.consistent(self.left[play], self.right[play], must, order)
+        return keep
+
+
+def _column(values: Any, name: str, dtype: type) -> NDArray[Any]:
+    array = np.asarray(values)
+    if array.size == 0:
+        return np.empty(0, dtype)
+    if array.ndim != 1:
+        raise InputError(f"{name} must be one column, not of shape {array.shape}")
+    if dtype is np.int64 and array.dtype.kind not in "iu":
+        raise InputError(f"{name} must hold row numbers (integers), not {array.dtype}")
+    if array.dtype.kind not in "iufb":
+        raise InputError(f"{name} must hold numbers, not {array.dtype}")
+    with np.errstate(over="ignore"):  # becomes infinity, which the next check refuses
+        return array.astype(dtype)
+
+
+def _pair_list(pairs: Iterable[tuple[int, int]], name: str) -> NDArray[np.int64]:
+    array = np.asarray(list(pairs)) if isinstance(pairs, Iterable) else np.asarray(pairs)
+    if array.size == 0:
+        return np.empty((0, 2), np.int64)
+    if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
+        raise InputError(f"{name} must be a list of pairs of row numbers, such as [(0, 1), (4, 7)]")
+    return array.astype(np.int64)
+
+
+def _check_pairs(
+    left: NDArray[np.int64],
+    right: NDArray[np.int64],
+    link: NDArray[np.float32],
+    weight: NDArray[np.float32],
+    n_images: int,
+) -> None:
+    if not 0 <= n_images <= MAX_IMAGES:
+        raise InputError(f"n_images={n_images} is not a number of images from 0 to {MAX_IMAGES:,}")
+    for side in (left, right):
+        missing = np.flatnonzero((side < 0) | (side >= n_images))
+        if missing.size:
+            at = int(missing[0])
+            raise InputError(f"pair {at:,}: image {side[at]} does not exist (the set has {n_images:,} images)")
+    bad_links = np.flatnonzero(~((link >= 0) & (link <= 1)))
+    if bad_links.size:
+        at = int(bad_links[0])
+        raise InputError(
+            f"pair {at:,}: link {link[at]:g} lies outside [0, 1]; write must-links as 1, cannot-links as 0"
+        )
+    bad_weights = np.flatnonzero(~((weight >= 0) & np.isfinite(weight)))
+    if bad_weights.size:
+        at = int(bad_weights[0])
+        raise InputError(f"pair {at:,}: weight {weight[at]:g} is not a finite number from 0 up")
+    apart = np.flatnonzero((left == right) & (link <= 0.5))
+    if apart.size:
+        at = int(apart[0])
+        raise InputError(f"pair {at:,}: image {left[at]} cannot be different from itself; leave the pair out")
+
+
+def _check_shares(values: NDArray[Any], what: str) -> None:
+    if not ((values >= 0) & (values <= 1)).all():
+        raise InputError(f"{what} must lie in [0, 1]")
+
+
+def _classes(labels: ArrayLike) -> NDArray[np.int64]:
+    array = np.asarray(labels)
+    if array.ndim != 1:
+        raise InputError(f"labels must be one column, not of shape {array.shape}")
+    return np.unique(array, return_inverse=True)[1].astype(np.int64)

@@ -1,0 +1,155 @@
+"""What a few images are known to be, carried along their neighbours to all the others: arrays, no torch.
+
+Groups of images that must-links join become the seeds of clusters. A seed's share reaches every image by steps from
+neighbour to neighbour, less with every step: label spreading (Zhou et al., 2003), solved instead of iterated.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+from scipy.sparse.linalg import cg
+
+from constraintmatch._internal.errors import InputError
+from constraintmatch.constraints.constraint_set import Constraints
+
+__all__ = ["best_reach", "carried", "check_reach", "known_groups", "neighbour_graph", "seeds"]
+
+Rows = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+APART = 0.5  # of the other groups, the share that a group must be known to differ from
+SUREST = 0.25  # of a cluster that no answer is about, the share of its images that stand for it
+TRUSTED = 0.75  # the share of the groups' images, seen in their clusters, from which the model is believed about others
+FOLDS = 5  # parts of the known images, each of which is hidden once
+UNSEEN = 0.1  # mean probability of a group's images in a cluster under which the model does not see the group there
+
+
+def known_groups(constraints: Constraints, hints: Constraints | None = None) -> list[Rows]:
+    """Groups of images that are known to be of one kind each, the largest first; rows of each.
+
+    A group counts if it is known to differ from half of the others that count; the largest are looked at first, and
+    again until none is added. Cannot-links of `hints`, which may be less sure, count as differences too. Pairs at
+    random tell hardly any two groups apart, so they give hardly any groups: of two groups of one kind one would be a
+    cluster of its own, and wrong.
+    """
+    view = constraints.component_constraints()
+    size = np.bincount(view.component, minlength=1)
+    apart: dict[int, set[int]] = {}
+    ends = [] if hints is None else view.component[np.stack([hints.left, hints.right], 1)[hints.link < 0.5]].tolist()
+    for one, other in [*view.cannot.tolist(), *ends]:
+        if one != other:
+            apart.setdefault(one, set()).add(other)
+            apart.setdefault(other, set()).add(one)
+    joined = np.flatnonzero(size > 1)
+    order = joined[np.argsort(-size[joined], kind="stable")].tolist()
+    taken: set[int] = set()
+    before = -1
+    while len(taken) > before:
+        before = len(taken)
+        for group in order:
+            if group not in taken and len(taken & apart.get(group, set())) >= APART * len(taken):
+                taken.add(group)
+    return [np.flatnonzero(view.component == group) for group in order if group in taken]
+
+
+def seeds(groups: Sequence[Rows], probabilities: Floats) -> Floats:
+    """The share (n, k) of each cluster that begins at each image; the columns sum to 1.
+
+    A group gets the number of the cluster that its images are likeliest in, one group to a cluster; of more groups than
+    clusters some are left out. For a cluster without a group the quarter of its images that the model is surest of
+    stand in, those of groups excepted.
+    """
+    n, k = probabilities.shape
+    numbers = _clusters_of(groups, probabilities)
+    clusters, free = probabilities.argmax(1), np.ones(n, bool)
+    for rows in groups:
+        free[rows] = False
+    begun = np.zeros((n, k), np.float32)
+    for cluster in range(k):
+        if cluster in numbers:
+            rows = groups[numbers[cluster]]
+        else:
+            own = np.flatnonzero(free & (clusters == cluster))
+            sure = np.argsort(-probabilities[own, cluster], kind="stable")
+            rows = own[sure[: max(1, round(SUREST * len(own)))]]
+        begun[rows, cluster] = 1 / max(len(rows), 1)
+    return begun
+
+
+def _clusters_of(groups: Sequence[Rows], probabilities: Floats) -> dict[int, int]:
+    """The group that each cluster gets, by number.
+
+    A mistaken "none of these" begins a second group of a kind, and it may grow larger than that of a kind seldom asked
+    about. But the model sees both groups of the kind in one cluster, so the other one gets a cluster all the same. By
+    the root of its size, a group is worth more the larger it is, and two small ones are worth more than a large one.
+
+    Wrong answers also make a group of images of several kinds, and it would take the cluster that no answer is about
+    yet. A model that is right about most of what was asked keeps such a cluster for its own surest images.
+    """
+    k = probabilities.shape[1]
+    likely = np.array([probabilities[rows].sum(0) / np.sqrt(len(rows)) for rows in groups], np.float32).reshape(-1, k)
+    of_group, of_cluster = linear_sum_assignment(likely, maximize=True)
+    pairs = list(zip(of_group.tolist(), of_cluster.tolist(), strict=True))
+    seen = [float(probabilities[groups[group], cluster].mean()) for group, cluster in pairs]
+    agreed = np.dot(seen, [len(groups[group]) for group, _ in pairs]) / max(sum(map(len, groups)), 1)
+    least = UNSEEN if agreed >= TRUSTED else 0.0
+    return {cluster: group for (group, cluster), share in zip(pairs, seen, strict=True) if share >= least}
+
+
+def neighbour_graph(features: Floats, near: Rows) -> sp.csr_array:
+    """Weights (n, n) between images and their neighbours (n, m), normalised on both sides: D^-1/2 W D^-1/2.
+
+    A weight falls with the cosine distance, by 1/e over the mean distance of neighbours; W is symmetric.
+    """
+    n, m = near.shape
+    unit = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
+    distance = np.stack([1 - np.einsum("nd,nd->n", unit, unit[near[:, column]]) for column in range(m)], axis=1)
+    weight = np.exp(-distance / max(float(distance.mean()), 1e-12)).astype(np.float32)
+    one_way = sp.csr_array((weight.ravel(), (np.repeat(np.arange(n), m), near.ravel())), shape=(n, n))
+    both = one_way.maximum(one_way.T)
+    root = (1 / np.sqrt(np.maximum(both.sum(1), 1e-12))).astype(np.float32)
+    return sp.csr_array(both.multiply(root[:, None]).multiply(root[None]))
+
+
+def check_reach(reach: float) -> None:
+    """A reach that does not lie in [0, 1) is an InputError: the shares would grow without end."""
+    if not 0 <= reach < 1:
+        raise InputError(f"reach is {reach}; it must lie in [0, 1)")
+
+
+def carried(graph: sp.csr_array, begun: Floats, *, reach: float = 0.99) -> Floats:
+    """The shares (n, k) of the clusters at each image; a row stays zero where no path leads from any seed.
+
+    They solve F = reach · graph · F + begun. Where kinds hang together one column would win everywhere by its mass
+    alone, so columns are brought to the same mass before the rows are made to sum to 1. That takes nothing from large
+    clusters: one that lies apart has the same mass whatever its size.
+    """
+    check_reach(reach)
+    system = sp.eye_array(graph.shape[0], dtype=np.float32, format="csr") - np.float32(reach) * graph
+    found = np.stack([cg(system, column, rtol=1e-4, maxiter=500)[0] for column in begun.T], axis=1)
+    found = np.maximum(found, 0)
+    mass = found.sum(0)
+    found /= np.where(mass > 0, mass, 1)
+    return np.asarray(found / np.where(found.sum(1) > 0, found.sum(1), 1)[:, None], np.float32)
+
+
+def best_reach(graph: sp.csr_array, begun: Floats, known: Rows, reaches: Sequence[float]) -> float:
+    """Of several reaches the one with which most known images, hidden in turn, are found by the others.
+
+    `known` are rows that `begun` (n, k) says something of; those of one kind come together. Of equals the first.
+    """
+    part, truth = np.arange(len(known)) % FOLDS, begun[known].argmax(1)
+
+    def n_found(reach: float) -> int:
+        found = 0
+        for number in range(FOLDS):
+            hidden, rest = known[part == number], begun.copy()
+            rest[hidden] = 0
+            shares = carried(graph, rest, reach=reach)[hidden]
+            found += int(((shares.argmax(1) == truth[part == number]) & (shares.max(1) > 0)).sum())
+        return found
+
+    return max(reaches, key=n_found)

@@ -1,0 +1,3 @@
+"""Images: the `ImageSet`, decoding, the cache of decoded images, the data sets and their readers."""
+
+__all__: list[str] = []

@@ -1,0 +1,246 @@
+"""Which model to keep, judged by pairs that it was not trained on: a likelihood that expects wrong answers.
+
+A pair of images is the same with the probability s = ⟨p, q⟩ that the model gives it. An answer misses "same" with the
+rate `missed` and invents it with the rate `invented`, so it says "same" with s (1 − missed) + (1 − s) invented. The two
+rates are separate: of 20 kinds, one wrong answer in twenty cannot-links outnumbers the true must-links.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from constraintmatch._internal import rng
+from constraintmatch._internal.rng import Purpose
+from constraintmatch.constraints.constraint_set import Constraints
+
+__all__ = [
+    "Guard",
+    "Judge",
+    "Rates",
+    "Verdict",
+    "doubts",
+    "estimate_rates",
+    "hide_images",
+    "link_losses",
+    "repeat_rate",
+]
+
+Floats = NDArray[np.float64]
+
+SHARE = 0.2  # of the pairs, held out to judge by
+LEAST = 8  # must-links, and cannot-links, that a judge needs
+CAUTION = 0.25  # standard errors by which a trained network must be better: of equals the less trained one is kept
+LEAST_GAIN = 0.001  # nats: less is no reason to change anything
+FALLEN = 2.0  # standard errors by which a model must be worse for a training to go back
+MOST_WRONG = 0.4  # of either kind: answers of which half are wrong say nothing
+USUAL = 0.02, 50.0  # the rate of wrong answers that is expected before any is seen, and how many answers that weighs
+TEMPERATURES = (
+    8.0,
+    4.0,
+    2.0,
+    1.0,
+    0.5,
+    0.25,
+    0.12,
+)  # of the logits: how sure a model is of itself is not what is judged
+
+
+class Rates(NamedTuple):
+    """How often an answer says "different" of the same kind, and "same" of different kinds."""
+
+    missed: float = 0.0
+    invented: float = 0.0
+
+
+class Verdict(NamedTuple):
+    """By how much a model is better than another, in nats, on the mean over images, and the standard error of that."""
+
+    gain: float
+    error: float
+
+    @property
+    def surely(self) -> float:
+        """The gain that can be counted on."""
+        return self.gain - CAUTION * self.error
+
+    @property
+    def has_fallen(self) -> bool:
+        """Whether the other model is clearly better."""
+        return self.gain + FALLEN * self.error < 0
+
+
+def link_losses(same: Floats, link: Floats, rates: Rates) -> Floats:
+    """−log of the likelihood of each link in [0, 1], for pairs that are the same with these probabilities."""
+    says_same = np.clip(same * (1 - rates.missed) + (1 - same) * rates.invented, 1e-6, 1 - 1e-6)
+    return -(link * np.log(says_same) + (1 - link) * np.log(1 - says_same))
+
+
+def estimate_rates(same: Floats, link: Floats, weight: Floats | None = None, *, steps: int = 30) -> Rates:
+    """The rates that make the links likeliest (EM), for pairs that are the same with these probabilities.
+
+    What a model has wrong counts as wrong answers too: on a weak model the rates come out too high, not too low.
+    """
+    weight = np.ones(len(link)) if weight is None else weight
+    expected, strength = USUAL
+    rates = Rates(expected, expected)
+    for _ in range(steps):
+        truly = _truly_same(same, link, rates)
+        rates = Rates(
+            *(
+                float(
+                    min((expected * strength + (weight * wrong).sum()) / (strength + (weight * of).sum()), MOST_WRONG)
+                )
+                for wrong, of in (((1 - link) * truly, truly), (link * (1 - truly), 1 - truly))
+            )
+        )
+    return rates
+
+
+def repeat_rate(constraints: Constraints, *, least: int = 10) -> float | None:
+    """The rate of wrong answers among pairs that were answered more than once; None if they are fewer than `least`.
+
+    Two answers to one pair differ with 2 e (1 − e) where each is wrong with e.
+    """
+    hard = constraints.take((constraints.link == 0) | (constraints.link == 1))
+    ends = np.sort(np.stack([hard.left, hard.right], 1), axis=1)
+    _, number = np.unique(ends[:, 0] * max(hard.n_images, 1) + ends[:, 1], return_inverse=True)
+    asked = np.bincount(number, minlength=1).astype(float)
+    same = np.bincount(number, hard.link, minlength=1)
+    again = asked > 1
+    if again.sum() < least:
+        return None
+    differ = (same * (asked - same) / np.maximum(asked * (asked - 1) / 2, 1))[again].mean()
+    return float(min((1 - np.sqrt(max(1 - 2 * differ, 0))) / 2, MOST_WRONG))
+
+
+def doubts(same: Floats, link: Floats, rates: Rates) -> Floats:
+    """The probability that each link is wrong."""
+    truly = _truly_same(same, link, rates)
+    return np.asarray(link * (1 - truly) + (1 - link) * truly)
+
+
+def hide_images(constraints: Constraints, *, share: float = SHARE, seed: int = 0) -> tuple[Constraints, Constraints]:
+    """The pairs in two parts: those without hidden images to train on, and about this share of them to judge by.
+
+    Every pair of a hidden image is held out, so nothing that training pairs imply is among them. A pair has two images:
+    half the share of the images is hidden. An image of many pairs stays: hiding it would hold out most of them.
+    """
+    n = len(constraints)
+    ends = np.concatenate([constraints.left, constraints.right])
+    rows = np.tile(np.arange(n), 2)
+    order = np.argsort(ends, kind="stable")
+    images, first, degree = np.unique(ends[order], return_index=True, return_counts=True)
+    few = degree <= max(1.0, 4 * degree.mean())
+    drawn = rng.permutation(rng.stream(seed, Purpose.HOLD_OUT), len(images))
+    hidden = drawn[few[drawn]][: round(share / 2 * len(images))]
+    held = np.zeros(n, bool)
+    for at in hidden.tolist():
+        held[rows[order[first[at] : first[at] + degree[at]]]] = True
+    return constraints.take(~held), constraints.take(held)
+
+
+@dataclass(frozen=True, eq=False)
+class Judge:
+    """Pairs to judge models by; `rows` are their images, and models are judged by what they say of these.
+
+    The pairs of one image are one piece of evidence, however many an answer implies: each image counts once.
+    """
+
+    pairs: Constraints
+
+    @cached_property
+    def rows(self) -> NDArray[np.int64]:
+        return np.unique(np.concatenate([self.pairs.left, self.pairs.right]))
+
+    @cached_property
+    def units(self) -> NDArray[np.int64]:
+        """The image that each pair is evidence about, numbered from 0: of its two images the one with more pairs."""
+        degree = np.bincount(np.concatenate([self.pairs.left, self.pairs.right]), minlength=1)
+        left, right = self.pairs.left, self.pairs.right
+        return np.unique(np.where(degree[left] >= degree[right], left, right), return_inverse=True)[1]
+
+    @cached_property
+    def weight(self) -> Floats:
+        """The weight of each pair: those of one image have the mean of their weights together."""
+        weight = self.pairs.weight.astype(float)
+        return weight / np.maximum(np.bincount(self.units, minlength=1), 1)[self.units]
+
+    @property
+    def n_must_links(self) -> int:
+        """Images with a must-link."""
+        return len(np.unique(self.units[self.pairs.link > 0.5]))
+
+    @property
+    def n_cannot_links(self) -> int:
+        """Images with a cannot-link."""
+        return len(np.unique(self.units[self.pairs.link < 0.5]))
+
+    @property
+    def can_judge(self) -> bool:
+        """Whether there are enough pairs of both kinds, of different images."""
+        return min(self.n_must_links, self.n_cannot_links) >= LEAST
+
+    def losses(self, probabilities: NDArray[np.float32]) -> Floats:
+        """The loss of each pair, from what a model says of `rows` (m, k), its sureness and the rates fitted to them."""
+        return self._fitted(probabilities)[0]
+
+    def rates(self, probabilities: NDArray[np.float32]) -> Rates:
+        """How often the pairs are wrong, as far as the model can tell."""
+        return self._fitted(probabilities)[1]
+
+    def doubts(self, probabilities: NDArray[np.float32]) -> Floats:
+        """The probability that each pair is wrong, as sure as the model is or as the links make it: the larger one."""
+        _, rates, same = self._fitted(probabilities)
+        link = self.pairs.link.astype(float)
+        return np.maximum(doubts(same, link, rates), doubts(self.same(probabilities), link, rates))
+
+    def _fitted(self, probabilities: NDArray[np.float32]) -> tuple[Floats, Rates, Floats]:
+        """Losses, rates and the probability of "same", with the sureness that makes the links likeliest."""
+        link = self.pairs.link.astype(float)
+        found = []
+        for temperature in TEMPERATURES:
+            same = self.same(probabilities, temperature)
+            rates = estimate_rates(same, link, self.pairs.weight.astype(float))
+            found.append((link_losses(same, link, rates), rates, same))
+        return min(found, key=lambda one: float(np.dot(one[0], self.weight)))
+
+    def same(self, probabilities: NDArray[np.float32], temperature: float = 1.0) -> Floats:
+        """The probability that each pair is the same, with the model's sureness at this temperature."""
+        logs = temperature * np.log(np.maximum(np.asarray(probabilities, np.float64), 1e-30))
+        p = np.exp(logs - logs.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        left, right = (np.searchsorted(self.rows, side) for side in (self.pairs.left, self.pairs.right))
+        return np.asarray((p[left] * p[right]).sum(1))
+
+    def compare(self, before: Floats, after: Floats) -> Verdict:
+        """How much better a model is than one before, from the losses of both."""
+        total = np.bincount(self.units, self.weight, minlength=1)
+        gains = np.bincount(self.units, self.weight * (before - after), minlength=1) / np.maximum(total, 1e-300)
+        share = total / max(total.sum(), 1e-300)
+        gain = float(np.dot(share, gains))
+        return Verdict(gain, float(np.sqrt(np.dot(share**2, (gains - gain) ** 2))))
+
+
+@dataclass(frozen=True, eq=False)
+class Guard:
+    """What keeps a training from doing harm: who judges it, what it begins with, and the rates it expects.
+
+    `begun` are the judge's losses of the model that the training begins with, `beliefs` (n, k) what that model says of
+    all images: strong views are held to it, with `hold` times the weight of the pairs.
+    """
+
+    rates: Rates
+    judge: Judge
+    begun: Floats
+    beliefs: NDArray[np.float32]
+    hold: float
+
+
+def _truly_same(same: Floats, link: Floats, rates: Rates) -> Floats:
+    """The probability that the images of each pair are the same, now that the link is known."""
+    agree = link * (1 - rates.missed) + (1 - link) * rates.missed
+    other = link * rates.invented + (1 - link) * (1 - rates.invented)
+    return np.asarray(same * agree / np.maximum(same * agree + (1 - same) * other, 1e-300))

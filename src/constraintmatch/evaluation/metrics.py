@@ -1,0 +1,428 @@
+"""How good is a clustering: predictions, scores against labels, agreement with constraints, signs of collapse.
+
+Every share and score is a fraction in [0, 1]; what cannot be said (no must-links, nothing selected) is None,
+which JSON can hold. torch and scikit-learn are imported by the functions that need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from constraintmatch._internal.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from constraintmatch.constraints.constraint_set import Constraints
+    from constraintmatch.data.image_set import ImageSet
+
+__all__ = [
+    "Predictions",
+    "accuracy",
+    "agreement",
+    "ari",
+    "calibration_error",
+    "cluster_quality",
+    "cluster_sizes",
+    "collapse_warnings",
+    "embed",
+    "knn_accuracy",
+    "match_clusters",
+    "neighbour_consistency",
+    "nmi",
+    "predict",
+    "pseudo_quality",
+    "scores",
+]
+
+_BLOCK = 2**22  # numbers in one block of pairs or similarities: 16 MiB in fp32
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """Cluster probabilities (n, k) of n images, and their features (n, d) where they were asked for."""
+
+    probabilities: NDArray[np.float32]
+    features: NDArray[np.float32] | None = None
+
+    def __len__(self) -> int:
+        return len(self.probabilities)
+
+    @property
+    def n_clusters(self) -> int:
+        return int(self.probabilities.shape[1])
+
+    @property
+    def clusters(self) -> NDArray[np.int64]:
+        """The most probable cluster of each image; the first of equals."""
+        return np.asarray(self.probabilities.argmax(1), np.int64)
+
+    @property
+    def confidence(self) -> NDArray[np.float32]:
+        """The probability of that cluster."""
+        return np.asarray(self.probabilities.max(1), np.float32)
+
+
+def predict(
+    model: torch.nn.Module,
+    images: ImageSet,
+    *,
+    batch_size: int = 500,
+    features: bool = False,
+    device: torch.device | str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Predictions:
+    """Cluster probabilities of all images, in order, from plain views; with `features`, those too, in the same pass.
+
+    Runs in eval mode and puts every module's mode back. `device` None is the model's own; another one moves the model
+    there. `progress(done, total)` is called after each batch.
+    """
+    network: Any = model
+
+    def outputs(batch: torch.Tensor) -> list[torch.Tensor]:
+        found = network.features(batch) if features else None
+        logits = network(batch) if found is None else network.classify(found)
+        return [logits.float().softmax(-1), *([] if found is None else [found])]
+
+    return Predictions(*_forward(model, outputs, images, batch_size, device, progress))
+
+
+def embed(
+    model: torch.nn.Module,
+    images: ImageSet,
+    *,
+    projected: bool = False,
+    batch_size: int = 500,
+    device: torch.device | str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> NDArray[np.float32]:
+    """The features (n, d) of all images, for a model that may have no cluster head yet; see `predict`.
+
+    `projected` gives the outputs of its projection head instead, where it has one.
+    """
+    network: Any = model
+    function = network.project if projected else network.features
+    return _forward(model, lambda batch: [function(batch)], images, batch_size, device, progress)[0]
+
+
+def match_clusters(labels: ArrayLike, clusters: ArrayLike, n_clusters: int, n_classes: int) -> NDArray[np.int64]:
+    """The class of each cluster in the one-to-one (Hungarian) matching with the most images right, −1 for no class.
+
+    With more clusters than classes the clusters left over are −1: their images count as errors.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    table = _contingency(labels, clusters, n_clusters, n_classes)
+    rows, columns = linear_sum_assignment(table, maximize=True)
+    mapping = np.full(n_clusters, -1, np.int64)
+    mapping[rows] = columns
+    return mapping
+
+
+def accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
+    """ACC: the share of images whose matched cluster is their class; see `match_clusters`."""
+    labels, clusters = _same_length(labels, clusters)
+    mapping = match_clusters(labels, clusters, _count(clusters), _count(labels))
+    return float(np.mean(mapping[clusters] == labels))
+
+
+def nmi(labels: ArrayLike, clusters: ArrayLike) -> float:
+    """Normalized mutual information, over the arithmetic mean of the entropies."""
+    from sklearn.metrics import normalized_mutual_info_score
+
+    score = normalized_mutual_info_score(*_same_length(labels, clusters))
+    return float(np.clip(score, 0, 1))  # rounding can leave it above one
+
+
+def ari(labels: ArrayLike, clusters: ArrayLike) -> float:
+    """The adjusted Rand index: 0 on average for chance, 1 for the true partition, below 0 when worse than chance."""
+    from sklearn.metrics import adjusted_rand_score
+
+    return float(adjusted_rand_score(*_same_length(labels, clusters)))
+
+
+def calibration_error(confidence: ArrayLike, correct: ArrayLike, *, n_bins: int = 15) -> float:
+    """ECE: Σ_b (n_b / n) |share right − mean confidence| over bins of equal width; a bin holds its upper edge."""
+    confidence, correct = np.asarray(confidence, np.float64), np.asarray(correct, np.float64)
+    bins = np.clip(np.ceil(confidence * n_bins).astype(np.int64) - 1, 0, n_bins - 1)
+    surplus = np.bincount(bins, weights=confidence - correct, minlength=n_bins)
+    return float(np.abs(surplus).sum() / max(1, len(confidence)))
+
+
+def scores(labels: ArrayLike, predictions: Predictions) -> dict[str, float]:
+    """`acc`, `nmi`, `ari` of the clusters against labels, and `ece` of the confidence in the matched clusters."""
+    labels, clusters = _same_length(labels, predictions.clusters)
+    mapping = match_clusters(labels, clusters, predictions.n_clusters, _count(labels))
+    correct = mapping[clusters] == labels
+    return {
+        "acc": float(correct.mean()),
+        "nmi": nmi(labels, clusters),
+        "ari": ari(labels, clusters),
+        "ece": calibration_error(predictions.confidence, correct),
+    }
+
+
+def agreement(constraints: Constraints, predictions: Predictions) -> dict[str, float | None]:
+    """How far predictions keep constraints they were not trained on: needs no labels.
+
+    `must_link`: the share (by weight) of must-links whose images share a cluster; `cannot_link`: of cannot-links whose
+    images do not; `balanced`: the mean of the two, None unless there are both, since one alone is met by a collapsed
+    model. Links above and below 1/2 count as the one and the other. `constraint_loss`: the mean MCL, the paper's
+    validation criterion.
+    """
+    if constraints.n_images != len(predictions):
+        raise InputError(
+            f"the constraints are over {constraints.n_images:,} images, the predictions over {len(predictions):,}"
+        )
+    clusters = predictions.clusters
+    together = clusters[constraints.left] == clusters[constraints.right]
+    must = _share(together, constraints.weight * (constraints.link > 0.5))
+    cannot = _share(~together, constraints.weight * (constraints.link < 0.5))
+    return {
+        "must_link": must,
+        "cannot_link": cannot,
+        "balanced": None if must is None or cannot is None else (must + cannot) / 2,
+        "constraint_loss": _constraint_loss(constraints, predictions.probabilities),
+    }
+
+
+def cluster_sizes(predictions: Predictions) -> NDArray[np.int64]:
+    """The number of images in each of the k clusters."""
+    return np.bincount(predictions.clusters, minlength=predictions.n_clusters).astype(np.int64)
+
+
+def collapse_warnings(predictions: Predictions) -> list[str]:
+    """One sentence for each sign of collapse: empty clusters, one cluster that holds most images. None is a good sign.
+
+    With fewer than five images a cluster, empty clusters are no sign; with fewer than ten images nothing is.
+    """
+    sizes, n, k = cluster_sizes(predictions), len(predictions), predictions.n_clusters
+    warnings = []
+    empty = np.flatnonzero(sizes == 0)
+    if len(empty) and n >= 5 * k:
+        which = ", ".join(map(str, empty[:10])) + (", …" if len(empty) > 10 else "")
+        verb = "is" if len(empty) == 1 else "are"
+        warnings.append(f"{len(empty):,} of {k:,} clusters {verb} empty ({which}); {n:,} images share the others.")
+    largest = int(sizes.argmax())
+    # 0.8 / k: two clusters may stand 9 to 1, three 3 to 1, many must only stay near half
+    if n >= 10 and sizes[largest] > (0.5 + 0.8 / k) * n:
+        warnings.append(f"Cluster {largest} holds {sizes[largest]:,} of {n:,} images ({sizes[largest] / n:.0%}).")
+    return warnings
+
+
+def pseudo_quality(
+    guess: Any, keep: Any, links: Any, labels: Any, mapping: NDArray[np.int64] | None = None
+) -> dict[str, float | None]:
+    """How right a batch's pseudo-labels and pseudo-constraints are; arrays or tensors.
+
+    guess is (n, k), keep (n,), links (n, n), labels (n,). `pseudo_label_accuracy` of kept rows goes through `mapping`
+    (cluster to class), or the batch's own matching. Pseudo-constraints are the links between kept images, self-pairs
+    left out; must-links are those ≥ 1/2.
+    """
+    guess, links, labels = _array(guess), _array(links), _array(labels).astype(np.int64)
+    kept = np.flatnonzero(_array(keep))
+    clusters, labels = guess.argmax(1)[kept], labels[kept]
+    if mapping is None:
+        mapping = match_clusters(labels, clusters, guess.shape[1], _count(labels))
+    others = ~np.eye(len(kept), dtype=bool)
+    said = (links[np.ix_(kept, kept)] >= 0.5)[others]
+    true = (labels[:, None] == labels[None, :])[others]
+    return {
+        "selected_share": _mean(_array(keep).astype(bool)),
+        "pseudo_label_accuracy": _mean(mapping[clusters] == labels),
+        "must_link_share": _mean(said),
+        "pseudo_constraint_accuracy": _mean(said == true),
+        "pseudo_constraint_precision": _mean(true[said]),
+        "pseudo_constraint_recall": _mean(said[true]),
+    }
+
+
+def knn_accuracy(
+    features: ArrayLike,
+    labels: ArrayLike,
+    test_features: ArrayLike,
+    test_labels: ArrayLike,
+    k: int = 20,
+    *,
+    temperature: float = 0.1,
+    device: torch.device | str = "cpu",
+) -> float:
+    """The share of test images that their k nearest images name rightly; each votes with exp(cosine / temperature)."""
+    import torch
+
+    labels, test_labels = _whole(labels, "label"), _whole(test_labels, "label")
+    known = torch.nn.functional.normalize(_tensor(features, device), dim=1)
+    asked = torch.nn.functional.normalize(_tensor(test_features, device), dim=1)
+    for given, of in ((labels, known), (test_labels, asked)):
+        if len(given) != len(of):
+            raise InputError(f"{len(given):,} labels for {len(of):,} images: give one for each")
+    votable = torch.as_tensor(labels, device=device)
+    named = []
+    for block in torch.split(asked, max(1, _BLOCK // max(1, len(known)))):
+        cosine, nearest = (block @ known.T).topk(min(k, len(known)), dim=1)
+        # the nearest has weight 1: exp(1 / temperature) would overflow for small temperatures
+        votes = torch.zeros(len(block), _count(labels), device=device)
+        votes.scatter_add_(1, votable[nearest], ((cosine - cosine[:, :1]) / temperature).exp())
+        named.append(votes.argmax(1).cpu().numpy())
+    return float(np.mean(np.concatenate(named) == test_labels))
+
+
+def cluster_quality(probabilities: ArrayLike, neighbours: ArrayLike) -> float:
+    """How far a clustering can be trusted without labels, in [0, 1]: what neighbours tell × clusters in use.
+
+    I(c; c') / log k, the mutual information of the clusters of an image (n, k) and of its neighbours (n, m), times
+    exp(H(c)) / k: one for clusters of even size that neighbours share, 0 for one cluster that holds everything. The
+    clusters count, not how sure they are: a network that is trained on strong views gets less sure of plain images and
+    better (decision 041).
+    """
+    p, near = np.asarray(probabilities), np.asarray(neighbours, np.int64)
+    clusters, k = p.argmax(1), p.shape[1]
+    pairs = np.bincount((clusters[:, None] * k + clusters[near]).ravel(), minlength=k * k).reshape(k, k) / near.size
+    joint = (pairs + pairs.T) / 2  # neighbours need not be mutual
+    share, sizes = joint.sum(0), np.bincount(clusters, minlength=k) / len(p)
+    information = 2 * _entropy(share) - _entropy(joint)
+    return float(max(0.0, information) / np.log(k) * np.exp(_entropy(sizes)) / k)
+
+
+def neighbour_consistency(neighbours: ArrayLike, labels: ArrayLike) -> float:
+    """The share of (image, neighbour) pairs with equal labels or clusters; neighbours are row numbers (n, m)."""
+    labels = np.asarray(labels)
+    return float(np.mean(labels[np.asarray(neighbours)] == labels[:, None]))
+
+
+def _forward(
+    model: torch.nn.Module,
+    function: Callable[[torch.Tensor], list[torch.Tensor]],
+    images: ImageSet,
+    batch_size: int,
+    device: torch.device | str | None,
+    progress: Callable[[int, int], None] | None,
+) -> list[NDArray[np.float32]]:
+    """The outputs of `function` on all images as fp32 arrays, joined; the images travel as channels-last views."""
+    import torch
+
+    device = _place(model, device)
+    total, parts = len(images.images), []
+    with _evaluating(model), torch.inference_mode():
+        for start in range(0, max(1, total), batch_size):  # no images: one empty batch still tells the widths
+            batch = np.array(images.images[start : start + batch_size])  # a copy: the set may be a read-only file
+            outputs = function(torch.from_numpy(batch).to(device).permute(0, 3, 1, 2))
+            parts.append([output.float().cpu().numpy() for output in outputs])
+            if progress is not None:
+                progress(min(start + batch_size, total), total)
+    return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards each module has its own mode back (some may have been frozen)."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:  # outer ones first
+            module.train(training)  # not the flag alone: some (LeViT) cache in eval mode and drop that here
+
+
+def _place(model: torch.nn.Module, device: torch.device | str | None) -> torch.device | str:
+    if device is not None:
+        model.to(device)
+        return device
+    parameter = next(model.parameters(), None)
+    return "cpu" if parameter is None else parameter.device
+
+
+def _contingency(labels: ArrayLike, clusters: ArrayLike, n_clusters: int, n_classes: int) -> NDArray[np.int64]:
+    """Images by cluster (rows) and class (columns)."""
+    labels, clusters = np.asarray(labels, np.int64), np.asarray(clusters, np.int64)
+    counts = np.bincount(clusters * n_classes + labels, minlength=n_clusters * n_classes)
+    return counts.reshape(n_clusters, n_classes)
+
+
+def _same_length(labels: ArrayLike, clusters: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    labels, clusters = _whole(labels, "label"), _whole(clusters, "cluster")
+    if len(labels) != len(clusters):
+        raise InputError(f"{len(labels):,} labels for {len(clusters):,} predictions: give one label for each image")
+    if len(labels) == 0:
+        raise InputError("no images to score: give at least one")
+    if _count(clusters) > 10 * len(clusters) + 1_000:  # nor shall clusters
+        clusters = np.unique(clusters, return_inverse=True)[1]
+    return np.unique(labels, return_inverse=True)[1], clusters  # labels such as 1,000,000 shall not make a huge table
+
+
+def _whole(values: ArrayLike, what: str) -> NDArray[np.int64]:
+    """The whole numbers from 0 in a column; anything else is an InputError."""
+    given = np.asarray(values)
+    column = given[:, 0] if given.ndim == 2 and given.shape[1] == 1 else given
+    if column.ndim != 1:
+        raise InputError(f"{what}s of shape {given.shape}: give one {what} for each image")
+    if column.size and column.dtype.kind not in "iub":
+        whole = column.dtype.kind == "f" and bool((np.isfinite(column) & (column == np.rint(column))).all())
+        if not whole:
+            raise InputError(f"{what}s of type {column.dtype} that are no whole numbers: number them from 0")
+    numbers = column.astype(np.int64)
+    if numbers.size and numbers.min() < 0:
+        raise InputError(f"image {int(numbers.argmin()):,} has the {what} {numbers.min()}: {what}s count from 0")
+    return numbers
+
+
+def _count(numbers: NDArray[np.int64]) -> int:
+    return int(numbers.max(initial=0)) + 1
+
+
+def _entropy(shares: NDArray[np.float64]) -> float:
+    """In nats; shares of nothing count as nothing."""
+    return float(-(shares * np.log(np.maximum(shares, 1e-300))).sum())
+
+
+def _share(hits: NDArray[np.bool_], weight: NDArray[Any]) -> float | None:
+    total = float(weight.sum(dtype=np.float64))
+    return float((hits * weight).sum(dtype=np.float64)) / total if total > 0 else None
+
+
+def _mean(values: NDArray[np.bool_]) -> float | None:
+    return float(values.mean()) if values.size else None
+
+
+def _constraint_loss(constraints: Constraints, probabilities: NDArray[np.float32]) -> float | None:
+    """The weighted mean MCL of the constraints, in blocks of pairs; None without any."""
+    import torch
+
+    from constraintmatch.training.losses import pair_loss
+
+    weight = float(constraints.weight.sum(dtype=np.float64))
+    block, total = max(1, _BLOCK // probabilities.shape[1]), 0.0
+    for start in range(0, len(constraints.left), block):
+        part = slice(start, start + block)
+        left, right, link, weights = (
+            torch.from_numpy(np.array(array, np.float32))
+            for array in (
+                probabilities[constraints.left[part]],
+                probabilities[constraints.right[part]],
+                constraints.link[part],
+                constraints.weight[part],
+            )
+        )
+        total += float(pair_loss(left, right, link, weights, mean=False))
+    return total / weight if weight > 0 else None
+
+
+def _array(values: Any) -> NDArray[Any]:
+    """A NumPy array of an array or of a tensor on any device."""
+    if not hasattr(values, "detach"):
+        return np.asarray(values)
+    tensor = values.detach().cpu()
+    return np.asarray(tensor.double() if tensor.is_floating_point() else tensor)  # NumPy has no bf16
+
+
+def _tensor(values: ArrayLike, device: torch.device | str) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(np.array(values, np.float32)).to(device)

@@ -1,0 +1,334 @@
+"""A run folder as one self-contained HTML page: curves, clusters and their images, confusion, constraints violated.
+
+The page asks for nothing outside itself (its own content policy forbids it) and has no script. This file and
+`evaluation/galleries.py` prepare plain values; `templates/report.html` draws them and escapes every name.
+"""
+
+import functools
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import read_json, write_atomically
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet, kind_of
+from constraintmatch.evaluation.charts import line_chart, percent, plural
+from constraintmatch.evaluation.galleries import (
+    SCORES,
+    Clustering,
+    clustering,
+    confidence,
+    confusion,
+    galleries,
+    sizes,
+    violations,
+)
+from constraintmatch.evaluation.metrics import Predictions, agreement, collapse_warnings, scores
+from constraintmatch.training.run_folder import flat_items, read_log
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+__all__ = ["check_run", "report_html", "why_no_report", "write_report"]
+
+MAX_SKIPPED = 200
+
+# The lines of each chart: the key in the log and the words for it.
+QUALITY = {
+    "pseudo_label_accuracy": "pseudo-labels right",
+    "pseudo_constraint_accuracy": "pseudo-constraints right",
+    "pseudo_constraint_precision": "precision of must-links",
+    "pseudo_constraint_recall": "recall of must-links",
+    "must_link_share": "share of must-links",
+}
+KEPT = {"must_link": "must-links kept", "cannot_link": "cannot-links kept", "balanced": "mean of the two"}
+SELECTED = {"selected": "selected images", "mean_confidence": "mean confidence"}
+
+Log = Sequence[Mapping[str, Any]]
+Fact = tuple[str, str, str]  # its name, its value, and a note under it
+
+
+def why_no_report(run: Path | str) -> str | None:
+    """What is missing for a report, and how to get it; None where nothing is."""
+    if find_spec("jinja2") is not None:
+        return None
+    return f"the report needs jinja2: pip install jinja2, then constraintmatch report {shlex.quote(str(run))}"
+
+
+def check_run(run: Path) -> None:
+    """Refuse, as an InputError, what no report can be written of."""
+    if missing := why_no_report(run):
+        raise InputError(missing)
+    if not (run / "run.json").is_file():
+        raise InputError(f"{run}: not a run folder (it has no run.json); give the folder that training wrote")
+
+
+def write_report(
+    run: Path | str,
+    images: ImageSet,
+    predictions: Predictions,
+    *,
+    constraints: Constraints | None = None,
+    title: str | None = None,
+) -> Path:
+    """The path of the run's `report.html`, written anew; see `report_html`."""
+    path = Path(run) / "report.html"
+    page = report_html(run, images, predictions, constraints=constraints, title=title)
+    write_atomically(path, lambda temporary: temporary.write_bytes(page.encode()) and None)
+    return path
+
+
+def report_html(
+    run: Path | str,
+    images: ImageSet,
+    predictions: Predictions,
+    *,
+    constraints: Constraints | None = None,
+    title: str | None = None,
+) -> str:
+    """The page of a run: its record and log, and these predictions of these images with the constraints over them.
+
+    Nothing is written. The images may be others than those trained on; the page says so.
+    """
+    run = Path(run)
+    check_run(run)
+    record, log = _mapping(read_json(run / "run.json")), read_log(run)
+    request, environment = _mapping(record.get("request")), _mapping(record.get("environment"))
+    shown, data = clustering(images, predictions, constraints), _mapping(request.get("data"))
+    same = data["fingerprint"] == images.fingerprint() if "fingerprint" in data else None
+    heading, alerts = _alerts(record, log, shown)
+    sections = [
+        ("kept", "What was kept", _kept(log)),
+        ("curves", "Curves", _curves(log)),
+        ("sizes", "Cluster sizes", sizes(shown)),
+        ("clusters", "Clusters", galleries(shown)),
+        ("confusion", "Confusion", confusion(shown)),
+        ("confidence", "Confidence", confidence(shown)),
+        ("constraints", "Constraints violated", violations(shown)),
+        ("skipped", "Skipped images", _skipped(images)),
+        ("settings", "Settings", _settings(request, environment)),
+    ]
+    return _template().render(
+        title=title or _title(request, run),
+        facts=_facts(record, request, shown, bool(same)),
+        same_images=same,
+        alert=heading,
+        alerts=alerts,
+        sections=[section for section in sections if section[2] is not None],
+        version=environment.get("constraintmatch", ""),
+        folder=run.resolve().name,
+    )
+
+
+@functools.cache
+def _template() -> "Template":
+    """The page, which escapes every value."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    pages = Environment(
+        loader=PackageLoader("constraintmatch.evaluation"),
+        autoescape=True,
+        finalize=_printable,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.filters |= {"percent": percent, "plural": plural, "thousands": "{:,}".format}
+    return pages.get_template("report.html")
+
+
+def _printable(value: Any) -> Any:
+    """Text with what cannot be printed as its escape; markup, which only the template writes, as it is."""
+    if hasattr(value, "__html__"):
+        return value
+    text = str(value)
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+# The head
+
+
+def _title(request: Mapping[str, Any], run: Path) -> str:
+    method, data = request.get("method", "unknown"), _data_name(request)
+    return f"{method} on {data}" if data else f"{method}: {run.resolve().name}"
+
+
+def _data_name(request: Mapping[str, Any]) -> str:
+    data = _mapping(request.get("data"))
+    return str(data.get("name") or Path(str(data.get("folder") or data.get("source") or "")).name)
+
+
+def _facts(record: Mapping[str, Any], request: Mapping[str, Any], shown: Clustering, same: bool) -> list[Fact]:
+    images, empty = shown.images, int((shown.sizes == 0).sum())
+    kind = f"{images.side} × {images.side}, {'grey' if images.channels == 1 else 'colour'}"
+    seconds, steps = record.get("seconds"), _mapping(request.get("settings")).get("steps")
+    took = _duration(float(seconds)) if isinstance(seconds, int | float) else "unknown"
+    return [
+        ("Method", str(request.get("method", "unknown")), ""),
+        ("Data", _data_name(request) or "unnamed", _data_note(request, same)),
+        ("Images", f"{len(images):,}", kind_of(images.side, images.channels) if images.embedded else kind),
+        ("Clusters", f"{shown.predictions.n_clusters:,}", f"{empty:,} empty" if empty else ""),
+        _pairs_fact(request, shown),
+        *_score_facts(shown),
+        ("Duration", took, f"{steps:,} steps" if isinstance(steps, int) else ""),
+        ("When", *_when(str(record.get("ended") or record.get("started") or ""))),
+    ]
+
+
+def _data_note(request: Mapping[str, Any], same: bool) -> str:
+    """The split of the images trained on, and their number where the page shows others."""
+    data = _mapping(request.get("data"))
+    split, n_images = str(data.get("split") or ""), data.get("images")
+    if same:
+        return split
+    note = ", ".join(filter(None, (split, f"{n_images:,} images" if isinstance(n_images, int) else "")))
+    return f"trained on {note}" if note else ""
+
+
+def _pairs_fact(request: Mapping[str, Any], shown: Clustering) -> Fact:
+    """The pairs trained on; those given with the page where the record has none."""
+    trained = _mapping(request.get("constraints"))
+    if "pairs" in trained:
+        pairs, must = int(trained["pairs"]), int(trained.get("must_links", 0))
+    elif shown.constraints is not None:
+        pairs, must = len(shown.constraints), shown.constraints.n_must_links
+    else:
+        return "Pairs", "none", ""
+    return "Pairs", f"{pairs:,}", f"{percent(must / pairs)} must-links" if pairs else ""
+
+
+def _score_facts(shown: Clustering) -> list[Fact]:
+    """Accuracy where labels exist, else the agreement with the constraints, where there are any."""
+    if shown.images.labels is not None:
+        found = scores(shown.images.labels, shown.predictions)
+        return [("Accuracy", percent(found["acc"]), f"NMI {percent(found['nmi'])}, ARI {percent(found['ari'])}")]
+    if shown.constraints is None or not len(shown.constraints):
+        return []
+    kept = {
+        key: percent(value)
+        for key, value in agreement(shown.constraints, shown.predictions).items()
+        if value is not None
+    }
+    names = {"must_link": "must-links", "cannot_link": "cannot-links"}
+    whole = next((kept[key] for key in ("balanced", *names) if key in kept), "–")
+    note = ", ".join(f"{name} {kept[key]}" for key, name in names.items() if key in kept)
+    return [("Agreement with constraints", whole, note)]
+
+
+def _duration(seconds: float) -> str:
+    """12.3 s, 4 min 5 s, 2 h 3 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    seconds = round(seconds)
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60} s"
+    return f"{seconds // 3600:,} h {seconds % 3600 // 60} min"
+
+
+def _when(stamp: str) -> tuple[str, str]:
+    """A time as 2025-01-31 and 14:05 UTC."""
+    try:
+        time = datetime.fromisoformat(stamp)
+    except ValueError:
+        return stamp or "unknown", ""
+    return f"{time:%Y-%m-%d}", f"{time:%H:%M %Z}"
+
+
+def _alerts(record: Mapping[str, Any], log: Log, shown: Clustering) -> tuple[str, list[str]]:
+    """A heading and lines: how the run ended if it did not finish, and signs of collapse, now and in the log."""
+    status, error = record.get("status", "unknown"), record.get("error")
+    now = collapse_warnings(shown.predictions)
+    collapse = [*now, *_past_warnings(log, now)]
+    ended = f"The run is not finished; it is {status}" + (f": {error}" if error else "")
+    return "Signs of collapse" if collapse else "Unfinished", ([] if status == "finished" else [ended]) + collapse
+
+
+def _past_warnings(log: Log, now: Sequence[str]) -> list[str]:
+    """One sentence on what evaluations during training warned of, unless it is what is seen now."""
+    evaluations = [entry for entry in log if entry.get("kind") == "evaluation"]
+    warned = [entry for entry in evaluations if entry.get("warnings")]
+    if not warned or (len(warned) == 1 and list(warned[0]["warnings"]) == list(now)):
+        return []
+    last = warned[-1]
+    said = "" if list(last["warnings"]) == list(now) else f": {' '.join(map(str, last['warnings']))}"
+    return [
+        f"While training, {len(warned):,} of {plural(len(evaluations), 'evaluation')} warned, "
+        f"the last time at step {last.get('step', 0):,}{said or '.'}"
+    ]
+
+
+# The sections
+
+
+def _kept(log: Log) -> dict[str, Any] | None:
+    """The verdict of the safe recipe, and how many answers look wrong; None for other runs."""
+    verdict = next((entry for entry in reversed(log) if entry.get("kind") == "verdict"), None)
+    if verdict is None:
+        return None
+    shares = {"must-links": verdict.get("wrong_must_links"), "cannot-links": verdict.get("wrong_cannot_links")}
+    return {
+        "kept": str(verdict.get("kept")).capitalize(),
+        "why": verdict.get("why"),
+        "wrong": " and ".join(f"{of:.1%} of the {kind}" for kind, of in shares.items() if isinstance(of, float)),
+        "again": len(verdict.get("doubtful", ())),
+    }
+
+
+def _curves(log: Log) -> list[dict[str, Any]]:
+    training = [entry for entry in log if entry.get("kind", "training") == "training"]
+    evaluation = [entry for entry in log if entry.get("kind") == "evaluation"]
+    terms = {key: key.removeprefix("loss_") for entry in training for key in entry if key.startswith("loss_")}
+    losses = {"loss": "total", **(terms if len(terms) > 1 else {})}  # one term alone is the total
+    held_out = _lines(evaluation, {"constraint_loss": "held-out constraints"})
+    shares = {
+        "Selected images and confidence": _lines(log, SELECTED),
+        "Quality of pseudo-labels and pseudo-constraints": _lines(training, QUALITY),
+        "Scores against labels": _lines(evaluation, SCORES),
+        "Held-out constraints kept": _lines(evaluation, KEPT),
+    }
+    charts = [line_chart("Losses", lines)] if (lines := {**_lines(training, losses), **held_out}) else []
+    return charts + [line_chart(title, lines, shares=True) for title, lines in shares.items() if lines]
+
+
+def _lines(log: Log, names: Mapping[str, str]) -> dict[str, list[tuple[float, float]]]:
+    """The points of each key of the log, by its words; keys without a point are left out."""
+    found = {
+        name: [(entry["step"], entry[key]) for entry in log if _finite(entry.get(key)) and _finite(entry.get("step"))]
+        for key, name in names.items()
+    }
+    return {name: points for name, points in found.items() if points}
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _skipped(images: ImageSet) -> dict[str, Any] | None:
+    if not images.skipped:
+        return None
+    files = [(skip.name, skip.reason) for skip in images.skipped[:MAX_SKIPPED]]
+    return {"files": files, "total": len(images.skipped)}
+
+
+def _settings(request: Mapping[str, Any], environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+    asked = [*flat_items(request), *flat_items(environment, "environment")]
+    return [(key, _plain(value)) for key, value in asked]
+
+
+def _plain(value: Any) -> str:
+    """A setting in words."""
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,240 @@
+"""What every method needs before its first step: views, the device and its images, and what is watched."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.progress import Quiet, Reporter
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet, kind_of
+from constraintmatch.evaluation.judge import Guard
+from constraintmatch.evaluation.metrics import (
+    Predictions,
+    agreement,
+    cluster_quality,
+    collapse_warnings,
+    predict,
+    scores,
+)
+from constraintmatch.evaluation.neighbours import nearest_neighbours
+from constraintmatch.models.cluster_model import ClusterModel
+from constraintmatch.training import views
+from constraintmatch.training.batches import ImageStore, Shuffled, ViewMaker, derive_seed
+from constraintmatch.training.loop import TrainSettings, choose_device
+from constraintmatch.training.run_folder import RunFolder
+from constraintmatch.training.views import View
+
+__all__ = [
+    "Bench",
+    "Context",
+    "Trained",
+    "ViewChoice",
+    "by_epochs",
+    "check_clusters",
+    "check_images",
+    "check_least",
+    "check_model",
+    "check_share",
+    "evaluate_now",
+    "prepare",
+    "quality_judge",
+    "spread",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class ViewChoice:
+    """Which views are safe for the images: no flips for digits, fewer operations, or a user's own functions."""
+
+    flip: bool = True
+    without: tuple[str, ...] = ()
+    own_weak: View | None = None
+    own_strong: View | None = None
+    own_contrastive: View | None = None
+
+    def weak(self, images: ImageSet) -> View:
+        """For the images that the model guesses."""
+        return self.own_weak or (views.plain() if images.embedded else views.weak(flip=self.flip))
+
+    def pair(self, images: ImageSet) -> View:
+        """For the images of constraints."""
+        return self.own_weak or (views.plain() if images.embedded else views.crop(flip=self.flip))
+
+    def strong(self, images: ImageSet) -> View:
+        """For the images on which the model has to repeat its guesses."""
+        return self.own_strong or _of_embeddings(images) or views.strong(flip=self.flip, without=self.without)
+
+    def scan_strong(self, images: ImageSet) -> View:
+        """SCAN's own ones."""
+        return self.own_strong or _of_embeddings(images) or views.scan_strong(flip=self.flip, without=self.without)
+
+    def contrastive(self, images: ImageSet) -> View:
+        """For pretext tasks, which learn what views of an image have in common; embeddings know that already."""
+        if images.embedded and self.own_contrastive is None:
+            raise InputError(
+                "embeddings have no views for a pretext task; leave that stage out: linear_scan comes first"
+            )
+        return self.own_contrastive or views.contrastive(flip=self.flip)
+
+    def request(self) -> dict[str, Any]:
+        """The choice as plain values, for `run.json`."""
+        own = {name: view.name for name in ("weak", "strong", "contrastive") if (view := getattr(self, f"own_{name}"))}
+        return {"flip": self.flip, "without": sorted(self.without), **({"own": own} if own else {})}
+
+
+def _of_embeddings(images: ImageSet) -> View | None:
+    return views.without_numbers(images.moments()[0]) if images.embedded else None
+
+
+@dataclass(frozen=True)
+class Context:
+    """What surrounds a training: where it is kept, who watches it, what it is evaluated on, what stops it."""
+
+    out: Path | None = None  # the run folder; None keeps nothing
+    resume: bool = False
+    reporter: Reporter = field(default_factory=Quiet)
+    held_out: ImageSet | None = None  # images to evaluate on; labels where known
+    held_out_constraints: Constraints | None = None  # over the rows of held_out, or of the training images without it
+    data: Mapping[str, Any] = field(default_factory=dict)  # where the images came from, for run.json
+    stop: Callable[[], bool] = lambda: False  # asked after every step: True ends the training with a checkpoint
+    run: RunFolder | None = None  # the open run folder
+    guard: Guard | None = None  # None: as published, whatever comes of it
+
+    def within(self, folder: str) -> "Context":
+        """The same, one folder deeper."""
+        return replace(self, out=self.out / folder if self.out else None)
+
+
+class Trained(NamedTuple):
+    """A trained model and the log of its training."""
+
+    model: ClusterModel
+    log: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The images on their device, and the maker of their views."""
+
+    device: torch.device
+    store: ImageStore
+    maker: ViewMaker
+    seed: int
+    compile: bool
+
+    @property
+    def prefetch(self) -> bool:
+        return not self.store.resident
+
+    def compiled(self, function: Function) -> Function:
+        """The function, compiled where the network is: an all-pairs loss is a dozen passes over (n, n) otherwise."""
+        return cast(Function, torch.compile(function, dynamic=False)) if self.compile else function
+
+
+def prepare(model: ClusterModel, images: ImageSet, settings: TrainSettings, *, need_clusters: bool = True) -> Bench:
+    """The bench for a training; images that the model was not built for are an error."""
+    if need_clusters:
+        check_model(model, images)
+    else:
+        check_images(model, images)
+    device = choose_device(settings.device)
+    compiles = bool(settings.resolved(device).compile)
+    maker = ViewMaker(derive_seed(settings.seed, "views"), device, compile=compiles)
+    return Bench(device, ImageStore(images, device), maker, settings.seed, compiles)
+
+
+def by_epochs(settings: TrainSettings, epochs: int, rows: Shuffled) -> TrainSettings:
+    """The settings with as many steps as the epochs have, and ten evaluations where nothing else was asked."""
+    steps = epochs * rows.steps_per_epoch
+    return replace(settings, steps=steps, evaluate_every=settings.evaluate_every or max(1, steps // 10))
+
+
+def check_model(model: ClusterModel, images: ImageSet) -> None:
+    """Images that the model was not built for, and a model without clusters, are an InputError."""
+    check_images(model, images)
+    if model.config.n_clusters == 0:
+        raise InputError(
+            "this model has no cluster head: give it one with with_clusters(model, n), or train scan first"
+        )
+    check_clusters(model.config.n_clusters, images)
+
+
+def check_clusters(n_clusters: int, images: ImageSet) -> None:
+    """Fewer than two clusters, or more than images, are an InputError."""
+    if n_clusters < 2:
+        raise InputError(f"n_clusters is {n_clusters}; ask for 2 or more")
+    if n_clusters > len(images):
+        raise InputError(f"{n_clusters} clusters for {len(images)} images: there must be at least one image each")
+
+
+def check_share(name: str, value: float) -> None:
+    """A share that does not lie in [0, 1] is an InputError."""
+    if not 0 <= value <= 1:
+        raise InputError(f"{name} is {value}; it must lie in [0, 1]")
+
+
+def check_least(title: str, **least: tuple[float, float]) -> None:
+    """An argument that is smaller than it may be is an InputError; each is given as (value, smallest)."""
+    for name, (value, smallest) in least.items():
+        if value < smallest:
+            raise InputError(f"{name} is {value}; {title} needs {smallest} or more")
+
+
+def check_images(model: ClusterModel, images: ImageSet) -> None:
+    """Images of another side or with other channels than the model's are an InputError."""
+    config = model.config
+    if (images.side, images.channels) != (config.side, config.channels):
+        takes, given = kind_of(config.side, config.channels), kind_of(images.side, images.channels)
+        mend = f"load them with side={config.side}"
+        if 1 in (config.side, images.side):
+            mend = "give what it was trained on"
+        raise InputError(f"the model takes {takes}, these are {given}; {mend}")
+
+
+def quality_judge(images: ImageSet, device: torch.device) -> Callable[[ClusterModel], float]:
+    """A function that tells the `cluster_quality` of a model, by the neighbours that the images have in its features.
+
+    In those of the model that a stage began with they would speak for the beginning (decision 041). Of small sets each
+    image gets fewer neighbours, a quarter of what a cluster has on average.
+    """
+    sample = images.take(spread(len(images), 5_000))
+
+    def quality(model: ClusterModel) -> float:
+        seen = predict(model, sample, features=True)
+        assert seen.features is not None
+        few = max(1, len(sample) // (4 * seen.n_clusters))
+        return cluster_quality(seen.probabilities, nearest_neighbours(seen.features, min(20, few), device=device))
+
+    return quality
+
+
+def spread(n_images: int, most: int) -> NDArray[np.int64]:
+    """Rows of at most `most` images, evenly over the set."""
+    return np.linspace(0, n_images - 1, min(n_images, most)).astype(np.int64)
+
+
+def evaluate_now(
+    model: ClusterModel, images: ImageSet, context: Context, seen: Predictions | None = None
+) -> Mapping[str, Any]:
+    """Scores where labels are known, agreement with held-out constraints, and warnings of collapse.
+
+    `seen` is what the model says of the images, where that is known already.
+    """
+    target = context.held_out if context.held_out is not None else images
+    predictions = seen if seen is not None and target is images else predict(model, target)
+    values: dict[str, Any] = {"mean_confidence": float(predictions.confidence.mean())}
+    if target.labels is not None:
+        values |= scores(target.labels, predictions)
+    if context.held_out_constraints is not None:
+        values |= agreement(context.held_out_constraints, predictions)
+    if warnings := collapse_warnings(predictions):
+        values["warnings"] = warnings
+    return values

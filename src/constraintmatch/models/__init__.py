@@ -1,0 +1,3 @@
+"""Networks: backbones and heads as `ClusterModel`, the model folder, batch norm by parts."""
+
+__all__: list[str] = []

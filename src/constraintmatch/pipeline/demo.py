@@ -1,0 +1,169 @@
+"""The demo: digits without labels, what a few hundred pairs bring, and what as many chosen answers bring."""
+
+import copy
+import shutil
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.progress import Quiet, Reporter
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.datasets import DATASETS, load_dataset
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.evaluation.metrics import Predictions, embed, predict, scores
+from constraintmatch.evaluation.report import why_no_report, write_report
+from constraintmatch.methods import Context, ViewChoice
+from constraintmatch.methods.parts.linear_heads import regression_head
+from constraintmatch.methods.propagate import Frozen
+from constraintmatch.models.cluster_model import ClusterModel, build_model, with_head
+from constraintmatch.pipeline.config import make_config
+from constraintmatch.pipeline.train import pretrain, train
+from constraintmatch.questions.rounds import Asking, head_belief, informed, simulate
+from constraintmatch.questions.simulated_annotator import LabelOracle
+from constraintmatch.training.batches import derive_seed
+from constraintmatch.training.run_folder import write_result
+
+if TYPE_CHECKING:
+    from sklearn.cluster import KMeans
+
+__all__ = ["run_demo"]
+
+# Chosen on the training and validation images alone; the test images are only scored.
+N_PAIRS, N_SAMPLES = 200, 3
+BUDGETS = (25, 50, 75, 100)  # answers after which the head learns
+START = {"simclr": {"epochs": 40, "images_per_step": 256}}  # 160 steps, as `train` makes by itself
+TRAINING = {"steps": 200, "lr": 0.05, "ema": 0.95, "pairs_per_step": 50, "log_every": 20}
+FREE = {"images_per_step": 100, "warm_up": 0.5}  # of ConstraintMatch: images without pairs, which count by and by
+TITLES = {
+    "k_means": "k-means on pixels",
+    "start": "self-supervised start",
+    "constrained": "{pairs} random pairs, constrained",
+    "constraintmatch": "{pairs} random pairs, ConstraintMatch",
+    "chosen": '{answers} chosen answers, "which of these?"',
+}
+NEXT = f"your own photos:\n  constraintmatch loop PHOTOS --clusters 10 --questions {BUDGETS[-1]} --frozen"
+METHODS = ("constrained", "constraintmatch")
+METRICS = ("acc", "nmi", "ari")
+Found = dict[str, list[dict[str, float]]]
+
+
+def run_demo(out: Path, *, seed: int = 0, reporter: Reporter | None = None) -> str:
+    """The demo's table, the place of its report and what to try next, as text; all that it made is under `out`."""
+    _clear(out)
+    images, test = load_dataset("digits", "train"), load_dataset("digits", "test")
+    assert images.labels is not None
+    context = Context(out, reporter=reporter or Quiet(), data={"name": "digits"})
+    start = _start(images, seed, context.within("start"))
+    found: Found = {name: [] for name in TITLES}
+    found["start"] = [_scores(test, predict(start, test))]
+    for sample in range(N_SAMPLES):
+        own = derive_seed(seed, "pairs", sample)
+        found["k_means"].append(_scores(test, _pixel_clusters(images, test, own)))
+        pairs = Constraints.sample(images.labels, N_PAIRS, seed=own)
+        for name in METHODS:
+            model = _train(name, start, images, pairs, seed, context.within(f"{name}-{sample}"))
+            found[name].append(_scores(test, predict(model, test)))
+        found["chosen"].append(_scores(test, predict(_asked(start, images, own), test)))
+    last = out / f"constraintmatch-{N_SAMPLES - 1}"
+    page = why_no_report(last) or write_report(last, images, predict(model, images), constraints=pairs)
+    settings = {"pairs": N_PAIRS, "answers": BUDGETS[-1], "samples": N_SAMPLES, "seed": seed}
+    recipes = {"start_recipe": START, "training": TRAINING, "free": FREE}
+    write_result(out / "demo.json", {**settings, **recipes, **found})
+    return f"{_table(found, len(images), len(test))}\nreport: {page}\n{NEXT}\n"
+
+
+def _start(images: ImageSet, seed: int, context: Context) -> ClusterModel:
+    """SimCLR, and a head that repeats the k-means clusters of its projections: the quickest start that there is."""
+    row = DATASETS["digits"]
+    fresh = build_model(
+        n_clusters=0, side=row.side, channels=row.channels, mean=row.mean, std=row.std, seed=derive_seed(seed, "model")
+    )
+    how: dict[str, Any] = {"stages": tuple(START), "recipe": START, "settings": {"device": "cpu", "seed": seed}}
+    model = pretrain(fresh, images, row.n_clusters, context=context, views=_views(), **how)
+    projected = embed(model, images, projected=True)
+    unit = projected / np.linalg.norm(projected, axis=1, keepdims=True)
+    clusters = _k_means(unit, derive_seed(seed, "k-means")).labels_.astype(np.int64)
+    return with_head(model, *regression_head(embed(model, images), clusters, row.n_clusters))
+
+
+def _k_means(points: NDArray[np.floating[Any]], seed: int) -> "KMeans":
+    from sklearn.cluster import KMeans
+
+    return KMeans(DATASETS["digits"].n_clusters, n_init=10, random_state=seed % 2**32).fit(points)
+
+
+def _pixel_clusters(images: ImageSet, others: ImageSet, seed: int) -> Predictions:
+    """Where k-means on the pixels of some images puts others."""
+    flat, new = (part.images.reshape(len(part), -1) / 255 for part in (images, others))
+    clusters = _k_means(flat, seed).predict(new)
+    return Predictions(np.eye(DATASETS["digits"].n_clusters, dtype=np.float32)[clusters])
+
+
+def _views() -> ViewChoice:
+    row = DATASETS["digits"]
+    return ViewChoice(row.flip, tuple(sorted(row.without)))
+
+
+def _train(
+    name: str, start: ClusterModel, images: ImageSet, pairs: Constraints, seed: int, context: Context
+) -> ClusterModel:
+    options = {**TRAINING, **(FREE if name == "constraintmatch" else {}), "device": "cpu", "seed": seed}
+    config = make_config(name, options, start=copy.deepcopy(start), views=_views())
+    return train(images, pairs, config, context).model
+
+
+def _asked(start: ClusterModel, images: ImageSet, seed: int) -> ClusterModel:
+    """The start with a head that knows right answers to "which of these?", about any of a random half of the images."""
+    assert images.labels is not None
+    frozen, half = Frozen.of(start, images), np.random.default_rng(seed).permutation(len(images))[::2]
+    rounds = simulate(
+        lambda model: head_belief(model, frozen),
+        lambda answers: informed(start, frozen, answers),
+        start,
+        BUDGETS,
+        LabelOracle(images.labels, error=0.0),
+        Asking(candidates=np.sort(half)),
+    )
+    *_, last = rounds
+    model: ClusterModel = last.model
+    return model
+
+
+def _scores(images: ImageSet, predictions: Predictions) -> dict[str, float]:
+    assert images.labels is not None
+    found = scores(images.labels, predictions)
+    return {name: round(found[name], 4) for name in METRICS}
+
+
+def _table(found: Found, n_train: int, n_test: int) -> str:
+    lines = [
+        f"{n_train:,} digits without labels; scores in % on {n_test} other images,",
+        f"mean ± standard deviation of {N_SAMPLES} samples",
+        "",
+        f"{'':38}{'ACC':>12}{'NMI':>12}{'ARI':>12}",
+    ]
+    for name, rows in found.items():
+        title = TITLES[name].format(pairs=N_PAIRS, answers=BUDGETS[-1])
+        cells = [_mean([100 * row[metric] for row in rows]) for metric in METRICS]
+        lines.append(f"{title:38}" + "".join(f"{cell:>12}" for cell in cells))
+    return "\n".join(lines) + "\n"
+
+
+def _mean(values: Sequence[float]) -> str:
+    mean = f"{statistics.fmean(values):.1f}"
+    return f"{mean} ± {statistics.stdev(values):.1f}" if len(values) > 1 else mean + " " * 6
+
+
+def _clear(out: Path) -> None:
+    """Remove an earlier demo; anything else at that place is left alone."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    known = {"demo.json", "start"} | {f"{name}-{sample}" for name in METHODS for sample in range(N_SAMPLES)}
+    if not out.is_dir() or {entry.name for entry in out.iterdir()} - known:
+        raise InputError(f"{out}: not empty and not an earlier demo; choose another --out")
+    shutil.rmtree(out)

@@ -1,0 +1,191 @@
+"""Questions to a person and their answers, and what the answers say: links, constraints, groups of images.
+
+NumPy only. Images are row numbers of an ImageSet.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from constraintmatch._internal.errors import InputError
+from constraintmatch.constraints.constraint_set import Constraints
+
+__all__ = [
+    "MAX_SHOWN",
+    "NONE",
+    "UNSURE",
+    "Answer",
+    "Known",
+    "Question",
+    "constraints_of",
+    "implied_groups",
+    "known_from",
+    "links_of",
+    "n_kinds",
+    "stated_constraints",
+]
+
+Rows = NDArray[np.int64]
+
+NONE = -1  # "none of these"; of a pair: different
+UNSURE = -2
+MAX_SHOWN = 5  # as many as fit beside the image, and the keys 1-5
+
+
+@dataclass(frozen=True)
+class Question:
+    """One image and the images it is held against: one (same or different?) or up to five (which of these?)."""
+
+    image: int
+    shown: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.shown) <= MAX_SHOWN:
+            raise InputError(f"a question shows 1 to {MAX_SHOWN} images beside its own, not {len(self.shown)}")
+        if len({self.image, *self.shown}) != len(self.shown) + 1:
+            raise InputError(f"image {self.image} held against {list(self.shown)}: each image may stand there once")
+        if min(self.image, *self.shown) < 0:
+            raise InputError(f"image {self.image} held against {list(self.shown)}: row numbers count from 0")
+
+    @property
+    def kind(self) -> Literal["pair", "which"]:
+        """ "pair" if one image is shown: same or different?"""
+        return "pair" if len(self.shown) == 1 else "which"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a person said: the index of the shown image that is of the same kind, or NONE, or UNSURE."""
+
+    question: Question
+    choice: int
+
+    def __post_init__(self) -> None:
+        n_shown = len(self.question.shown)
+        if not UNSURE <= self.choice < n_shown:
+            raise InputError(
+                f"choice {self.choice} is none of the {n_shown} shown images; use 0 to {n_shown - 1}, "
+                f"{NONE} (none of these) or {UNSURE} (unsure)"
+            )
+
+
+def links_of(answers: Iterable[Answer]) -> tuple[Rows, Rows, NDArray[np.float32]]:
+    """(left, right, link) of what the answers say, in their order; left is the image that was asked about.
+
+    The chosen image is a must-link, those shown beside it are cannot-links; "none of these" is a cannot-link with each;
+    unsure says nothing.
+    """
+    left, right, link, _ = _links(answers)
+    return left, right, link.astype(np.float32)
+
+
+def constraints_of(answers: Sequence[Answer], n_images: int) -> Constraints:
+    """The answers as constraints over n_images, one row per link; repetitions and contradictions are left in.
+
+    But for one kind: who chooses one image does not say that the others shown are different, it only follows if no two
+    of them are of the same kind. Where must-links join one to the chosen image, its cannot-link is left out.
+    """
+    left, right, link, follows = _links(answers)
+    given = Constraints.from_arrays(left, right, link, n_images=n_images)
+    component = given.components()
+    return given.take(~(follows & (component[left] == component[right])))
+
+
+def stated_constraints(answers: Sequence[Answer], n_images: int) -> Constraints:
+    """What was said in so many words, without contradictions: same as the chosen image, different from all shown.
+
+    If the shown images are known to differ, the other cannot-links are in the closure of these. If not, taking them for
+    certain would keep two exemplars of one kind apart for ever.
+    """
+    left, right, link, follows = _links(answers)
+    return Constraints.from_arrays(left, right, link, n_images=n_images).take(~follows).resolve("drop")
+
+
+def implied_groups(answers: Sequence[Answer], n_images: int) -> Rows:
+    """The group of each image (n_images,): images that must-links join share a number from 0 up; -1 is in none.
+
+    Numbered in the order of first images. Contradictions are left out as `Constraints.resolve("drop")` does.
+    """
+    component = stated_constraints(answers, n_images).components()
+    joined = np.bincount(component, minlength=1)[component] > 1
+    group = np.full(n_images, -1, np.int64)
+    group[joined] = np.unique(component[joined], return_inverse=True)[1]
+    return group
+
+
+def _links(answers: Iterable[Answer]) -> tuple[Rows, Rows, Rows, NDArray[np.bool_]]:
+    """Columns left, right, link, and whether the link only follows from the choice of another image."""
+    rows = [
+        (answer.question.image, shown, at == answer.choice, answer.choice not in (NONE, at))
+        for answer in answers
+        if answer.choice != UNSURE
+        for at, shown in enumerate(answer.question.shown)
+    ]
+    left, right, link, follows = np.array(rows, np.int64).reshape(-1, 4).T.copy()
+    return left, right, link, follows.astype(bool)
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What the answers say together: the closure of what was stated, and what is to be left alone for a while.
+
+    `component` (n,) is the must-link component of each image, `size` (c,) how many images each has, `apart` which
+    components are known to differ from a component.
+    """
+
+    component: Rows
+    size: Rows
+    apart: Mapping[int, frozenset[int]]
+    asked: tuple[int, ...]  # images that were asked about and got an answer, in order, each once
+    exemplars: tuple[int, ...]  # images that were shown in "which of these?", in order, each once
+    resting: frozenset[int]  # images that were asked about lately and got an "unsure"
+    unsure: frozenset[tuple[int, int]]  # the pairs of those questions, smaller row first
+
+    def excluded(self, image: int) -> frozenset[int]:
+        """The components that differ from the image's."""
+        return self.apart.get(int(self.component[image]), frozenset())
+
+    def settled(self, one: int, other: int) -> bool:
+        """Whether the closure says same or different of the two images."""
+        return bool(self.component[one] == self.component[other]) or int(self.component[other]) in self.excluded(one)
+
+    def may_ask(self, one: int, other: int) -> bool:
+        """Whether the two may be held against each other: not settled, and not lately unsure."""
+        return not self.settled(one, other) and (min(one, other), max(one, other)) not in self.unsure
+
+
+def known_from(answers: Sequence[Answer], n_images: int, *, soon: int) -> Known:
+    """What the answers say; an "unsure" rests until `soon` more answers have been given."""
+    closure = stated_constraints(answers, n_images).component_constraints()
+    apart: defaultdict[int, set[int]] = defaultdict(set)
+    for one, other in closure.cannot.tolist():
+        apart[one].add(other)
+        apart[other].add(one)
+    said = [answer.question for answer in answers if answer.choice != UNSURE]
+    doubtful = [answer.question for answer in answers[-soon:] if answer.choice == UNSURE] if soon else []
+    return Known(
+        closure.component,
+        np.bincount(closure.component).astype(np.int64),
+        {one: frozenset(others) for one, others in apart.items()},
+        tuple(dict.fromkeys(question.image for question in said)),
+        tuple(dict.fromkeys(image for question in said if question.kind == "which" for image in question.shown)),
+        frozenset(question.image for question in doubtful),
+        frozenset((min(one.image, shown), max(one.image, shown)) for one in doubtful for shown in one.shown),
+    )
+
+
+def n_kinds(answers: Sequence[Answer], n_images: int) -> int:
+    """How many kinds the answers have proved to be there: groups and images that all differ from each other.
+
+    Found greedily, the largest groups first, so it may be a few less than there are; 1 while nothing was told apart.
+    """
+    known = known_from(answers, n_images, soon=0)
+    different: list[int] = []
+    for component in sorted(known.apart, key=lambda one: (-known.size[one], one)):
+        if known.apart[component].issuperset(different):
+            different.append(component)
+    return max(1, len(different))

@@ -1,0 +1,182 @@
+"""Endless batches: which images a step sees, and their views, as a pure function of the step.
+
+Nothing here has a state that a checkpoint would have to keep: the rows of step t and the draws of its views follow from
+the seed and t alone, so a run that resumes at t sees what an uninterrupted one would have seen.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from constraintmatch._internal.errors import InputError
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.training.views import View
+
+__all__ = [
+    "ImageStore",
+    "LabelBatch",
+    "PairBatch",
+    "PairSource",
+    "Shuffled",
+    "ViewMaker",
+    "Views",
+    "derive_seed",
+    "map_tensors",
+]
+
+B = TypeVar("B")
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """Constrained pairs: views of both images (n, c, h, w) uint8, the link in [0, 1] and the weight of each (n,)."""
+
+    left: Tensor
+    right: Tensor
+    link: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class Views:
+    """Two views of the same images (n, c, h, w) uint8, and the images' rows in the set (n,)."""
+
+    weak: Tensor
+    strong: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class LabelBatch:
+    """Images with their labels (n,), for the supervised bound."""
+
+    images: Tensor
+    label: Tensor
+
+
+def derive_seed(seed: int, *path: str | int) -> int:
+    """A 63-bit seed for a named stream of a run: the same on every platform, unrelated between names."""
+    text = "/".join(map(str, (seed, *path))).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def map_tensors(batch: B, function: Callable[[Tensor], Tensor]) -> B:
+    """The same batch with `function` applied to every tensor in it, however deep."""
+    changes: dict[str, Any] = {}
+    for field in fields(batch):  # type: ignore[arg-type]
+        value = getattr(batch, field.name)
+        if isinstance(value, Tensor):
+            changes[field.name] = function(value)
+        elif value is not None:
+            changes[field.name] = map_tensors(value, function)
+    return replace(batch, **changes)  # type: ignore[type-var]
+
+
+class ImageStore:
+    """Images by row as uint8 (n, c, h, w): resident on the device when they fit, else streamed from (mapped) memory."""
+
+    def __init__(self, images: ImageSet, device: torch.device, *, resident: bool | None = None) -> None:
+        self.images = images.images
+        self.device = device
+        self.resident = _fits(images.images.nbytes, device) if resident is None else resident
+        self._tensor = torch.from_numpy(np.array(images.images)).to(device) if self.resident else None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Images (n, c, h, w), channels-last in memory as the set stores them."""
+        if self._tensor is not None:
+            return self._tensor.index_select(0, rows).permute(0, 3, 1, 2)
+        chosen = torch.from_numpy(self.images[rows.cpu().numpy()])
+        if self.device.type == "cuda":
+            chosen = chosen.pin_memory()
+        return chosen.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
+
+
+def _fits(size: int, device: torch.device) -> bool:
+    """Whether `size` bytes may live on the device: up to a third of what is free on a GPU, 2 GiB on a CPU."""
+    if device.type == "cuda":
+        return size < torch.cuda.mem_get_info(device)[0] / 3
+    return size < 2**31  # a CPU reads a memory map as well as a copy; small sets are copied, large ones stay mapped
+
+
+class Shuffled:
+    """Rows of step t, of n: epoch after epoch in random order, each epoch's last incomplete batch left out.
+
+    With fewer rows than `batch` a step sees all of them.
+    """
+
+    def __init__(self, n: int, batch: int, seed: int, device: torch.device | str = "cpu") -> None:
+        if n == 0:
+            raise InputError("there is nothing to draw batches from: the set is empty")
+        if batch < 1:
+            raise InputError(f"{batch} images or pairs a step: ask for 1 or more")
+        self.n, self.batch = n, min(batch, n)
+        self.steps_per_epoch = n // self.batch
+        self.seed = seed
+        self.device = torch.device(device)
+        self._epoch, self._order = -1, torch.empty(0)
+
+    def __call__(self, step: int) -> Tensor:
+        epoch, position = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:  # one upload an epoch, none in between
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
+            self._order, self._epoch = torch.randperm(self.n, generator=generator).to(self.device), epoch
+        return self._order[position * self.batch : (position + 1) * self.batch]
+
+
+class ViewMaker:
+    """Applies views with the draws of a step; compiles each view once where that pays."""
+
+    def __init__(self, seed: int, device: torch.device, *, compile: bool = False) -> None:
+        self.seed = seed
+        self.compile = compile
+        self.generator = torch.Generator(device)
+        self._compiled: dict[int, Callable[[Tensor, Tensor], Tensor]] = {}
+
+    def __call__(self, view: View, images: Tensor, step: int, name: str) -> Tensor:
+        """The view of each image (n, c, h, w); `name` tells apart two views of one step."""
+        if view.n_draws == 0:
+            return view.apply(images, images.new_empty((len(images), 0), dtype=torch.float32))
+        self.generator.manual_seed(derive_seed(self.seed, "view", name, step))
+        draws = torch.rand((len(images), view.n_draws), generator=self.generator, device=images.device)
+        with torch.no_grad():
+            return self._function(view)(images, draws)
+
+    def _function(self, view: View) -> Callable[[Tensor, Tensor], Tensor]:
+        if not self.compile:
+            return view.apply
+        if id(view) not in self._compiled:
+            self._compiled[id(view)] = torch.compile(view.apply, dynamic=False)
+        return self._compiled[id(view)]
+
+
+class PairSource:
+    """Batches of constrained pairs under one view."""
+
+    def __init__(
+        self, store: ImageStore, constraints: Constraints, batch: int, view: View, maker: ViewMaker, seed: int
+    ) -> None:
+        self.store, self.view, self.maker = store, view, maker
+        device = store.device
+        self.shuffled = Shuffled(len(constraints), batch, derive_seed(seed, "pairs"), device)
+        self.left, self.right = (torch.from_numpy(x.copy()).to(device) for x in (constraints.left, constraints.right))
+        self.link, self.weight = (torch.from_numpy(x.copy()).to(device) for x in (constraints.link, constraints.weight))
+
+    def rows(self, step: int) -> Tensor:
+        """The images of the step's pairs (2n,): all left ones, then all right ones."""
+        chosen = self.shuffled(step)
+        return torch.cat((self.left[chosen], self.right[chosen]))
+
+    def __call__(self, step: int) -> PairBatch:
+        chosen = self.shuffled(step)
+        images = self.maker(self.view, self.store.take(self.rows(step)), step, "pairs")
+        left, right = images.chunk(2)
+        return PairBatch(left, right, self.link[chosen], self.weight[chosen])

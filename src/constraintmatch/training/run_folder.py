@@ -1,0 +1,319 @@
+"""The run folder: what was asked (`run.json`), what happened (`log.jsonl`), where to go on (`checkpoint.safetensors`).
+
+runs/x/
+  run.json                everything needed to repeat the run, and how it ended
+  log.jsonl               one line every log_every steps and for every evaluation
+  checkpoint.safetensors  weights, optimiser, step; removed when the run is finished
+  model/                  the model folder it left
+  pairs.csv clusters.csv evaluation.json report.html   written by the commands, where they apply
+"""
+
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import folder_lock, parse_json, read_json, write_atomically, write_json
+
+__all__ = [
+    "GONE",
+    "OtherRequest",
+    "RunFolder",
+    "current_arguments",
+    "current_request",
+    "environment",
+    "flat_items",
+    "is_finished",
+    "open_run",
+    "read_log",
+    "write_result",
+]
+
+FORMAT = 1
+GONE: dict[str, tuple[Any, str]] = {  # arguments of earlier versions: their default, and what there is now
+    "least_share": (0.0, "the stage neighbour_label teaches every cluster"),
+    "n_heads": (1, "--set scan.n_tries=20 tries several linear heads and keeps the best"),
+    "objective": ("mcl", "pairs are learned by the paper's loss, MCL"),
+    "over_selected": (False, "pseudo-labels are averaged over all images of a step"),
+    "pool": ("all", "unconstrained images are drawn from all images"),
+}
+_WRITTEN_FIRST = ("run.json", "pairs.csv", "merged.json")  # before the first step
+_OWN_BYTES = 2 << 30  # of GPU memory that a process holds beside its tensors, generously
+
+
+class OtherRequest(InputError):
+    """A run folder that holds something else than what is asked for."""
+
+
+@dataclass
+class RunFolder:
+    """An open run folder, held by this process."""
+
+    path: Path
+    record: dict[str, Any]
+    resumed: bool = False
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint.safetensors"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def finished(self) -> bool:
+        return self.record.get("status") == "finished"
+
+    def log(self, entry: Mapping[str, Any]) -> None:
+        """Append one line to `log.jsonl`."""
+        with (self.path / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(entry), ensure_ascii=False) + "\n")
+
+    def cut_log(self, step: int) -> None:
+        """Forget log lines after `step`: a resumed run writes them again."""
+        kept = [entry for entry in read_log(self.path) if entry.get("step", 0) <= step]
+        text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in kept)
+        write_atomically(self.path / "log.jsonl", lambda path: path.write_text(text, encoding="utf-8"))
+
+    def note(self, **changes: Any) -> None:
+        """Change entries of `run.json`."""
+        self.record.update(changes)
+        write_json(self.path / "run.json", self.record)
+
+
+@contextmanager
+def open_run(
+    path: Path | str,
+    record: Mapping[str, Any],
+    *,
+    resume: bool = False,
+    since: Mapping[str, Any] | None = None,
+    how: Mapping[str, Any] | None = None,
+) -> Iterator[RunFolder]:
+    """The run folder, locked for this process; `run.json` says how the block ended.
+
+    Without `resume` a folder that holds a run is refused, so nothing is overwritten. With it the stored request must
+    equal the new one, except for where the images or the first model lie: moved, they are still the same, and their
+    new place is noted. `since` has the values that a request meant without saying so before there was such an entry.
+    `how` is noted beside the request: what a resumed run may change. A fresh run that is refused before it has logged
+    anything leaves nothing behind: mended, it may begin there.
+    """
+    path = Path(path)
+    with _folder_made_for(path), folder_lock(path):
+        stored = _stored(path)
+        if stored is not None and not resume:
+            raise InputError(f"{path}: holds a run already; continue it with --resume or choose another --out")
+        run = RunFolder(path, _fresh(record))
+        if stored is not None:
+            _same_request(current_request(stored["request"], path), run.record["request"], path, since or {})
+            run = RunFolder(path, {**stored, "request": run.record["request"]}, resumed=True)
+        if run.finished:
+            if run.record != stored:
+                run.note()
+            yield run
+            return
+        run.note(status="running", environment=environment(), how=_plain(how or {}))
+        earlier = float(run.record.get("seconds", 0.0))
+        try:
+            yield run
+        except BaseException as error:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            if type(error) is InputError and stored is None and not read_log(path) and not run.checkpoint.exists():
+                for name in _WRITTEN_FIRST:
+                    (path / name).unlink(missing_ok=True)
+            else:
+                _note_quietly(run, status=status, seconds=_since(run, earlier), error=str(error)[:500])
+            raise
+        run.record.pop("error", None)
+        run.note(status="finished", seconds=_since(run, earlier), ended=_now())
+
+
+@contextmanager
+def _folder_made_for(path: Path) -> Iterator[None]:
+    """Folders that are made for a run in this block, and that an error leaves empty, are removed."""
+    made = [place for place in (path, *path.parents) if not place.exists()]
+    try:
+        yield
+    except BaseException:
+        if path in made and all(entry.name == ".lock" for entry in path.iterdir()):
+            (path / ".lock").unlink(missing_ok=True)
+            for place in made:
+                place.rmdir()
+        raise
+
+
+def current_arguments(arguments: Mapping[str, Any], place: Path | str) -> dict[str, Any]:
+    """The arguments of a record at `place` without those of `GONE`; one that was not its default is an InputError."""
+    for name, (default, instead) in GONE.items():
+        if (value := arguments.get(name, default)) != default:
+            raise InputError(f"{place}: made with {name} = {value!r}, which is gone: {instead}; train anew without it")
+    return {name: value for name, value in arguments.items() if name not in GONE}
+
+
+def current_request(request: Mapping[str, Any], place: Path | str) -> dict[str, Any]:
+    """A stored request as this version writes it."""
+    held = {name: value for name, value in request.items() if isinstance(value, dict)}
+    if "arguments" in held:
+        held["arguments"] = current_arguments(held["arguments"], place)
+    if "model" in held:
+        held["model"] = {name: value for name, value in held["model"].items() if name != "n_heads"}
+    return {**request, **held}
+
+
+def is_finished(path: Path | str) -> bool:
+    """Whether the folder holds a run that came to its end."""
+    stored = _stored(Path(path))
+    return stored is not None and stored.get("status") == "finished"
+
+
+def read_log(path: Path | str) -> list[dict[str, Any]]:
+    """The entries of a run's log; a half-written last line (a killed process) is left out."""
+    file = Path(path) / "log.jsonl"
+    entries: list[dict[str, Any]] = []
+    if not file.is_file():
+        return entries
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            entries.append(entry)
+    return entries
+
+
+def write_result(path: Path | str, values: Mapping[str, Any]) -> None:
+    """Write a result as JSON beside the environment it came from: the only source of published numbers."""
+    write_json(path, {**_plain(values), "environment": environment(), "written": _now()})
+
+
+def flat_items(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The entries of nested mappings as ("outer.inner", value): two records are then compared entry by entry."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from flat_items(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def environment() -> dict[str, Any]:
+    """Versions, hardware and commit of this process: what a result must carry beside its numbers.
+
+    A GPU that others use too is told as shared, so that nobody reads its seconds as alone.
+    """
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    shared = gpu is not None and _others_on_the_gpu()
+    return {
+        "constraintmatch": _version("constraintmatch"),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu_threads": torch.get_num_threads(),
+        "gpu": f"{gpu}, shared" if shared else gpu,
+    }
+
+
+def _others_on_the_gpu() -> bool:
+    """Whether a queue that trains several at once says so, or others hold more of the memory than a process needs."""
+    import torch
+
+    if os.environ.get("CONSTRAINTMATCH_GPU_SHARED") == "1":
+        return True
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved() > _OWN_BYTES
+
+
+def _stored(path: Path) -> dict[str, Any] | None:
+    if not (path / "run.json").exists():
+        return None
+    record = read_json(path / "run.json")
+    if not isinstance(record, dict) or record.get("format") != FORMAT or "request" not in record:
+        raise OtherRequest(f"{path / 'run.json'}: not a run of format {FORMAT}; choose another --out")
+    return record
+
+
+def _same_request(stored: Mapping[str, Any], asked: Mapping[str, Any], path: Path, since: Mapping[str, Any]) -> None:
+    before, now = {**since, **dict(flat_items(stored))}, dict(flat_items(asked))
+    differing = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
+    if odd := sorted(differing - _places(before, now)):
+        said = "; ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in odd[:4])
+        raise OtherRequest(f"{path}: cannot resume with another request ({said}); choose another --out")
+
+
+def _places(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """The entries that only say where something lies which is the same by its fingerprint.
+
+    A data set's name is not among them: two sets may have the same images and other labels.
+    """
+
+    def same(key: str) -> bool:
+        return before.get(key) is not None and before.get(key) == now.get(key)
+
+    places = set()
+    if same("data.fingerprint"):
+        places |= {"data.data_dir"} if now.get("data.kind") == "dataset" else {"data.name", "data.source"}
+    if same("model.weights") and before.get("data.start.model") and now.get("data.start.model"):
+        places |= {"data.start.model"}
+    return places
+
+
+def _fresh(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {"format": FORMAT, "request": _plain(record), "started": _now()}
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON would give it back, so that stored and asked can be compared."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def _note_quietly(run: RunFolder, **changes: Any) -> None:
+    """Note how a run ended badly without hiding why (the disk may be the reason)."""
+    try:
+        run.note(**changes)
+    except (InputError, OSError):
+        return
+
+
+def _since(run: RunFolder, earlier: float) -> float:
+    return round(earlier + time.monotonic() - run.began, 3)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _commit() -> str | None:
+    """The commit of the checkout this package runs from, with a plus when files are changed; None outside one.
+
+    A copy without history (a machine that only got the files) says it through CONSTRAINTMATCH_COMMIT.
+    """
+    if told := os.environ.get("CONSTRAINTMATCH_COMMIT"):
+        return told
+    here = Path(__file__).resolve().parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,466 @@
+"""Views: functions from a batch of uint8 images to a batch of changed images, every image with its own draw.
+
+A view first draws all its randomness as one tensor of uniforms, then hands it to a pure function. So an image's view
+never depends on its neighbours in the batch, and the same uniforms give the same view eager, compiled or captured in a
+CUDA graph (compiled for a GPU, one pixel in some thousands may be rounded the other way). Nothing is normalised here:
+uint8 in, uint8 of the same shape out.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from constraintmatch._internal.errors import InputError
+from constraintmatch.training import pixel_ops
+
+__all__ = [
+    "OPERATIONS",
+    "Operation",
+    "View",
+    "chain",
+    "check_operation_names",
+    "contrastive",
+    "crop",
+    "from_function",
+    "plain",
+    "scan_strong",
+    "strong",
+    "weak",
+    "without_numbers",
+]
+
+_GREY = 127  # the cutout's colour: about zero once the model has normalised the image
+_CROP_ATTEMPTS = 10  # boxes drawn before a random resized crop gives up and takes the whole image
+
+
+@dataclass(frozen=True)
+class View:
+    """A random change of images: `apply` is pure, calling the view draws its uniforms from a generator first."""
+
+    name: str
+    n_draws: int
+    apply: Callable[[Tensor, Tensor], Tensor]
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """Views of uint8 images (n, c, h, w), same shape, layout and device; the generator lives on that device too."""
+        _check_images(images)
+        uniforms = torch.rand((len(images), self.n_draws), generator=generator, device=images.device)
+        return self.apply(images, uniforms)
+
+
+def _check_images(images: Tensor) -> None:
+    shape = tuple(images.shape)
+    if images.dtype != torch.uint8 or images.ndim != 4:
+        raise InputError(f"views take uint8 images (n, channels, side, side), not {images.dtype} of shape {shape}")
+    if shape[1] not in (1, 3):
+        raise InputError(f"views take images of 1 or 3 channels, not {shape[1]:,}: convert them to grey or RGB")
+    if shape[2] != shape[3]:
+        raise InputError(f"views take square images, not {shape[2]:,} × {shape[3]:,}: resize or crop them first")
+
+
+def chain(name: str, *views: View) -> View:
+    """One view that applies the given ones in turn, each with its own share of the uniforms."""
+    ends = list(accumulate(view.n_draws for view in views))
+
+    def apply(images: Tensor, uniforms: Tensor) -> Tensor:
+        result = images
+        for view, end in zip(views, ends, strict=True):
+            result = view.apply(result, uniforms[:, end - view.n_draws : end])
+        return _laid_out_like(images, result)
+
+    return View(name, sum(view.n_draws for view in views), apply)
+
+
+def _laid_out_like(images: Tensor, result: Tensor) -> Tensor:
+    """The result in the images' memory format, so that channels-last data stays channels-last."""
+    last = not images.is_contiguous() and images.is_contiguous(memory_format=torch.channels_last)
+    return result.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+
+def _whole(uniforms: Tensor, n: int | Tensor) -> Tensor:
+    """Whole numbers 0 … n − 1, uniform; the clamp is for the uniforms that times n round up to n."""
+    if isinstance(n, Tensor):
+        return (uniforms * n).floor().minimum(n - 1)
+    return (uniforms * n).floor().clamp(max=n - 1)
+
+
+def _check_share(view: str, name: str, value: float, *, most: float = 1.0) -> None:
+    if not 0 <= value <= most:
+        raise InputError(f"{view}: {name} is a share between 0 and {most:g}, not {value:g}")
+
+
+# Weak views
+
+
+def plain() -> View:
+    """The images as they are."""
+    return View("plain", 0, lambda images, _: images)
+
+
+def without_numbers(mean: Sequence[float], *, share: float = 0.5) -> View:
+    """The strong view of embeddings (n, d, 1, 1): a share of the numbers of each, drawn anew, is the mean over all.
+
+    What is left is stretched away from the mean, so that it says as much on average (dropout).
+    """
+    _check_share("without_numbers", "share", share, most=0.9)
+    centre = torch.tensor(mean, dtype=torch.float32)[:, None, None]
+
+    def apply(images: Tensor, uniforms: Tensor) -> Tensor:
+        kept = (uniforms[:, :, None, None] >= share).float() / (1 - share)
+        middle = centre.to(images.device)
+        return middle + (images - middle) * kept
+
+    return View("without numbers", len(mean), apply)
+
+
+def weak(*, flip: bool = True, translate: float = 0.125) -> View:
+    """Mirrored with probability 1/2 and moved by up to `translate` of the side, in whole pixels.
+
+    The gap is filled by reflection, as FixMatch does; the paper does not say how.
+    """
+    return chain("weak", _move("weak", flip=flip, share=translate, reflect=True))
+
+
+def crop(*, flip: bool = True, padding: float = 0.125) -> View:
+    """The constrained branch's view: a random crop of the image padded with black (4 px at 32), mirrored or not."""
+    return chain("crop", _move("crop", flip=flip, share=padding, reflect=False))
+
+
+def _move(name: str, *, flip: bool, share: float, reflect: bool) -> View:
+    _check_share(name, "padding" if name == "crop" else "translate", share, most=0.5)
+
+    def apply(images: Tensor, uniforms: Tensor) -> Tensor:
+        reach = round(share * images.shape[-1])
+        right, down = (_whole(uniforms[:, 1:], 2 * reach + 1).to(torch.int64) - reach).unbind(1)
+        mirrored = uniforms[:, 0] < (0.5 if flip else 0.0)
+        return pixel_ops.move(images, right, down, mirrored, reflect=reflect)
+
+    return View(name, 3, apply)
+
+
+def _flip() -> View:
+    def apply(images: Tensor, uniforms: Tensor) -> Tensor:
+        return torch.where((uniforms < 0.5)[:, :, None, None], images.flip(-1), images)
+
+    return View("flip", 1, apply)
+
+
+def from_function(name: str, function: Callable[[Tensor, Tensor], Tensor], *, n_draws: int = 0) -> View:
+    """A user's own view: `function(images, uniforms)` gives uint8 images of the same shape.
+
+    It gets images (n, c, h, w) and uniforms (n, n_draws) in [0, 1). Randomness taken from the uniforms, not from
+    a global seed, keeps runs repeatable and resumable.
+    """
+
+    def apply(images: Tensor, uniforms: Tensor) -> Tensor:
+        result = function(images, uniforms)
+        if result.dtype != torch.uint8 or result.shape != images.shape:
+            got, wanted = tuple(result.shape), tuple(images.shape)
+            raise InputError(f"view {name}: the function returned {result.dtype} of shape {got}, not uint8 of {wanted}")
+        return result
+
+    return View(name, n_draws, apply)
+
+
+# RandAugment
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of FixMatch's pool: how its strength becomes a value, and one of three ways to use it.
+
+    `value(tenths, positive, side)` gives each image's physical value (degrees, pixels, bits, factor, threshold).
+    A `matrix` moves pixels, a `table` replaces values, the image `other` makes is blended in; none is the identity.
+    """
+
+    name: str
+    value: Callable[[Tensor, Tensor, int], Tensor]
+    matrix: Callable[[Tensor, int], Tensor] | None = None
+    table: Callable[[pixel_ops.Levels, Tensor], Tensor] | None = None
+    other: Callable[[Tensor], Tensor] | None = None
+
+    @torch.no_grad()
+    def apply(self, images: Tensor, values: Tensor) -> Tensor:
+        """The operation on every image, with one physical value each (n,)."""
+        everywhere = torch.ones(len(images), device=images.device, dtype=torch.bool)
+        return _apply_picks(images, [_Pick(self, everywhere, values)])
+
+
+def _no_value(tenths: Tensor, positive: Tensor, side: int) -> Tensor:  # noqa: ARG001
+    return tenths
+
+
+def _factor(tenths: Tensor, positive: Tensor, side: int) -> Tensor:  # noqa: ARG001
+    return 0.05 + 0.9 * tenths / 10
+
+
+def _bits(tenths: Tensor, positive: Tensor, side: int) -> Tensor:  # noqa: ARG001
+    return 4 + (4 * tenths / 10).floor()
+
+
+def _threshold(tenths: Tensor, positive: Tensor, side: int) -> Tensor:  # noqa: ARG001
+    return 256 - 256 * tenths / 10
+
+
+def _zero(tenths: Tensor, positive: Tensor, side: int) -> Tensor:  # noqa: ARG001
+    return torch.zeros_like(tenths)
+
+
+def _degrees(tenths: Tensor, positive: Tensor, side: int) -> Tensor:  # noqa: ARG001
+    return torch.where(positive, 30 * tenths / 10, -30 * tenths / 10)
+
+
+def _shear(tenths: Tensor, positive: Tensor, side: int) -> Tensor:  # noqa: ARG001
+    return torch.where(positive, 0.3 * tenths / 10, -0.3 * tenths / 10)
+
+
+def _pixels(tenths: Tensor, positive: Tensor, side: int) -> Tensor:
+    pixels = (3 * side * tenths / 100).floor()  # whole numbers until the division: 3/10 of the side, exactly
+    return torch.where(positive, pixels, -pixels)
+
+
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        Operation("auto_contrast", _no_value, table=pixel_ops.auto_contrast_table),
+        Operation("equalize", _no_value, table=pixel_ops.equalize_table),
+        Operation("identity", _no_value),
+        Operation("brightness", _factor, table=pixel_ops.brightness_table),
+        Operation("color", _factor, other=pixel_ops.grey),
+        Operation("contrast", _factor, other=pixel_ops.mean_grey),
+        Operation("sharpness", _factor, other=pixel_ops.smooth),
+        Operation("posterize", _bits, table=pixel_ops.posterize_table),
+        Operation("rotate", _degrees, matrix=pixel_ops.rotate_matrix),
+        Operation("shear_x", _shear, matrix=pixel_ops.shear_x_matrix),
+        Operation("shear_y", _shear, matrix=pixel_ops.shear_y_matrix),
+        Operation("solarize", _threshold, table=pixel_ops.solarize_table),
+        Operation("translate_x", _pixels, matrix=pixel_ops.translate_x_matrix),
+        Operation("translate_y", _pixels, matrix=pixel_ops.translate_y_matrix),
+    )
+}
+
+
+def check_operation_names(names: Iterable[str]) -> None:
+    """Nothing, or an InputError that names what is unknown and lists what is known."""
+    unknown = [name for name in names if name not in OPERATIONS]
+    if unknown:
+        known = ", ".join(OPERATIONS)
+        raise InputError(f"no such operation: {', '.join(unknown)} (known: {known})")
+
+
+class _Pick(NamedTuple):
+    """An operation, the images it falls on (n,) and its value for each (n,)."""
+
+    operation: Operation
+    chosen: Tensor
+    values: Tensor
+
+
+def _apply_picks(images: Tensor, picks: Sequence[_Pick]) -> Tensor:
+    """Each image changed by the pick that falls on it, if any; at most one may.
+
+    One warp, one table and one blend for the whole batch: what an image's pick does not use is the identity for it.
+    """
+    moved = _moved(images, [pick for pick in picks if pick.operation.matrix])
+    replaced = _replaced(moved, [pick for pick in picks if pick.operation.table])
+    return _blended(replaced, [pick for pick in picks if pick.operation.other])
+
+
+def _moved(images: Tensor, picks: Sequence[_Pick]) -> Tensor:
+    if not picks:
+        return images
+    matrix = pixel_ops.identity_matrix(images)
+    for operation, chosen, values in picks:
+        assert operation.matrix
+        matrix = torch.where(chosen[:, None], operation.matrix(values, images.shape[-1]), matrix)
+    return pixel_ops.warp(images, matrix)
+
+
+def _replaced(images: Tensor, picks: Sequence[_Pick]) -> Tensor:
+    if not picks:
+        return images
+    levels = pixel_ops.levels_of(images)
+    table = pixel_ops.identity_table(levels)
+    for operation, chosen, values in picks:
+        assert operation.table
+        table = torch.where(chosen[:, None, None], operation.table(levels, values), table)
+    return pixel_ops.look_up(images, table)
+
+
+def _blended(images: Tensor, picks: Sequence[_Pick]) -> Tensor:
+    if not picks:
+        return images
+    other = images.to(torch.float32)
+    factor = torch.ones(len(images), device=images.device)
+    for operation, chosen, values in picks:
+        assert operation.other
+        other = torch.where(chosen[:, None, None, None], operation.other(images).to(torch.float32), other)
+        factor = torch.where(chosen, values.to(torch.float32), factor)
+    return pixel_ops.blend(other, images, factor)
+
+
+def _random_operation(pool: Sequence[Operation], probability: float) -> View:
+    """One operation of the pool per image, applied with a probability at a strength of 1 … 9 tenths."""
+
+    def apply(images: Tensor, uniforms: Tensor) -> Tensor:
+        which, tenths = _whole(uniforms[:, 0], len(pool)), 1 + _whole(uniforms[:, 1], 9)
+        positive, applied = uniforms[:, 2] < 0.5, uniforms[:, 3] < probability
+        picks = [
+            _Pick(operation, (which == i) & applied, operation.value(tenths, positive, images.shape[-1]))
+            for i, operation in enumerate(pool)
+        ]
+        return _apply_picks(images, picks)
+
+    return View("operation", 4, apply)
+
+
+def _pool(without: Collection[str]) -> list[Operation]:
+    names = [without] if isinstance(without, str) else without
+    check_operation_names(names)
+    pool = [operation for name, operation in OPERATIONS.items() if name not in names]
+    if not pool:
+        raise InputError("every operation is excluded: leave at least one (identity does nothing)")
+    return pool
+
+
+def _cutout(share: float, *, random_size: bool) -> View:
+    """A grey square centred anywhere, cut off at the border; its size is the share, or drawn up to it."""
+
+    def apply(images: Tensor, uniforms: Tensor) -> Tensor:
+        side = images.shape[-1]
+        most = round(share * side)
+        row, column = _whole(uniforms[:, :2], side).unbind(1)
+        size = 1 + _whole(uniforms[:, 2], max(most, 1)) if random_size else torch.full_like(row, most)
+        return pixel_ops.cover(images, row, column, size.to(torch.int64), value=_GREY)
+
+    return View("cutout", 3 if random_size else 2, apply)
+
+
+def strong(
+    *,
+    flip: bool = True,
+    without: Collection[str] = (),
+    operations: int = 2,
+    probability: float = 0.5,
+    cutout: float = 0.5,
+    translate: float = 0.0,
+    style: str = "fixmatch",
+) -> View:
+    """Mirrored or not, then random operations of FixMatch's pool, then a grey cutout: the strong view A().
+
+    Per image and slot an operation is drawn from the pool minus `without` and applied with `probability`, at a strength
+    of 1 … 9 tenths of its range: factor 0.05–0.95 (brightness, color, contrast, sharpness), 4–8 bits (posterize), ±30°
+    (rotate), ±0.3 (shear), threshold 256 × (1 − strength) (solarize), ±0.3 of the side (translate). What rotation,
+    shear and translation uncover is black, Pillow's default. The cutout, `cutout` of the side, is always there.
+
+    The published ConstraintMatch code differs from FixMatch in one operation: its solarize threshold is rounded to 0,
+    so the image is inverted; `style="published"` repeats that. FixMatch also moves the image first: `translate=0.125`.
+    """
+    if style not in ("fixmatch", "published"):
+        raise InputError(f"strong: no style {style!r} (known: fixmatch, published)")
+    if operations < 0:
+        raise InputError(f"strong: operations is a number from 0 upwards, not {operations:,}")
+    _check_share("strong", "probability", probability)
+    _check_share("strong", "cutout", cutout)
+    pool = _pool(without)
+    if style == "published":
+        pool = [replace(operation, value=_zero) if operation.name == "solarize" else operation for operation in pool]
+    first = [_move("strong", flip=flip, share=translate, reflect=True)] if translate else [_flip()] * flip
+    last = [_cutout(cutout, random_size=False)] if cutout else []
+    return chain("strong", *first, *[_random_operation(pool, probability)] * operations, *last)
+
+
+def scan_strong(*, flip: bool = True, without: Collection[str] = (), cutout: float = 0.5) -> View:
+    """SCAN's strong view: mirrored or not, padded random crop, four operations, one cutout of random size.
+
+    The four are drawn from FixMatch's pool and always applied, at the strengths of `strong`. The cutout is of 1 pixel
+    up to `cutout` of the side (16 px at 32; SCAN's 32 px at 96 are `cutout=1/3`).
+    """
+    _check_share("scan_strong", "cutout", cutout)
+    slots = [_random_operation(_pool(without), 1.0)] * 4
+    last = [_cutout(cutout, random_size=True)] if cutout else []
+    return chain("scan_strong", _move("crop", flip=flip, share=0.125, reflect=False), *slots, *last)
+
+
+# SimCLR
+
+
+def contrastive(
+    *,
+    flip: bool = True,
+    scale: tuple[float, float] = (0.2, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    jitter: tuple[float, float, float, float] = (0.4, 0.4, 0.4, 0.1),
+    jitter_probability: float = 0.8,
+    grey_probability: float = 0.2,
+) -> View:
+    """SimCLR's view: random resized crop (bilinear), mirrored or not, colour jitter, grey.
+
+    `scale` is the crop's share of the area and `ratio` its width over its height, drawn as torchvision draws them: up
+    to ten boxes, the first that fits. `jitter` is brightness, contrast, saturation and hue (in turns), applied with
+    `jitter_probability` in an order drawn per image. Between the steps nothing is rounded.
+    """
+    if not 0 < scale[0] <= scale[1] <= 1:
+        raise InputError(f"contrastive: scale is two shares of the area, smaller first, not {scale}")
+    if not 0 < ratio[0] <= ratio[1]:
+        raise InputError(f"contrastive: ratio is two positive numbers, smaller first, not {ratio}")
+    if min(jitter) < 0 or jitter[3] > 0.5:
+        raise InputError(f"contrastive: jitter is four numbers from 0 upwards, the last up to 0.5, not {jitter}")
+    _check_share("contrastive", "jitter_probability", jitter_probability)
+    _check_share("contrastive", "grey_probability", grey_probability)
+    box_draws = 2 * _CROP_ATTEMPTS + 2
+
+    def apply(images: Tensor, uniforms: Tensor) -> Tensor:
+        boxes, mirror, colours, grey = (
+            uniforms[:, a:b] for a, b in pairwise((0, box_draws, box_draws + 1, box_draws + 10, box_draws + 11))
+        )
+        top, left, height, width = _boxes(boxes, images.shape[-1], scale, ratio)
+        mirrored = mirror[:, 0] < (0.5 if flip else 0.0)
+        result = pixel_ops.resized_crop(images, top, left, height, width, mirrored)
+        result = _jittered(result, colours, jitter, jitter_probability)
+        greyed = (grey < grey_probability)[:, :, None, None]
+        return pixel_ops.to_bytes(torch.where(greyed, pixel_ops.grey_float(result), result))
+
+    return chain("contrastive", View("contrastive", box_draws + 11, apply))
+
+
+def _boxes(
+    uniforms: Tensor, side: int, scale: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Top, left, height and width (n,) of a box per image: the first of the drawn shapes that fits, else everything."""
+    area = side**2 * (scale[0] + (scale[1] - scale[0]) * uniforms[:, :_CROP_ATTEMPTS])
+    span = math.log(ratio[1] / ratio[0])
+    stretch = ratio[0] * (span * uniforms[:, _CROP_ATTEMPTS:-2]).exp()
+    widths, heights = (area * stretch).sqrt().round().clamp(min=1), (area / stretch).sqrt().round().clamp(min=1)
+    fits = (widths <= side) & (heights <= side)
+    first = fits.to(torch.int32).argmax(1, keepdim=True)
+    found = fits.any(1)
+    width, height = (torch.where(found, sizes.gather(1, first)[:, 0], side) for sizes in (widths, heights))
+    return _whole(uniforms[:, -2], side - height + 1), _whole(uniforms[:, -1], side - width + 1), height, width
+
+
+def _jittered(images: Tensor, uniforms: Tensor, most: Sequence[float], probability: float) -> Tensor:
+    """Float images with brightness, contrast, saturation and hue changed, each image in an order of its own."""
+    order = uniforms[:, :4].argsort(1)
+    jittered = uniforms[:, 8] < probability
+    brightness, contrast, saturation = (
+        low + (1 + most[i] - low) * uniforms[:, 4 + i] for i, low in enumerate(max(0.0, 1 - m) for m in most[:3])
+    )
+    turns = most[3] * (2 * uniforms[:, 7] - 1)
+    for slot in range(4):
+        which = torch.where(jittered, order[:, slot], 4)  # 4: nothing
+        luma = pixel_ops.grey_float(images)
+        mean = luma.mean((1, 2, 3), keepdim=True)
+        factor = torch.where(which == 0, brightness, torch.where(which == 1, contrast, saturation))
+        factor = torch.where(which < 3, factor, 1.0)
+        is_contrast, is_saturation, is_hue = ((which == i)[:, None, None, None] for i in (1, 2, 3))
+        other = torch.where(is_contrast, mean, torch.where(is_saturation, luma, 0.0))
+        turned = torch.where(is_hue, pixel_ops.turn_hue(images, turns), images)
+        images = pixel_ops.blend_float(other, turned, factor)
+    return images

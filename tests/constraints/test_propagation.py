@@ -1,0 +1,306 @@
+"""Known groups carried along neighbours, held against dense linear algebra and images whose kinds are plain."""
+
+import numpy as np
+import pytest
+import torch
+
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.progress import Quiet
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.constraints.propagation import best_reach, carried, known_groups, neighbour_graph, seeds
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.evaluation.metrics import predict, scores
+from constraintmatch.evaluation.neighbours import nearest_neighbours
+from constraintmatch.methods import METHODS, Context
+from constraintmatch.methods.propagate import Frozen, told
+from constraintmatch.models.cluster_model import ClusterModel, build_model, with_clusters
+from constraintmatch.pipeline.train import weights_hash
+from constraintmatch.questions.answers import Answer, Question, stated_constraints
+from constraintmatch.training.loop import TrainSettings
+
+CPU = TrainSettings(device="cpu")
+
+
+def blobs(n: int = 90, k: int = 3, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    labels = np.arange(n) % k
+    return (5 * np.eye(k, 6)[labels] + rng.normal(size=(n, 6))).astype(np.float32), labels
+
+
+def links(must: list[tuple[int, int]], cannot: list[tuple[int, int]], n: int = 90) -> Constraints:
+    return Constraints.from_lists(n_images=n, must_link=must, cannot_link=cannot)
+
+
+def test_carried_solves_the_equation_of_label_spreading() -> None:
+    features, _ = blobs()
+    graph = neighbour_graph(features, nearest_neighbours(features, 5))
+    begun = np.zeros((90, 3), np.float32)
+    begun[[0, 1, 2, 5], [0, 1, 2, 2]] = [1, 1, 0.5, 0.5]
+    for reach in (0.0, 0.5, 0.99):
+        wanted = np.linalg.solve(np.eye(90) - reach * graph.toarray().astype(float), begun.astype(float))
+        wanted /= wanted.sum(0)
+        total = wanted.sum(1, keepdims=True)
+        wanted = np.divide(wanted, total, out=np.zeros_like(wanted), where=total > 1e-9)
+        np.testing.assert_allclose(carried(graph, begun, reach=reach), wanted, atol=2e-3)
+
+
+def test_the_graph_is_symmetric_and_its_greatest_eigenvalue_is_one() -> None:
+    features, _ = blobs()
+    graph = neighbour_graph(features, nearest_neighbours(features, 5)).toarray()
+    np.testing.assert_allclose(graph, graph.T, atol=1e-6)
+    assert np.linalg.eigvalsh(graph.astype(float)).max() == pytest.approx(1, abs=1e-4)
+    assert not graph.diagonal().any()
+
+
+def test_weights_do_not_depend_on_the_scale_of_the_features() -> None:
+    features, _ = blobs()
+    near = nearest_neighbours(features, 5)
+    one, other = (neighbour_graph(factor * features, near).toarray() for factor in (1, 1000))
+    np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_an_image_that_no_path_leads_to_stays_without_a_cluster() -> None:
+    features = np.repeat(np.eye(2, 4, dtype=np.float32), 5, axis=0) + 0.01 * np.eye(10, 4, dtype=np.float32)
+    begun = np.zeros((10, 2), np.float32)
+    begun[0, 0] = begun[1, 1] = 1
+    shares = carried(neighbour_graph(features, nearest_neighbours(features, 3)), begun)
+    assert shares[:5].sum(1) == pytest.approx(np.ones(5), abs=1e-5)
+    assert not shares[5:].any()
+
+
+def test_three_known_images_a_kind_place_all() -> None:
+    features, labels = blobs()
+    begun = np.zeros((90, 3), np.float32)
+    begun[np.arange(9), labels[:9]] = 1 / 3
+    found = carried(neighbour_graph(features, nearest_neighbours(features, 10)), begun).argmax(1)
+    assert (found == labels).mean() > 0.95
+
+
+def test_a_large_cluster_loses_nothing_to_a_small_one() -> None:
+    rng = np.random.default_rng(0)
+    labels = np.repeat([0, 1], [270, 30])
+    features = (4 * np.eye(2, 6)[labels] + rng.normal(size=(300, 6))).astype(np.float32)
+    begun = np.zeros((300, 2), np.float32)
+    begun[[0, 1, 2], 0] = begun[[270, 271, 272], 1] = 1 / 3
+    found = carried(neighbour_graph(features, nearest_neighbours(features, 10)), begun).argmax(1)
+    assert (found == labels).mean() > 0.95
+
+
+def test_groups_are_told_apart_and_the_largest_come_first() -> None:
+    pairs = links([(0, 3), (3, 6), (1, 4), (2, 5), (5, 8), (8, 11)], [(0, 1), (1, 2), (0, 2)])
+    assert [rows.tolist() for rows in known_groups(pairs)] == [[2, 5, 8, 11], [0, 3, 6], [1, 4]]
+
+
+def test_a_group_that_is_not_known_to_differ_is_left_out() -> None:
+    pairs = links([(0, 3), (3, 6), (1, 4), (20, 23)], [(0, 1)])
+    assert [rows.tolist() for rows in known_groups(pairs)] == [[0, 3, 6], [1, 4]]
+
+
+def test_a_large_group_counts_if_it_differs_from_the_smaller_ones() -> None:
+    must = [(0, 1), (0, 2), (0, 3), (0, 4), (10, 11), (10, 12), (10, 13), (20, 21), (20, 22), (30, 31)]
+    cannot = [(10, 20), (10, 30), (20, 0), (30, 0), (30, 20)]  # of 0 and 10 nothing is known
+    assert [rows[0] for rows in known_groups(links(must, cannot))] == [0, 10, 20, 30]
+
+
+def test_a_hint_tells_groups_apart_and_joins_nothing() -> None:
+    must = [(0, 3), (3, 6), (1, 4)]
+    hints = links([(6, 9)], [(3, 4)])
+    assert [rows.tolist() for rows in known_groups(links(must, []))] == [[0, 3, 6]]
+    assert [rows.tolist() for rows in known_groups(links(must, []), hints)] == [[0, 3, 6], [1, 4]]
+
+
+def test_pairs_at_random_give_hardly_any_groups() -> None:
+    labels = np.arange(5_000) % 10
+    pairs = Constraints.sample(labels, 1_000, seed=0)
+    assert len(known_groups(pairs)) < 5  # of about a hundred must-links
+
+
+def test_answers_to_which_of_these_give_a_group_for_each_kind() -> None:
+    labels = np.arange(60) % 3
+    asked = [Answer(Question(image, (0, 1, 2)), int(labels[image])) for image in range(3, 30)]
+    told = [Answer(Question(1, (0,)), -1), Answer(Question(2, (0, 1)), -1)]
+    groups = known_groups(stated_constraints([*told, *asked], 60))
+    assert sorted(map(len, groups)) == [10, 10, 10]
+    assert all(len(set(labels[rows])) == 1 for rows in groups)
+
+
+def test_groups_take_the_clusters_that_the_model_sees_them_in() -> None:
+    probabilities = np.full((12, 3), 0.1, np.float32)
+    probabilities[np.arange(12), np.array([2, 2, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1])] = 0.8
+    probabilities[6, 1] = 0.9
+    begun = seeds([np.array([0, 1, 4]), np.array([2, 3])], probabilities)
+    np.testing.assert_allclose(begun.sum(0), 1, atol=1e-6)
+    assert begun[:, 2].nonzero()[0].tolist() == [0, 1, 4]
+    assert begun[:, 0].nonzero()[0].tolist() == [2, 3]
+    assert begun[:, 1].nonzero()[0].tolist() == [5, 6]  # no group: a quarter of its seven other images, the surest
+
+
+def test_of_more_groups_than_clusters_the_second_of_a_kind_is_left_out() -> None:
+    probabilities = np.full((30, 3), 0.1, np.float32)
+    probabilities[np.arange(30), np.repeat([0, 1, 2], 10)] = 0.8
+    main, again = np.arange(6), np.arange(6, 10)  # of one kind, told apart by mistake
+    seldom, other = np.array([10, 11]), np.array([20, 21, 22])
+    begun = seeds([main, again, other, seldom], probabilities)
+    found = [begun[:, cluster].nonzero()[0].tolist() for cluster in range(3)]
+    assert found == [main.tolist(), seldom.tolist(), other.tolist()]
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_group_of_wrong_answers_takes_no_cluster_from_a_model_that_is_right(trusted: bool) -> None:
+    probabilities = np.full((40, 4), 0.02, np.float32)
+    probabilities[np.arange(40), np.repeat([0, 1, 2, 3], 10)] = 0.94
+    stray = np.array([0, 10, 20])  # of three kinds; nothing was asked about the fourth
+    groups = [np.arange(1, 7), np.arange(11, 17), np.arange(21, 27), stray]
+    if not trusted:  # a model that sees the other groups elsewhere too
+        groups[:3] = [
+            np.array([1, 2, 3, 11, 12, 21]),
+            np.array([13, 14, 15, 22, 23, 4]),
+            np.array([24, 25, 26, 5, 16, 6]),
+        ]
+    begun = seeds(groups, probabilities)
+    fourth = begun[:, 3].nonzero()[0].tolist()
+    assert fourth == ([30, 31] if trusted else stray.tolist())  # a quarter of its images, or what the answers say
+
+
+def test_reach_must_be_less_than_one() -> None:
+    features, _ = blobs()
+    graph = neighbour_graph(features, nearest_neighbours(features, 5))
+    with pytest.raises(InputError, match=r"reach is 1.0; it must lie in \[0, 1\)"):
+        carried(graph, np.zeros((90, 3), np.float32), reach=1.0)
+
+
+def n_found(graph: np.ndarray, begun: np.ndarray, known: np.ndarray, reach: float) -> int:
+    """Known images that the others find when a fifth of them at a time is hidden, by dense linear algebra."""
+    found = 0
+    for first in range(5):
+        hidden, rest = known[first::5], begun.copy()
+        rest[hidden] = 0
+        shares = np.linalg.solve(np.eye(len(graph)) - reach * graph, rest)
+        shares /= shares.sum(0)
+        found += int((shares[hidden].argmax(1) == begun[hidden].argmax(1)).sum())
+    return found
+
+
+def test_the_reach_is_the_one_by_which_known_images_find_each_other() -> None:
+    rng, labels = np.random.default_rng(2), np.arange(150) % 3
+    features = (1.5 * np.eye(3, 6)[labels] + rng.normal(size=(150, 6))).astype(np.float32)
+    graph = neighbour_graph(features, nearest_neighbours(features, 8))
+    groups = [np.flatnonzero(labels == kind)[:15] for kind in range(3)]
+    begun, known_rows = seeds(groups, np.eye(3, dtype=np.float32)[labels]), np.concatenate(groups)
+    counts = {reach: n_found(graph.toarray(), begun, known_rows, reach) for reach in (0.99, 0.5)}
+    assert len(set(counts.values())) == 2
+    best = max(counts, key=counts.__getitem__)
+    assert (
+        best_reach(graph, begun, known_rows, (0.99, 0.5)) == best_reach(graph, begun, known_rows, (0.5, 0.99)) == best
+    )
+
+
+def test_of_reaches_that_find_as_many_the_first_is_taken() -> None:
+    features, labels = blobs()
+    graph = neighbour_graph(features, nearest_neighbours(features, 5))
+    groups = [np.flatnonzero(labels == kind)[:5] for kind in range(3)]
+    begun = seeds(groups, np.eye(3, dtype=np.float32)[labels])
+    assert [best_reach(graph, begun, np.concatenate(groups), pair) for pair in ((0.9, 0.5), (0.5, 0.9))] == [0.9, 0.5]
+
+
+# The method
+
+
+def shades(n: int = 120) -> ImageSet:
+    """Three kinds by brightness, with noise."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(n) % 3
+    pixels = 40 + 80 * labels[:, None, None, None] + rng.integers(-20, 21, (n, 8, 8, 1))
+    return ImageSet.from_arrays(pixels.astype(np.uint8), labels=labels)
+
+
+def model_of(k: int = 3) -> ClusterModel:
+    return with_clusters(build_model(n_clusters=k, side=8, channels=1, backbone="tiny", seed=0), k, seed=1)
+
+
+def known(n: int = 120, each: int = 4) -> Constraints:
+    must = [(kind, kind + 3 * step) for kind in range(3) for step in range(1, each)]
+    return links(must, [(0, 1), (1, 2), (0, 2)], n)
+
+
+def test_a_few_known_images_make_a_head_and_leave_the_backbone() -> None:
+    images, model = shades(), model_of()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    placed, log = METHODS["propagate"](model, images, known(), settings=CPU)
+    assert scores(images.labels, predict(placed, images))["acc"] > 0.95
+    assert scores(images.labels, predict(model, images))["acc"] < 0.9
+    assert (log[-1]["groups"], log[-1]["known"]) == (3, 12)
+    for name, value in placed.state_dict().items():
+        assert name.startswith("head") or torch.equal(value, before[name])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_few_images_take_part_and_the_known_ones_always_do() -> None:
+    images = shades()
+    placed, _ = METHODS["propagate"](model_of(), images, known(), most_images=30, settings=CPU)
+    assert scores(images.labels, predict(placed, images))["acc"] > 0.95
+
+
+def test_pairs_that_tell_nothing_apart_leave_the_model_as_it_was() -> None:
+    class Said(Quiet):
+        text = ""
+
+        def say(self, text: str) -> None:
+            self.text += text
+
+    said, model = Said(), model_of()
+    pairs = links([(0, 3), (1, 4)], [], 120)
+    placed, _ = METHODS["propagate"](model, shades(), pairs, settings=CPU, context=Context(reporter=said))
+    assert placed is model
+    assert "tell no two groups apart" in said.text
+
+
+def test_a_cluster_without_answers_keeps_its_place() -> None:
+    images = shades()
+    first, _ = METHODS["propagate"](model_of(), images, known(), settings=CPU)
+    before = predict(first, images).clusters
+    two = links([(0, 3), (0, 6), (1, 4), (1, 7)], [(0, 1)], 120)  # nothing of the third kind
+    second, log = METHODS["propagate"](first, images, two, settings=CPU)
+    assert log[-1]["groups"] == 2
+    assert (predict(second, images).clusters == before).mean() > 0.95
+
+
+def test_a_cluster_that_was_empty_stays_so_and_the_others_are_told() -> None:
+    images, model = shades(), model_of(4)
+    with torch.no_grad():
+        model.head.bias[3] = -1e3
+    placed, _ = METHODS["propagate"](model, images, known(), settings=CPU)
+    found = predict(placed, images)
+    assert scores(images.labels, found)["acc"] > 0.95
+    assert len(set(found.clusters.tolist())) == 3
+    assert np.isfinite(found.probabilities).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [({"n_neighbours": 0}, "n_neighbours is 0"), ({"reach": 1.0}, "reach is 1.0")]
+)
+def test_impossible_arguments_are_refused(change: dict[str, float], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        METHODS["propagate"](model_of(), shades(), known(), settings=CPU, **change)
+
+
+def test_constraints_over_other_images_are_refused() -> None:
+    with pytest.raises(InputError, match="over 90 images, not 120"):
+        METHODS["propagate"](model_of(), shades(), known(90), settings=CPU)
+
+
+def test_what_was_seen_once_gives_the_same_head_as_the_method() -> None:
+    images, model = shades(), model_of()
+    frozen = Frozen.of(model, images)
+    groups = known_groups(known())
+    for most in (50_000, 30):
+        placed, _ = METHODS["propagate"](model, images, known(), most_images=most, settings=CPU)
+        again = told(model, frozen, groups, most_images=most)
+        assert weights_hash(again) == weights_hash(placed)
+    np.testing.assert_allclose(frozen.probabilities(again), predict(again, images).probabilities, atol=1e-5)
+
+
+def test_the_scores_of_the_log_are_those_of_a_pass_over_the_images() -> None:
+    images = shades()
+    placed, log = METHODS["propagate"](model_of(), images, known(), settings=CPU)
+    assert log[-1]["acc"] == scores(images.labels, predict(placed, images))["acc"]

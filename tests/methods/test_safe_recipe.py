@@ -1,0 +1,225 @@
+"""The safe recipe: what was there is kept, bit for bit, unless held-out pairs say that the training is better."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.progress import Quiet
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.evaluation.judge import Judge, hide_images
+from constraintmatch.evaluation.metrics import predict, scores
+from constraintmatch.methods import METHODS, Context, Trained
+from constraintmatch.methods.safe_recipe import calm_head
+from constraintmatch.models.cluster_model import ClusterModel, build_model
+from constraintmatch.training.loop import TrainSettings
+from constraintmatch.training.run_folder import open_run, read_log
+
+N, K = 240, 4
+LABELS = np.arange(N) % K
+SETTINGS = TrainSettings(steps=30, lr=0.05, device="cpu", log_every=30, evaluate_every=10)
+RIGHT = Constraints.sample(LABELS, 300, seed=0)
+
+
+@pytest.fixture(scope="module")
+def blobs() -> ImageSet:
+    """240 embeddings of four kinds that lie well apart."""
+    rng = np.random.default_rng(0)
+    numbers = 4 * np.eye(K, 8)[LABELS] + rng.normal(size=(N, 8))
+    return ImageSet.from_arrays(numbers.astype(np.float32), labels=LABELS)
+
+
+def start(images: ImageSet, *, wrong: float = 0.3, sure: float = 3.0, seed: int = 0) -> ClusterModel:
+    """A head that points at the kinds, turned away from them by so much noise."""
+    mean, std = images.moments()
+    model = build_model(n_clusters=K, side=1, channels=8, mean=mean, std=std)
+    noise = torch.randn(K, 8, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        model.head.weight.copy_(sure * torch.eye(K, 8) + wrong * noise)
+        model.head.bias.zero_()
+    return model
+
+
+def train(
+    model: ClusterModel, images: ImageSet, pairs: Constraints, method: str = "constrained", **more: Any
+) -> Trained:
+    batch = {"pairs_per_step": 50, **({} if method == "constrained" else {"images_per_step": 40})}
+    return METHODS[method](
+        copy.deepcopy(model), images, pairs, **{"recipe": "safe", "settings": SETTINGS, **batch, **more}
+    )
+
+
+def acc(model: ClusterModel, images: ImageSet) -> float:
+    return scores(LABELS, predict(model, images))["acc"]
+
+
+def assert_unchanged(trained: ClusterModel, begun: ClusterModel) -> None:
+    before, after = begun.state_dict(), trained.state_dict()
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]), name
+
+
+# Pairs that cannot teach
+
+
+@pytest.mark.parametrize("method", ["constrained", "pseudo_label", "constraintmatch"])
+@pytest.mark.parametrize("link", [0, 1])
+def test_pairs_of_one_kind_leave_the_start_as_it_was(blobs: ImageSet, method: str, link: int) -> None:
+    begun = start(blobs)
+    found, log = train(begun, blobs, RIGHT.take(RIGHT.link == link), method)
+    assert_unchanged(found, begun)
+    assert (log[-1]["kind"], log[-1]["kept"], log[-1]["kept_step"]) == ("verdict", "the start", 0)
+    assert "to judge a training" in log[-1]["why"]
+
+
+def test_pairs_that_are_all_wrong_leave_the_start_and_it_is_said(blobs: ImageSet) -> None:
+    begun = start(blobs)
+    found, log = train(begun, blobs, RIGHT.flip(1.0, seed=0))
+    assert_unchanged(found, begun)
+    assert log[-1]["why"].startswith("the pairs say the opposite of what the images show")
+
+
+@pytest.mark.parametrize("link", [[1.0] * 100, [0.0] * 100, [0.0, 1.0] * 50])
+def test_one_pair_answered_a_hundred_times_is_one_pair(blobs: ImageSet, link: list[float]) -> None:
+    begun = start(blobs)
+    found, log = train(begun, blobs, Constraints.from_arrays([0] * 100, [1] * 100, link, n_images=N))
+    assert_unchanged(found, begun)
+    assert "to judge a training" in log[-1]["why"]
+
+
+def test_annotators_who_contradict_each_other_throughout_do_no_harm(blobs: ImageSet) -> None:
+    ends = (np.tile(side, 2) for side in (RIGHT.left, RIGHT.right))
+    link, who = np.concatenate([RIGHT.link, 1 - RIGHT.link]), ["one"] * len(RIGHT) + ["other"] * len(RIGHT)
+    begun = start(blobs)
+    found, log = train(begun, blobs, Constraints.from_arrays(*ends, link, n_images=N, annotator=who))
+    np.testing.assert_array_equal(predict(found, blobs).clusters, predict(begun, blobs).clusters)
+    assert max(abs(entry["held_out"]) for entry in log if entry["kind"] == "evaluation") < 0.01  # they say nothing
+
+
+def test_answers_at_random_do_no_harm(blobs: ImageSet) -> None:
+    begun = start(blobs)
+    assert acc(train(begun, blobs, RIGHT.flip(0.5, seed=1)).model, blobs) >= acc(begun, blobs) - 0.01
+
+
+# Trainings that ruin
+
+
+@pytest.mark.parametrize("method", ["constrained", "constraintmatch"])
+def test_a_training_that_would_ruin_the_start_keeps_it(blobs: ImageSet, method: str) -> None:
+    begun, ruinous = start(blobs), replace(SETTINGS, lr=1e6)
+    found, log = train(begun, blobs, RIGHT, method, settings=ruinous)
+    assert_unchanged(found, begun)
+    assert log[-1]["kept"] == "the start"
+    assert {entry["back_to"] for entry in log if entry["kind"] == "back"} == {0}
+    paper = train(begun, blobs, RIGHT, method, recipe="paper", settings=ruinous).model
+    assert acc(paper, blobs) < acc(begun, blobs) - 0.1
+
+
+def test_only_what_held_out_pairs_were_asked_about_is_kept(blobs: ImageSet) -> None:
+    """Of this start the head told by the training pairs is better, the one told by all of them far worse."""
+    begun = start(blobs, wrong=1.0)
+    found, log = train(begun, blobs, RIGHT, "constraintmatch", settings=replace(SETTINGS, lr=1e-9))
+    assert log[-1]["kept"] == "the head alone"
+    _, held_out = hide_images(RIGHT)
+    judge = Judge(held_out)
+    before, after = (judge.losses(predict(model, blobs).probabilities[judge.rows]) for model in (begun, found))
+    assert judge.compare(before, after).surely > 0
+    assert acc(found, blobs) > acc(begun, blobs)
+
+
+# Trainings that teach
+
+
+@pytest.mark.parametrize(("wrong", "seed"), [(2.0, 1), (3.0, 0)])
+def test_enough_right_pairs_mend_a_bad_start(blobs: ImageSet, wrong: float, seed: int) -> None:
+    begun = start(blobs, wrong=wrong, seed=seed)
+    before = {name: value.clone() for name, value in begun.state_dict().items()}
+    found, log = train(begun, blobs, RIGHT)
+    assert acc(found, blobs) > acc(begun, blobs) + 0.2
+    assert acc(found, blobs) > 0.95
+    verdict = log[-1]
+    assert verdict["kept"] in ("the head alone", f"the network of step {verdict['kept_step']}")
+    assert ("better than" in verdict["why"]) == (verdict["kept_step"] > 0)
+    assert all(torch.equal(value, before[name]) for name, value in begun.state_dict().items())
+
+
+def test_the_pairs_that_are_held_out_are_never_trained_on(blobs: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Constraints] = []
+    whole = METHODS["constrained"].__globals__["train_by_recipe"].__globals__
+    trained = whole["train_task"]
+
+    def spy(model: ClusterModel, images: ImageSet, task: Any, *rest: Any) -> Any:
+        seen.append(task.constraints)
+        return trained(model, images, task, *rest)
+
+    monkeypatch.setitem(whole, "train_task", spy)
+    train(start(blobs), blobs, RIGHT)
+    training, held_out = hide_images(RIGHT.merged())
+    assert len(held_out) > 40
+    np.testing.assert_array_equal(seen[0].left, training.left)
+    used = {*seen[0].left.tolist(), *seen[0].right.tolist()}
+    assert not any({one, other} <= used for one, other in zip(held_out.left, held_out.right, strict=True))
+
+
+def test_the_safe_recipe_tells_whoever_watches_and_the_run_folder(blobs: ImageSet, tmp_path: Any) -> None:
+    said: list[str] = []
+
+    class Ears(Quiet):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    with open_run(tmp_path, {}) as run:
+        log = train(start(blobs), blobs, RIGHT.flip(1.0, seed=0), context=Context(run=run, reporter=Ears())).log
+    assert read_log(tmp_path)[-1] == log[-1]
+    assert said == [f"kept the start: {log[-1]['why']}"]
+
+
+# What looks wrong
+
+
+def test_pairs_that_look_wrong_are_the_planted_ones(blobs: ImageSet) -> None:
+    pairs = RIGHT.merged()
+    wrong = np.array([3, 50, 101, 200, 222])
+    link = pairs.link.copy()
+    link[wrong] = 1 - link[wrong]
+    still = replace(SETTINGS, steps=2, lr=1e-9)
+    verdict = train(start(blobs, sure=5.0, wrong=0.0), blobs, replace(pairs, link=link), settings=still).log[-1]
+    planted = {(int(pairs.left[at]), int(pairs.right[at]), float(link[at])) for at in wrong}
+    found = [tuple(pair.values()) for pair in verdict["doubtful"]]
+    assert set(found[: len(wrong)]) == planted
+    share = {kind: np.isin(np.flatnonzero(link == kind), wrong).mean() for kind in (0, 1)}
+    assert verdict["wrong_must_links"] == pytest.approx(share[1], abs=0.03)
+    assert verdict["wrong_cannot_links"] == pytest.approx(share[0], abs=0.03)
+
+
+def test_right_pairs_do_not_look_wrong(blobs: ImageSet) -> None:
+    assert train(start(blobs), blobs, RIGHT).log[-1]["doubtful"] == []
+
+
+# The head that begins to learn
+
+
+def test_a_calmed_head_has_the_same_clusters_and_is_less_sure(blobs: ImageSet) -> None:
+    begun = start(blobs, sure=8.0, wrong=0.0)
+    calm = calm_head(copy.deepcopy(begun), blobs)
+    before, after = predict(begun, blobs), predict(calm, blobs)
+    assert before.confidence.mean() > 0.99
+    assert 0.8 < after.confidence.mean() <= 0.85
+    np.testing.assert_array_equal(after.clusters, before.clusters)
+
+
+def test_a_head_that_is_unsure_stays_as_it_is(blobs: ImageSet) -> None:
+    unsure = start(blobs, sure=0.2, wrong=0.0)
+    assert predict(unsure, blobs).confidence.mean() < 0.85
+    assert_unchanged(calm_head(copy.deepcopy(unsure), blobs), unsure)
+
+
+def test_an_unknown_recipe_is_refused(blobs: ImageSet) -> None:
+    with pytest.raises(InputError, match="unknown recipe 'brave'; known are safe, paper"):
+        train(start(blobs), blobs, RIGHT, recipe="brave")

@@ -1,0 +1,128 @@
+"""BatchNorm that keeps batches apart: the same as torch's on each batch by itself, values, gradients and statistics."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+from constraintmatch.models.batch_norm import BatchNorm, apart, can_keep_apart, passes
+from constraintmatch.models.cluster_model import build_model
+
+SIZES = [(4, 6), (4, 4), (2, 6, 5), (5,), (6, 2)]
+
+
+def images(n: int, seed: int, channels: int = 3, side: int = 5) -> Tensor:
+    """Images far from zero, as sums of squares would lose them."""
+    made = torch.randn((n, channels, side, side), generator=torch.Generator().manual_seed(seed))
+    return (2 * made + 30).contiguous(memory_format=torch.channels_last)
+
+
+def norm_like(own: BatchNorm) -> nn.BatchNorm2d:
+    theirs = nn.BatchNorm2d(own.num_features)
+    theirs.load_state_dict(own.state_dict())
+    return theirs
+
+
+def fresh_norm() -> BatchNorm:
+    norm = BatchNorm(3)
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([0.5, 1.0, -2.0]))
+        norm.bias.copy_(torch.tensor([1.0, 0.0, 3.0]))
+    return norm
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_parts_are_normed_like_batches_of_their_own(sizes: tuple[int, ...]) -> None:
+    ours = fresh_norm().double()
+    theirs = norm_like(ours).double()
+    joint = images(sum(sizes), 0).double().requires_grad_()
+    single = joint.detach().clone().requires_grad_()
+    weights = images(sum(sizes), 1)
+    with apart(ours, sizes):
+        found = ours(joint)
+    expected = torch.cat([theirs(part) for part in single.split(sizes)])
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    pairs = [(found, expected), (joint.grad, single.grad), (ours.weight.grad, theirs.weight.grad)]
+    pairs += [(ours.bias.grad, theirs.bias.grad)]
+    pairs += [(getattr(ours, name), getattr(theirs, name)) for name in ("running_mean", "running_var")]
+    for left, right in pairs:
+        torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-9)
+
+
+def test_one_batch_is_normed_as_by_torch() -> None:
+    ours = fresh_norm()
+    theirs = norm_like(ours)
+    for step in range(3):
+        assert torch.equal(ours(images(8, step)), theirs(images(8, step)))
+    with apart(ours.eval(), (3, 5)):  # parts matter while training only
+        assert torch.equal(ours(images(8, 9)), theirs.eval()(images(8, 9)))
+    assert torch.equal(ours.running_var, theirs.running_var)
+
+
+def test_halves_and_layout_survive() -> None:
+    norm = fresh_norm()
+    with apart(norm, (2, 6)):
+        found = norm(images(8, 0).bfloat16())
+    assert found.dtype == torch.bfloat16
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("backbone", ["tiny", "resnet18"])
+def test_a_joint_pass_says_what_single_passes_say(backbone: str) -> None:
+    joint = build_model(n_clusters=3, side=8, backbone=backbone).train().double()
+    single = copy.deepcopy(joint)
+    batches = [torch.randint(0, 256, (n, 3, 8, 8), dtype=torch.uint8) for n in (4, 8)]
+    found = passes(joint, joint, *batches, joint=True)
+    expected = passes(single, single, *batches, joint=False)
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
+    for left, right in zip(joint.buffers(), single.buffers(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
+    mixed = joint(torch.cat(batches))  # outside nothing is kept apart
+    assert not torch.allclose(mixed[:4], found[0], atol=1e-2)
+
+
+def test_a_joint_pass_takes_one_call_of_the_network() -> None:
+    model = build_model(n_clusters=3, side=8, backbone="tiny").train()
+    sizes = []
+
+    def network(batch: Tensor) -> Tensor:
+        sizes.append(len(batch))
+        return model(batch)
+
+    batches = [torch.zeros((n, 3, 8, 8), dtype=torch.uint8) for n in (4, 8)]
+    passes(network, model, *batches, joint=True)
+    passes(network, model, *batches, joint=False)
+    model.backbone.append(nn.BatchNorm1d(model.width))  # not ours: its statistics would be mixed
+    passes(network, model, *batches, joint=True)
+    assert sizes == [12, 4, 8, 4, 8]
+
+
+def test_norms_of_others_are_not_kept_apart() -> None:
+    assert can_keep_apart(nn.Sequential(nn.Conv2d(3, 3, 1), BatchNorm(3)))
+    assert can_keep_apart(nn.LayerNorm(3))
+    assert not can_keep_apart(nn.Sequential(BatchNorm(3), nn.BatchNorm1d(3)))
+    assert not can_keep_apart(nn.BatchNorm2d(3))
+
+
+def test_parts_are_forgotten_when_a_pass_fails() -> None:
+    norm = fresh_norm()
+    with pytest.raises(RuntimeError), apart(norm, (2, 2)):
+        norm(images(7, 0))
+    assert norm.parts == ()
+
+
+def test_both_kinds_of_pass_are_compiled_once() -> None:
+    model = build_model(n_clusters=3, side=8, backbone="tiny").train()
+    plain, counter = copy.deepcopy(model), CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=counter)
+    batches = [torch.randint(0, 256, (n, 3, 8, 8), dtype=torch.uint8) for n in (4, 8)]
+    for _ in range(3):  # a single pass before the first joint one, as in a step
+        found = [compiled(batches[1]), *passes(compiled, model, *batches, joint=True)]
+        expected = [plain(batches[1]), *passes(plain, plain, *batches, joint=True)]
+        for left, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(left, right)
+    assert counter.frame_count == 2

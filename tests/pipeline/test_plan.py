@@ -1,0 +1,67 @@
+"""What a training is asked, completed from records: recipes that came up after a run was made."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.progress import Quiet
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.datasets import load_dataset
+from constraintmatch.models.cluster_model import build_model, save_model
+from constraintmatch.pipeline.plan import Plan, Train, plan_training
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    digits = load_dataset("digits", "train")
+    assert digits.labels is not None
+    Constraints.sample(digits.labels, 60, seed=0).write(tmp_path / "pairs.csv", names=digits.names)
+    save_model(build_model(n_clusters=10, side=8, channels=1), tmp_path / "start")
+    return tmp_path / "pairs.csv"
+
+
+def planned(pairs: Path, **more: object) -> Plan:
+    asked = {"data": "digits", "pairs": pairs, "model": pairs.with_name("start"), "out": pairs.with_name("run")}
+    return plan_training(Train(**{**asked, "settings": {"device": "cpu"}, **more}), Quiet())  # type: ignore[arg-type]
+
+
+def test_a_training_is_safe_unless_it_is_asked_otherwise(pairs: Path) -> None:
+    assert planned(pairs).arguments["recipe"] == "safe"
+    assert planned(pairs, arguments={"recipe": "paper"}).arguments["recipe"] == "paper"
+    with pytest.raises(InputError, match="unknown recipe 'bold'; known are safe, paper"):
+        planned(pairs, arguments={"recipe": "bold"})
+
+
+@pytest.mark.parametrize(("recorded", "recipe"), [({}, "paper"), ({"recipe": "safe"}, "safe")])
+def test_a_run_of_before_there_were_recipes_is_repeated_by_the_papers(
+    pairs: Path, recorded: dict[str, str], recipe: str
+) -> None:
+    record = {
+        "method": "constraintmatch",
+        "data": {"source": "digits", "start": {"model": str(pairs.with_name("start"))}},
+        "model": {"n_clusters": 10, "backbone": "tiny"},
+        "views": {"flip": False, "without": []},
+        "arguments": {"pseudo_weight": 0.5, **recorded},
+        "settings": {"steps": 7},
+    }
+    file = pairs.with_name("run.json")
+    file.write_text(json.dumps({"request": record}))
+    plan = planned(pairs, data=None, model=None, from_run=file)
+    assert (plan.config.arguments["recipe"], plan.config.arguments["pseudo_weight"], plan.config.settings.steps) == (
+        recipe,
+        0.5,
+        7,
+    )
+
+
+def test_contradictions_are_left_out_by_the_safe_recipe_and_refused_by_the_papers(pairs: Path) -> None:
+    first = pairs.read_text().splitlines()[1].split(",")
+    with pairs.open("a") as file:
+        file.write(",".join([first[0], first[1], str(1 - float(first[2])), *first[3:]]) + "\n")
+    kept = planned(pairs).pairs
+    assert kept is not None
+    assert len(kept.training) == 60
+    with pytest.raises(InputError, match="contradict"):
+        planned(pairs, arguments={"recipe": "paper"})

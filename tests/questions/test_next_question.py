@@ -1,0 +1,584 @@
+"""Questions: what answers say, what is never asked, who stands for a kind, and that choosing is worth it."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+from constraintmatch._internal.errors import InputError
+from constraintmatch.questions.answers import known_from, links_of, stated_constraints
+from constraintmatch.questions.belief import ranks, spread
+from constraintmatch.questions.exemplars import find_exemplars
+from constraintmatch.questions.next_question import (
+    NONE,
+    UNSURE,
+    Answer,
+    Belief,
+    Question,
+    certain_share,
+    implied_groups,
+    landscape_of,
+    next_questions,
+    question_about,
+)
+from constraintmatch.questions.simulated_annotator import LabelOracle
+
+few = settings(max_examples=20, deadline=None)
+KINDS: Any = st.sampled_from(["which", "pair"])
+CHOICES: Any = st.sampled_from(["recommended", "uncertain", "random"])
+
+
+def generator(seed: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(seed))
+
+
+def blobs(
+    sizes: Sequence[int], *, seed: int = 0, noise: float = 0.4, model: bool = True
+) -> tuple[Belief, NDArray[np.int64]]:
+    """Images around one centre for each class, and a model that sees soft, noisy distances from the centres."""
+    random = generator(seed)
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    centres = random.standard_normal((len(sizes), 16))
+    features = centres[labels] + noise * random.standard_normal((len(labels), 16)) * np.sqrt(2)
+    logits = -((features[:, None] - centres) ** 2).sum(2) / 4 + random.standard_normal((len(labels), len(sizes)))
+    shares = np.exp(logits - logits.max(1, keepdims=True))
+    return Belief.of(features, shares / shares.sum(1, keepdims=True) if model else None), labels
+
+
+def crisp(clusters: Sequence[int], features: NDArray[np.float64] | None = None) -> Belief:
+    """A model that is nearly certain of these clusters; features that say the same unless they are given."""
+    shares = np.full((len(clusters), max(clusters) + 1), 0.01)
+    shares[np.arange(len(clusters)), clusters] = 0.9
+    jitter = 0.05 * generator(0).standard_normal(shares.shape)
+    return Belief.of(shares + jitter if features is None else features, shares / shares.sum(1, keepdims=True))
+
+
+def ask(
+    belief: Belief, oracle: Callable[[Question], Answer], n: int, *, batch: int = 5, **options: Any
+) -> list[Answer]:
+    """Up to n answers, asked in batches until nothing is left."""
+    answers: list[Answer] = []
+    landscape = landscape_of(belief.features)
+    while len(answers) < n:
+        questions = next_questions(belief, answers, min(batch, n - len(answers)), landscape=landscape, **options)
+        if not questions:
+            break
+        answers += map(oracle, questions)
+    return answers
+
+
+def until_all_are_seen(answers: Sequence[Answer], labels: NDArray[np.int64]) -> int:
+    """How many questions it took until each label had been asked about or shown."""
+    seen: set[int] = set()
+    for n, answer in enumerate(answers, 1):
+        seen.update(labels[[answer.question.image, *answer.question.shown]].tolist())
+        if len(seen) == labels.max() + 1:
+            return n
+    return len(answers) + 1
+
+
+# What answers say
+
+
+def test_a_chosen_image_is_one_must_link_and_the_others_are_cannot_links() -> None:
+    left, right, link = links_of([Answer(Question(9, (1, 2, 3, 4, 5)), 2)])
+    assert left.tolist() == [9] * 5
+    assert right.tolist() == [1, 2, 3, 4, 5]
+    assert link.tolist() == [0, 0, 1, 0, 0]
+
+
+def test_none_of_these_is_all_cannot_links_and_unsure_says_nothing() -> None:
+    left, right, link = links_of([Answer(Question(9, (1, 2)), NONE), Answer(Question(8, (1, 2)), UNSURE)])
+    assert (left.tolist(), right.tolist(), link.tolist()) == ([9, 9], [1, 2], [0, 0])
+    assert [column.size for column in links_of([])] == [0, 0, 0]
+
+
+def test_a_question_of_one_image_is_a_pair() -> None:
+    assert Question(0, (1,)).kind == "pair"
+    assert Question(0, (1, 2)).kind == "which"
+
+
+@pytest.mark.parametrize(
+    ("image", "shown", "choice", "says"),
+    [
+        (0, (), 0, "1 to 5 images"),
+        (0, (1, 2, 3, 4, 5, 6), 0, "1 to 5 images"),
+        (0, (0, 1), 0, "stand there once"),
+        (0, (1, 1), 0, "stand there once"),
+        (-1, (1, 2), 0, "count from 0"),
+        (0, (1, 2), 2, "use 0 to 1"),
+        (0, (1, 2), -3, "use 0 to 1"),
+    ],
+)
+def test_impossible_questions_and_answers_are_refused(
+    image: int, shown: tuple[int, ...], choice: int, says: str
+) -> None:
+    with pytest.raises(InputError, match=says):
+        Answer(Question(image, shown), choice)
+
+
+def test_an_answer_about_an_image_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(InputError, match="image 10 does not exist"):
+        stated_constraints([Answer(Question(3, (10,)), 0)], 10)
+
+
+answers_by_labels = st.builds(
+    lambda labels, rows: [
+        LabelOracle(np.array(labels), error=0).answer(Question(row[0], tuple(row[1:]))) for row in rows
+    ],
+    st.lists(st.integers(0, 3), min_size=12, max_size=12),
+    st.lists(st.permutations(range(12)).map(lambda rows: rows[:4]), max_size=12),
+)
+
+
+@few
+@given(answers_by_labels)
+def test_groups_are_what_must_links_join(answers: list[Answer]) -> None:
+    joined = [{image} for image in range(12)]
+    for one, other, link in zip(*links_of(answers), strict=True):
+        if link == 1:
+            union = joined[one] | joined[other]
+            for image in union:
+                joined[image] = union
+    group = implied_groups(answers, 12)
+    for image in range(12):
+        expected = joined[image] if len(joined[image]) > 1 else set()
+        assert set(np.flatnonzero((group == group[image]) & (group >= 0)).tolist()) == expected
+
+
+@few
+@given(answers_by_labels)
+def test_true_answers_never_contradict_each_other_even_where_two_of_a_kind_were_shown(answers: list[Answer]) -> None:
+    constraints = stated_constraints(answers, 12)
+    assert not len(constraints.conflict_rows())
+    assert constraints.n_must_links == sum(answer.choice >= 0 for answer in answers)
+
+
+def test_a_contradiction_does_not_stop_the_questions() -> None:
+    belief, _ = blobs([10, 10])
+    answers = [Answer(Question(0, (1,)), 0), Answer(Question(1, (2,)), 0), Answer(Question(0, (2,)), NONE)]
+    assert implied_groups(answers, 20)[0] != implied_groups(answers, 20)[2]
+    assert next_questions(belief, answers, 3)
+
+
+# What is never asked
+
+
+@few
+@given(KINDS, CHOICES, st.integers(0, 1000), st.booleans(), st.integers(1, 5), st.sampled_from([0.0, 0.2]))
+def test_what_the_answers_settle_is_never_asked(
+    kind: Any, choose: Any, seed: int, model: bool, width: int, error: float
+) -> None:
+    belief, labels = blobs([12, 9, 6, 2], seed=seed, model=model)
+    oracle, answers = LabelOracle(labels, error=error, unsure=0.1, seed=seed), list[Answer]()
+    for _ in range(8):
+        known = known_from(answers, len(belief), soon=10)
+        questions = next_questions(
+            belief, answers, 4, kind=kind, choose=choose, n_images_per_question=width, seed=seed, soon=10
+        )
+        assert len(questions) <= 4
+        assert questions or answers  # the first round has some
+        for question in questions:
+            assert 0 < len(question.shown) <= (1 if kind == "pair" else width)
+            assert not any(known.settled(question.image, shown) for shown in question.shown)
+            assert len(set(known.component[list(question.shown)].tolist())) == len(question.shown)
+            assert question.image not in known.resting
+        pairs = [frozenset((q.image, shown)) for q in questions for shown in q.shown]
+        assert len(pairs) == len(set(pairs))
+        answers += map(oracle.answer, questions)
+
+
+@few
+@given(KINDS, CHOICES, st.integers(0, 1000))
+def test_the_same_inputs_give_the_same_questions(kind: Any, choose: Any, seed: int) -> None:
+    belief, labels = blobs([8, 8, 8], seed=seed)
+    oracle = LabelOracle(labels, error=0.1)
+    first, second = (ask(belief, oracle.answer, 12, kind=kind, choose=choose, seed=seed) for _ in range(2))
+    assert first == second
+
+
+@few
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(0, 1000), st.booleans(), KINDS)
+def test_asked_to_the_end_the_groups_are_the_labels(sizes: list[int], seed: int, model: bool, kind: Any) -> None:
+    belief, labels = blobs(sizes, seed=seed, noise=1.0, model=model)
+    answers = ask(belief, LabelOracle(labels, error=0).answer, 2_000, kind=kind)
+    known = known_from(answers, len(belief), soon=0)
+    one, other = np.triu_indices(len(belief), 1)
+    assert ((known.component[one] == known.component[other]) == (labels[one] == labels[other])).all()
+    assert all(known.settled(i, j) for i, j in zip(one.tolist(), other.tolist(), strict=True))
+
+
+def test_an_exemplar_that_is_excluded_is_not_shown_and_the_others_follow() -> None:
+    belief = crisp([0] * 6 + [1] * 6 + [2] * 6)
+    answers = ask(belief, LabelOracle(np.repeat(np.arange(3), 6), error=0).answer, 3)
+    image = next_questions(belief, answers, 1)[0].image
+    first = next_questions(belief, answers, 1, candidates=[image], n_images_per_question=2)[0]
+    second = next_questions(belief, [*answers, Answer(first, NONE)], 1, candidates=[image], n_images_per_question=2)[0]
+    assert second.image == image
+    assert not set(first.shown) & set(second.shown)
+    assert len(second.shown) == 1
+
+
+def test_unsure_is_not_asked_again_soon_but_later() -> None:
+    belief, labels = blobs([30, 30])
+    oracle = LabelOracle(labels, error=0)
+    answers = ask(belief, oracle.answer, 5)
+    doubtful = next_questions(belief, answers, 1)[0]
+    answers.append(Answer(doubtful, UNSURE))
+    for _ in range(6):
+        question = next_questions(belief, answers, 1, soon=7)[0]
+        assert question.image != doubtful.image
+        answers.append(oracle.answer(question))
+    assert not next_questions(belief, answers, 1, soon=7, candidates=[doubtful.image])
+    answers.append(oracle.answer(next_questions(belief, answers, 1, soon=7)[0]))
+    assert next_questions(belief, answers, 1, soon=7, candidates=[doubtful.image])
+
+
+@pytest.mark.parametrize("choose", ["recommended", "uncertain", "random"])
+@pytest.mark.parametrize("kind", ["which", "pair"])
+def test_questions_that_wait_for_an_answer_are_not_made_again_and_nobody_runs_dry(kind: Any, choose: Any) -> None:
+    belief, _ = blobs([20, 20, 20])
+    waiting: list[Question] = []
+    for _ in range(6):
+        questions = next_questions(belief, [], 4, kind=kind, choose=choose, waiting=waiting)
+        assert questions
+        assert not {question.image for question in questions} & {question.image for question in waiting}
+        waiting += questions
+
+
+@few
+@given(KINDS, CHOICES, st.sets(st.integers(0, 29), max_size=6))
+def test_only_candidates_are_asked_about(kind: Any, choose: Any, rows: set[int]) -> None:
+    belief, _ = blobs([10, 10, 10])
+    questions = next_questions(belief, [], 8, kind=kind, choose=choose, candidates=sorted(rows))
+    assert {question.image for question in questions} <= rows
+    assert questions or not rows
+
+
+def test_random_pairs_are_random_and_depend_on_the_seed() -> None:
+    belief, labels = blobs([100] * 5)
+    questions = next_questions(belief, [], 400, kind="pair", choose="random", seed=1)
+    same = [labels[question.image] == labels[question.shown[0]] for question in questions]
+    assert len({question.image for question in questions}) == 400  # without replacement, as the paper draws
+    assert 0.12 < np.mean(same) < 0.28  # 99 / 499; four standard deviations are 0.08
+    assert questions != next_questions(belief, [], 400, kind="pair", choose="random", seed=2)
+
+
+def test_random_questions_go_on_where_they_stopped() -> None:
+    belief, labels = blobs([20, 20])
+    oracle = LabelOracle(labels, error=0)
+    asked = [answer.question.image for answer in ask(belief, oracle.answer, 20, batch=5, choose="random")]
+    at_once = [question.image for question in next_questions(belief, [], 20, choose="random")]
+    assert asked == at_once
+
+
+# Exemplars
+
+
+def exemplars(belief: Belief, answers: Sequence[Answer]) -> Any:
+    return find_exemplars(belief, known_from(answers, len(belief), soon=0), landscape_of(belief.features))
+
+
+def test_before_any_answer_the_most_central_image_stands_for_each_cluster() -> None:
+    belief, _ = blobs([20, 30, 25])
+    found = exemplars(belief, [])
+    clusters = belief.clusters
+    assert clusters is not None
+    assert belief.probabilities is not None
+    for cluster, image in enumerate(found.image.tolist()):
+        members = np.flatnonzero(clusters == cluster)
+        centre = (belief.probabilities[members, cluster, None] * belief.features[members]).sum(0)
+        assert image == members[np.argmax(belief.features[members] @ centre)]
+
+
+def test_two_clusters_that_are_one_group_get_one_exemplar() -> None:
+    belief = crisp([0] * 8 + [1] * 8 + [2] * 8)
+    oracle = LabelOracle(np.array([0] * 16 + [1] * 8), error=0)  # clusters 0 and 1 are the same kind
+    found = exemplars(belief, ask(belief, oracle.answer, 3))
+    assert sorted(oracle.labels[found.image].tolist()) == [0, 1]
+    assert found.home[exemplars(belief, []).image[:2]].tolist() == [found.home[found.image[0]]] * 2
+
+
+def test_a_cluster_with_two_groups_gets_a_second_exemplar() -> None:
+    random = generator(3)
+    place = np.repeat([[0.0, 0, 1], [1, 0, 0.3], [1, 0.6, 0]], 8, axis=0)
+    belief = crisp([0] * 8 + [1] * 16, place + 0.02 * random.standard_normal((24, 3)))
+    labels = np.repeat([0, 1, 2], 8)
+    assert len(exemplars(belief, [])) == 2
+    answers = ask(belief, LabelOracle(labels, error=0).answer, 6, batch=1)
+    found = exemplars(belief, answers)
+    assert sorted(labels[found.image].tolist()) == [0, 1, 2]
+
+
+def test_an_image_that_fits_nothing_becomes_an_exemplar_only_when_all_are_excluded() -> None:
+    labels = np.repeat(np.arange(8), 5)
+    belief = crisp(labels.tolist())
+    odd = np.append(labels, 8)
+    grown = Belief.of(
+        np.vstack([belief.features, belief.features.mean(0)]),
+        np.vstack([belief.probabilities, np.full((1, 8), 1 / 8)]),  # type: ignore[list-item]
+    )
+    oracle = LabelOracle(odd, error=0)
+    answers = ask(grown, oracle.answer, 8, candidates=range(40))
+    for n_exemplars, n_shown in ((8, 5), (8, 3), (9, None)):
+        found = exemplars(grown, answers)
+        assert len(found) == n_exemplars
+        assert (40 in found.image) == (n_exemplars == 9)
+        question = question_about(grown, answers, 40)
+        assert n_shown is None or (question is not None and len(question.shown) == n_shown)
+        if question is not None:
+            answers.append(oracle.answer(question))
+
+
+def test_a_group_is_shown_by_its_most_typical_member() -> None:
+    belief, _ = blobs([30, 30], noise=0.8)
+    group = [3, 7, 11, 15]
+    answers = [Answer(Question(group[0], (other,)), 0) for other in group[1:]]
+    found = exemplars(belief, answers)
+    centre = belief.features[group].mean(0)
+    centre /= np.linalg.norm(centre)
+    typical = landscape_of(belief.features).density[group] + belief.features[group] @ centre
+    assert group[int(np.argmax(typical))] in found.image
+    assert len(set(found.home[group].tolist())) == 1
+
+
+def test_many_groups_of_two_do_not_all_become_exemplars() -> None:
+    belief, _ = blobs([300, 300])
+    answers = [Answer(Question(image, (image + 1,)), 0) for image in range(0, 500, 2)]
+    assert len(exemplars(belief, answers)) == 100
+    questions = next_questions(belief, answers, 200, choose="random")
+    component = known_from(answers, 600, soon=0).component
+    assert len({int(component[question.image]) for question in questions}) == len(questions) == 200
+
+
+def test_the_larger_group_stands_first() -> None:
+    belief, labels = blobs([30, 30, 30], noise=0.8)
+    answers = ask(belief, LabelOracle(labels, error=0).answer, 40)
+    size = known_from(answers, 90, soon=0).size
+    component = known_from(answers, 90, soon=0).component
+    questions = next_questions(belief, answers, 10)
+    assert max(len(question.shown) for question in questions) > 1
+    for question in questions:
+        sizes = size[component[list(question.shown)]].tolist()
+        assert sizes == sorted(sizes, reverse=True)
+
+
+# The recommended choice
+
+
+def test_the_warm_up_holds_each_cluster_against_its_nearest() -> None:
+    belief = crisp(np.repeat(np.arange(12), 6).tolist())
+    first = exemplars(belief, []).image.tolist()
+    answers: list[Answer] = []
+    oracle = LabelOracle(np.repeat(np.arange(12), 6), error=0)
+    while set(batch := [question.image for question in next_questions(belief, answers, 4)]) <= set(first):
+        assert len(batch) <= 4
+        answers += [oracle.answer(question) for question in next_questions(belief, answers, 4)]
+        assert len(answers) <= 12, "one question for each cluster is enough"
+    assert len(first) == 12
+    known = known_from(answers, 72, soon=0)
+    for image in first:
+        assert sum(known.settled(image, other) for other in first if other != image) >= 5
+
+
+def test_recommended_images_are_harder_denser_and_further_apart_than_random_ones() -> None:
+    belief, labels = blobs([150] * 4, noise=0.9)
+    oracle, landscape = LabelOracle(labels, error=0), landscape_of(belief.features)
+    answers = ask(belief, oracle.answer, 4)
+    rows = {
+        choose: [question.image for question in next_questions(belief, answers, 40, choose=choose)]
+        for choose in ("recommended", "uncertain", "random")
+    }
+
+    def margin(images: list[int]) -> float:
+        assert belief.probabilities is not None
+        second, best = np.sort(belief.probabilities[images], axis=1)[:, -2:].T
+        return float((best - second).mean())
+
+    def closest(images: list[int]) -> float:
+        similar = belief.features[images] @ belief.features[images].T
+        return float((similar - 2 * np.eye(len(images))).max(1).mean())
+
+    assert margin(rows["recommended"]) < 0.8 * margin(rows["random"])
+    assert landscape.density[rows["recommended"]].mean() > landscape.density[rows["uncertain"]].mean() + 0.01
+    assert closest(rows["recommended"]) < closest(rows["uncertain"]) - 0.01
+
+
+def test_recommended_finds_all_kinds_with_fewer_questions_than_random() -> None:
+    n_asked: dict[str, list[int]] = {"recommended": [], "random": []}
+    n_grouped: dict[str, list[int]] = {"recommended": [], "random": []}
+    for seed in range(4):
+        belief, labels = blobs([200] * 6 + [60] * 4 + [15] * 2, seed=seed, noise=0.5, model=False)
+        for choose in n_asked:
+            answers = ask(belief, LabelOracle(labels, error=0).answer, 150, choose=choose, seed=seed)
+            n_asked[choose].append(until_all_are_seen(answers, labels))
+            n_grouped[choose].append(len(set(labels[implied_groups(answers, len(belief)) >= 0].tolist())))
+    assert sum(n_asked["recommended"]) < 0.5 * sum(n_asked["random"])  # single draws are lucky at times: 41 against 65
+    assert sum(n_grouped["recommended"]) > sum(n_grouped["random"]) + 4  # at random nobody follows up what fits nothing
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_recommended_exemplars_cover_more_kinds_than_random_ones_where_clusters_are_wrong(seed: int) -> None:
+    belief, labels = blobs([60] * 12, seed=seed, noise=0.7)
+    assert belief.probabilities is not None
+    muddled = belief.probabilities @ np.kron(np.eye(6), np.ones((2, 1)))  # every cluster holds two kinds
+    belief = Belief(belief.features, muddled.astype(np.float32))
+    covered = {
+        choose: set(
+            labels[exemplars(belief, ask(belief, LabelOracle(labels, error=0).answer, 60, choose=choose)).image]
+        )
+        for choose in ("recommended", "random")
+    }
+    assert len(covered["recommended"]) >= 11
+    assert len(covered["random"]) <= 9
+
+
+# What is certain, and a question of one's own
+
+
+def test_certain_are_the_grouped_and_the_confident_in_a_cluster_of_one_group() -> None:
+    clusters = [0] * 4 + [1] * 4 + [2] * 2
+    belief = crisp(clusters)
+    assert belief.probabilities is not None
+    belief.probabilities[1] = [0.6, 0.2, 0.2]  # not confident
+    answers = [Answer(Question(0, (2,)), 0), Answer(Question(4, (5, 0)), 0), Answer(Question(6, (7,)), 0)]
+    assert certain_share(belief, [], min_confidence=0.8) == 0
+    # cluster 0: images 0, 2 grouped and 3 confident; cluster 1: two groups of two, all grouped; cluster 2: nobody
+    assert certain_share(belief, answers, min_confidence=0.8) == pytest.approx(0.7)
+    assert certain_share(belief, answers, min_confidence=0.99) == pytest.approx(0.6)
+    assert certain_share(Belief(belief.features), answers) == pytest.approx(0.6)
+
+
+def test_two_groups_in_one_cluster_leave_the_rest_of_it_uncertain() -> None:
+    belief = crisp([0] * 8 + [1] * 2)
+    answers = [Answer(Question(0, (1,)), 0), Answer(Question(2, (3, 0)), 0)]
+    assert certain_share(belief, answers, min_confidence=0.5) == pytest.approx(0.4)
+
+
+def test_a_person_can_ask_about_one_image() -> None:
+    belief, labels = blobs([15, 15, 15])
+    answers = ask(belief, LabelOracle(labels, error=0).answer, 10)
+    group = implied_groups(answers, 45)
+    loose = int(np.flatnonzero(group < 0)[0])
+    question = question_about(belief, answers, loose)
+    assert question is not None
+    assert question.image == loose
+    placed = next(i for i in np.flatnonzero(group >= 0).tolist() if i not in exemplars(belief, answers).image)
+    assert question_about(belief, answers, placed) is None
+    with pytest.raises(InputError, match="image 45 does not exist"):
+        question_about(belief, answers, 45)
+
+
+# The landscape
+
+
+def test_density_is_the_mean_cosine_with_the_nearest_neighbours() -> None:
+    belief, _ = blobs([40, 25])
+    similar = belief.features @ belief.features.T - 9 * np.eye(65, dtype=np.float32)
+    expected = np.sort(similar, axis=1)[:, -20:].mean(1)
+    np.testing.assert_allclose(landscape_of(belief.features).density, expected, rtol=1e-5)
+
+
+def test_the_density_of_many_images_is_near_the_exact_one() -> None:
+    features = Belief.of(generator(0).standard_normal((12_000, 6)) + np.array([2, 0, 0, 0, 0, 0])).features
+    some = np.arange(0, 12_000, 60)
+    exact = np.sort(features[some] @ features.T, axis=1)[:, -21:-1].mean(1)
+    assert np.corrcoef(landscape_of(features).density[some], exact)[0, 1] > 0.98
+
+
+@few
+@given(st.lists(st.integers(-5, 5), min_size=1, max_size=30))
+def test_ranks_are_those_of_scipy(values: list[int]) -> None:
+    expected = [(rank - 1) / max(len(values) - 1, 1) for rank in rankdata(values).tolist()]
+    assert ranks(np.array(values, np.float32)).tolist() == pytest.approx(expected)
+
+
+@few
+@given(st.integers(1, 12), st.integers(0, 4), st.integers(0, 1000))
+def test_spread_takes_the_best_of_score_and_distance_each_time(n: int, n_taken: int, seed: int) -> None:
+    random = generator(seed)
+    features = Belief.of(random.standard_normal((15, 4))).features
+    score, taken = random.random(15).astype(np.float32), Belief.of(random.standard_normal((n_taken, 4))).features
+    chosen: list[int] = []
+    for row in spread(features, score, n, taken=taken, weight=2.0).tolist():
+        before = np.vstack([taken, features[chosen]])
+        distance = 1 - (features @ before.T).max(1, initial=-1)
+        left = [other for other in range(15) if other not in chosen]
+        total = score + 2 * distance / distance[left].max()
+        assert total[row] >= total[left].max() - 1e-5
+        chosen.append(row)
+    assert len(set(chosen)) == n
+
+
+def test_features_are_brought_to_length_1_and_bad_ones_refused() -> None:
+    belief = Belief.of([[3, 4], [0, 0]])
+    np.testing.assert_allclose(belief.features, np.array([[0.6, 0.8], [0, 0]]), rtol=1e-6)
+    with pytest.raises(InputError, match="finite"):
+        Belief.of([[np.nan, 1]])
+    with pytest.raises(InputError, match="do not fit 2 images"):
+        Belief.of([[1, 2], [3, 4]], [[1.0]])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kind": "triple"}, "use which or pair"),
+        ({"choose": "best"}, "use recommended, uncertain or random"),
+        ({"n": -1}, "from 0 up"),
+        ({"soon": -1}, "from 0 up"),
+        ({"n_images_per_question": 6}, "from 1 to 5"),
+        ({"candidates": [20]}, "the set has 20 images"),
+        ({"seed": -1, "choose": "random"}, "seed -1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], says: str) -> None:
+    belief, _ = blobs([10, 10])
+    with pytest.raises(InputError, match=says):
+        next_questions(belief, [], **{"n": 1, **options})
+
+
+def test_features_and_probabilities_of_different_images_are_refused() -> None:
+    belief, _ = blobs([10, 10])
+    assert belief.probabilities is not None
+    with pytest.raises(InputError, match="19 images have probabilities and 20 have features"):
+        next_questions(Belief(belief.features, belief.probabilities[:19]), [], 1)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_sets_too_small_for_a_question_give_none(n: int) -> None:
+    belief = Belief.of(np.ones((n, 3)), np.ones((n, 1)))
+    assert len(next_questions(belief, [], 5)) == (1 if n == 2 else 0)
+    assert certain_share(belief, []) == 0
+
+
+def test_more_groups_than_clusters_are_held_against_each_other() -> None:
+    """Two groups of one kind, never compared: the next questions find that out, and no group is forgotten."""
+    labels = np.repeat(np.arange(4), 30)
+    features = np.eye(4, 8, dtype=np.float32)[labels] + 0.1 * generator(3).standard_normal((120, 8)).astype(np.float32)
+    probabilities = np.full((120, 4), 0.01, np.float32)
+    probabilities[np.arange(120), labels] = 0.97
+    belief = Belief.of(features, probabilities)
+    typical = [30 * kind + np.argsort(-belief.centrality[labels == kind]) for kind in range(4)]
+    pairs = [(typical[kind][at], typical[kind][at + 1]) for kind, at in ((0, 0), (1, 0), (2, 0), (3, 0), (0, 2))]
+    groups = [(int(one), int(other)) for one, other in pairs]  # the first and the last are of one kind
+    answers = [Answer(Question(one, (other,)), 0) for one, other in groups]
+    for at in range(5):
+        others = [groups[b][0] for b in range(5) if labels[groups[b][0]] != labels[groups[at][0]]]
+        answers.append(Answer(Question(groups[at][0], tuple(others[:3])), NONE))
+    ask = partial(next_questions, n=4, n_images_per_question=3)  # three have been shown beside each: no warm-up is left
+    asked = ask(belief, answers)
+    assert any(labels[question.image] == labels[shown] == 0 for question in asked for shown in question.shown)
+    told = [*answers, *(LabelOracle(labels, error=0.0).answer(question) for question in asked)]
+    assert implied_groups(told, 120).max() + 1 == 4
+    again = ask(belief, told)
+    grouped = implied_groups(told, 120) >= 0
+    assert not grouped[[question.image for question in again]].any()  # nothing but new images any more
+    wider = Belief.of(features, np.pad(probabilities, ((0, 0), (0, 1))))  # five clusters: five groups are welcome
+    grouped = implied_groups(answers, 120) >= 0
+    assert not grouped[[question.image for question in ask(wider, answers)]].any()
