@@ -163,8 +163,13 @@ def room_of(name: str) -> str:
     return name.split("/")[0]
 
 
-def imported(path: Path) -> Iterator[str]:
+@functools.cache
+def imported(path: Path) -> tuple[str, ...]:
     """The package's modules that a file imports, anywhere in it, as paths below the package without suffix."""
+    return tuple(_imported(path))
+
+
+def _imported(path: Path) -> Iterator[str]:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name} line {node.lineno}: import by full name"
@@ -176,6 +181,7 @@ def imported(path: Path) -> Iterator[str]:
         yield from filter(None, map(module_of, names))
 
 
+@functools.cache
 def module_of(name: str) -> str | None:
     """`constraintmatch.methods.pairs.Selection` is of `methods/pairs`; what is not of the package is None."""
     parts = name.split(".")
