@@ -1,5 +1,6 @@
 """What all tests share: one torch thread per worker (two workers on two cores), and small image sets."""
 
+import functools
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,17 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting() -> Iterator[None]:
+    """Nothing waits for the disk, and the command line is put together once, not for every command."""
+    import typer.testing
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda _: None)
+        patch.setattr(typer.testing, "_get_command", functools.cache(typer.testing._get_command))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from sklearn.preprocessing import FunctionTransformer
 
 from constraintmatch import ConstraintMatch, Constraints, ImageSet, InputError, load_model
 from constraintmatch.models.cluster_model import build_model, save_model
-from constraintmatch.pipeline.recipes import short_start, training_size
+from constraintmatch.pipeline.recipes import SHORT_STAGES, short_start, training_size
 from constraintmatch.training.views import from_function
 
 SMALL = {"pairs_per_step": 10, "images_per_step": 20, "recipe": "paper"}  # which trains on any pairs
@@ -348,7 +348,7 @@ def test_mistakes_are_found_before_the_long_start(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("the start was made")
 
-    monkeypatch.setattr("constraintmatch.estimator.pretrain", never)
+    monkeypatch.setattr("constraintmatch.pipeline.train.pretrain", never)
     slow = QUICK | {"start": "self-supervised"}
     for changes in ({"options": {"nonsense": 1}}, {"without": ["spin"]}, {"steps": 0}, {"method": "magic"}):
         with pytest.raises(InputError):
@@ -399,17 +399,17 @@ def test_options_reach_the_method_the_settings_and_the_views(stripes: ImageSet, 
 def test_batches_steps_and_rate_suit_the_size_of_the_set() -> None:
     def plan(n: int, **changes: Any) -> Any:
         pixels = np.broadcast_to(np.uint8(0), (n, 8, 8, 1))
-        return ConstraintMatch(10, **changes)._plan(ImageSet(pixels, tuple(map(str, range(n)))), 10, seed=0)
+        return ConstraintMatch(10, **changes)._configuration(None, ImageSet(pixels, tuple(map(str, range(n)))), 10, 0)
 
     sizes = training_size(1_200, cpu=True)
     small = plan(1_200, device="cpu")
     own = {name: sizes[name] for name in ("images_per_step", "pairs_per_step", "warm_up")}
-    assert small.arguments == {"recipe": "safe", **own}
+    assert {name: small.arguments[name] for name in ("recipe", *own)} == {"recipe": "safe", **own}
     assert (small.settings.steps, small.settings.lr) == (sizes["steps"], sizes["lr"])
-    assert small.stages == short_start(1_200, cpu=True)
+    assert (small.stages, small.stage_options) == (SHORT_STAGES, short_start(1_200, cpu=True))
     asked = plan(1_200, steps=7, lr=0.5, images_per_step=9, options={"scan": {"lr": 0.1, "epochs": 2}})
     assert (asked.settings.steps, asked.settings.lr, asked.arguments["images_per_step"]) == (7, 0.5, 9)
-    assert asked.stages["scan"] == {"lr": 0.1, "epochs": 2}
+    assert asked.stage_options["scan"] == {"lr": 0.1, "epochs": 2}
     assert plan(1_200, recipe="paper").arguments["recipe"] == "paper"
     assert {training_size(n, cpu=cpu)["lr"] for n in (60, 50_000) for cpu in (False, True)} == {0.01}
 

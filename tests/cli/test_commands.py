@@ -238,7 +238,7 @@ def test_a_run_that_used_what_is_gone_says_so(trained: tuple[Path, Any], tmp_pat
         ("train x --objective kcl", "--objective is gone: pairs are learned by the paper's loss, MCL"),
         ("train x --no-over-selected", "--no-over-selected is gone: pseudo-labels are averaged over all images"),
         ("train x --pseudo-error-rate 0.1", "--pseudo-error-rate is now --error-rate"),
-        ("pretrain x --out y --n-heads-scan 3", "--n-heads-scan is gone: --n-tries-scan tries several"),
+        ("pretrain x --out y --n-heads-scan 3", "--n-heads-scan is gone: --set scan.n_tries=20 tries several"),
         ("pretrain x --out y --least-share-self-label 0.1", "is gone: the stage neighbour_label teaches"),
         ("pretrain x --out y --restarts-k-means 3", "--restarts-k-means is gone: the stage linear_scan"),
         ("pretrain x --out y --epochs-simsiam 3", "--epochs-simsiam is gone: the stage byol"),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,17 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(place))
     monkeypatch.setenv("LOCALAPPDATA", str(place))
     return place
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """The warnings that are logged meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    yield lines
+    logging.getLogger().removeHandler(handler)
 
 
 posix = pytest.mark.skipif(os.name == "nt", reason="needs a home folder as POSIX has it")
@@ -109,19 +121,16 @@ def test_a_spoilt_cache_is_decoded_again(tmp_path: Path, own_cache: Path) -> Non
         np.testing.assert_array_equal(load_images(tmp_path).images[0, ..., 0], noise(16, 16))
 
 
-def test_a_cache_that_cannot_be_written_leaves_the_images_in_memory(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cache_that_cannot_be_written_leaves_the_images_in_memory(tmp_path: Path, logged: list[str]) -> None:
     save(tmp_path / "in" / "a.png", noise(16, 16))
     (tmp_path / "file").write_text("in the way")
-    with caplog.at_level(logging.WARNING):
-        images = load_images(tmp_path / "in", cache=tmp_path / "file")
+    images = load_images(tmp_path / "in", cache=tmp_path / "file")
     np.testing.assert_array_equal(images.images[0, ..., 0], noise(16, 16))
-    assert "into memory" in caplog.text
+    assert "into memory" in logged[0]
 
 
 def test_a_full_disk_leaves_the_images_in_memory_and_no_rest(
-    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     save(tmp_path / "a.png", noise(16, 16))
 
@@ -129,9 +138,8 @@ def test_a_full_disk_leaves_the_images_in_memory_and_no_rest(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("constraintmatch.data.cache._write_header", full)
-    with caplog.at_level(logging.WARNING):
-        assert len(load_images(tmp_path)) == 1
-    assert "no space left" in caplog.text
+    assert len(load_images(tmp_path)) == 1
+    assert "no space left" in logged[0]
     assert not [path for path in own_cache.rglob("*") if path.is_file()]
 
 

@@ -266,7 +266,7 @@ def test_impossible_models_are_refused() -> None:
         build_model(n_clusters=2, side=8, backbone="vgg")
     with pytest.raises(InputError, match="timm knows no model 'resnet1'"):
         build_model(n_clusters=2, side=32, backbone="timm:resnet1")
-    with pytest.raises(InputError, match=r"no pretrained weights of botnet50ts_256; .* leave --pretrained out"):
+    with pytest.raises(InputError, match=r"no pretrained weights of botnet50ts_256; .* leave pretrained out"):
         build_model(n_clusters=2, side=32, backbone="timm:botnet50ts_256", pretrained=True)
 
 

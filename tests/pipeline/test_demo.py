@@ -28,7 +28,7 @@ def short() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "N_SAMPLES", 2)
         patch.setattr(demo, "BUDGETS", (10, 20))
-        patch.setattr(demo, "START", {"simclr": {"epochs": 1, "images_per_step": 64}, "k_means": {"restarts": 1}})
+        patch.setattr(demo, "START", {"simclr": {"epochs": 1, "images_per_step": 64}})
         patch.setattr(demo, "TRAINING", {**demo.TRAINING, "steps": 4})
         yield
 
