@@ -65,7 +65,7 @@ def test_a_cannot_link_that_only_follows_is_given_up_when_the_two_turn_out_to_be
     store: Store, tmp_path: Path
 ) -> None:
     for answer, n_pairs in ((said(CAT, DOG, OWL, FOX, choice=0), 3), (said(OWL, DOG, choice=0), 3)):
-        store.take_in([Given(answer, "ann")], "")
+        store.take_in([Given(answer, "ann")])
         assert export_pairs(store, tmp_path / "pairs.csv").n_pairs == n_pairs
     assert links(Constraints.read(tmp_path / "pairs.csv", names=NAMES)) == {(CAT, DOG, 1), (CAT, FOX, 0), (DOG, OWL, 1)}
 

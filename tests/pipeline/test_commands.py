@@ -367,7 +367,7 @@ def test_a_model_for_other_clusters_is_refused(asked: Train, tmp_path: Path) -> 
 def test_a_model_without_clusters_still_needs_some(asked: Train, tmp_path: Path) -> None:
     save_model(build_model(n_clusters=0, side=16, channels=3), tmp_path / "m")
     plan = plan_training(replace(asked, model=tmp_path / "m"), Quiet())
-    assert plan.stages == ("linear_scan",)
+    assert plan.config.stages == ("linear_scan",)
     assert (plan.data.images.side, plan.data.images.channels) == (16, 3)
 
 

@@ -28,8 +28,8 @@ def planned(pairs: Path, **more: object) -> Plan:
 
 
 def test_a_training_is_safe_unless_it_is_asked_otherwise(pairs: Path) -> None:
-    assert planned(pairs).arguments["recipe"] == "safe"
-    assert planned(pairs, arguments={"recipe": "paper"}).arguments["recipe"] == "paper"
+    assert planned(pairs).config.arguments["recipe"] == "safe"
+    assert planned(pairs, arguments={"recipe": "paper"}).config.arguments["recipe"] == "paper"
     with pytest.raises(InputError, match="unknown recipe 'bold'; known are safe, paper"):
         planned(pairs, arguments={"recipe": "bold"})
 

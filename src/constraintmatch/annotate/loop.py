@@ -61,7 +61,7 @@ class Loop:
         own = {name: getattr(self, name) for name in ("every", "steps", "last_steps")}
         for name, value in {"--questions": self.questions, **own}.items():
             if value is not None and value < 1:
-                raise InputError(f"--{name.replace('_', '-')} is {value}; it must be 1 or more")
+                raise InputError(f"{name} is {value}; it must be 1 or more")
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def train(
     if context.out is None:
         trained, log = method(config.start, images, **given, context=context)
         return Trained(_noted(trained, request, log), log)
-    how = {"resume": context.resume, "since": _defaults(config.method), "how": config.settings.how()}
+    how: dict[str, Any] = {"resume": context.resume, "since": _defaults(config.method), "how": config.settings.how()}
     with open_run(context.out, request, **how) as run:
         if run.finished:
             return Trained(load_model(run.model), read_log(run.path))

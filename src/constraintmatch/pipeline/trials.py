@@ -21,8 +21,7 @@ from typing import Any, Literal
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
 from constraintmatch._internal.progress import Reporter
-from constraintmatch.pipeline.config import method_settings, split_options
-from constraintmatch.pipeline.train import method_arguments
+from constraintmatch.pipeline.config import method_arguments, method_settings, split_options
 from constraintmatch.training.run_folder import environment, flat_items
 
 __all__ = [
