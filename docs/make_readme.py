@@ -274,6 +274,26 @@ def safety_table() -> str:
     return "\n".join(lines)
 
 
+def photographs_table() -> str:
+    """Test ACC of the safe recipe on photographs, by the number of pairs."""
+    found = json.loads((ROOT / "results" / "safety-stl10.json").read_text(encoding="utf-8"))
+    cells: dict[tuple[str, str, int], list[float]] = {}
+    for cell in found["cells"]:
+        cells.setdefault((cell["method"], cell["wrong"], cell["pairs"]), []).append(100 * cell["acc"])
+    sizes = sorted({key[2] for key in cells})
+    lines = [f"| | {' | '.join(f'{n:,} pairs' for n in sizes)} |", "|---|" + "--:|" * len(sizes)]
+    lines.append(f"| the start | {' | '.join([f'{100 * found["start"]:.1f}'] * len(sizes))} |")
+    titles = {"none": "all right", "all:0.1": "a tenth of all wrong", "both:0.1": "a tenth wrong, alike"}
+    for method, name in (("constrained", "constrained"), ("constraintmatch", "ConstraintMatch")):
+        for wrong, said in titles.items():
+            if row := [
+                cells.get((method, wrong, n)) for n in sizes if any(key[:2] == (method, wrong) for key in cells)
+            ]:
+                shown = [f"{_mean(values)} (lowest {min(values):.1f})" if values else "–" for values in row]
+                lines.append(f"| {name}, {said} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
 def wrong_table() -> str:
     """Test ACC on the digits with some pairs wrong; the loss knows how many, or does not."""
     found = json.loads((ROOT / "results" / "wrong-pairs-digits.json").read_text(encoding="utf-8"))
@@ -345,6 +365,7 @@ def filled(text: str) -> str:
         "results table": results_table,
         "answers table": answers_table,
         "safety table": safety_table,
+        "photographs table": photographs_table,
         "wrong table": wrong_table,
         "merging table": merging_table,
         "embeddings table": embeddings_table,

@@ -138,7 +138,7 @@ def told(
 def _few(size: float) -> int:
     """How many neighbours an image has at most, where a cluster has this many images on average.
 
-    A tenth of them, but five where a quarter is as many: more lead from one kind to the next (docs/lab-notes.md).
+    A tenth of them, but five where a quarter is as many: more lead from one kind to the next (docs/findings.md).
     """
     return max(1, min(int(size / 4), max(LEAST_NEAR, int(size / 10))))
 

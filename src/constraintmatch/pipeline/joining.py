@@ -1,7 +1,7 @@
 """Several trained networks as one model: what each of them sees, side by side.
 
 Two networks that were trained differently on the same images err on different ones. Neighbours in the features of both
-are of one kind more often than in the features of either, so answers are carried further (docs/lab-notes.md).
+are of one kind more often than in the features of either, so answers are carried further (docs/findings.md).
 """
 
 from collections.abc import Sequence

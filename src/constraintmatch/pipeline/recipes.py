@@ -32,7 +32,7 @@ CHAINS = {
     "short": SHORT_STAGES,
 }
 OWN_CHAIN = "own"  # for images that are no data set of the paper: steady on few of them (decisions 023 and 041)
-MOST_LR = 0.02  # of a round; with few answers a higher rate is unstable (docs/lab-notes.md: 0.05 on digits)
+MOST_LR = 0.02  # of a round; with few answers a higher rate is unstable (docs/findings.md: 0.05 on digits)
 Recipe = Mapping[str, Mapping[str, Any]]  # of each stage its arguments and training settings
 
 
@@ -52,7 +52,7 @@ def training_size(n_images: int, *, cpu: bool) -> dict[str, Any]:
     An eighth of the images a step, from 150 to the paper's 600 (on a CPU 150), and a third as many pairs; sixty
     passes over the images, from 500 steps to the paper's 20,000 (on a CPU 1,000); the paper's rate of 0.01, since 0.03
     ruins a strong start (decision 042). Pairs come first and pseudo-constraints by and by: a short start is a weak one,
-    and pseudo-constraints confirm what it has wrong (docs/lab-notes.md).
+    and pseudo-constraints confirm what it has wrong (docs/findings.md).
     """
     batch = min(150 if cpu else 600, max(150, n_images // 8))
     steps = int(min(1_000 if cpu else 20_000, max(500, 60 * n_images / batch)))

@@ -77,7 +77,7 @@ def closure_pairs(answers: Sequence[Answer], n_images: int, *, most: int = MOST_
 
     Of what was said, not of what only follows from the choice of another image: one wrong link would spread over two
     groups. Must-links keep their natural share: half of the pairs being must-links makes the pair loss merge clusters
-    (docs/lab-notes.md).
+    (docs/findings.md).
     """
     said = stated_constraints(answers, n_images)
     view = said.component_constraints()

@@ -101,7 +101,7 @@ def agreed_clusters(votes: Tensor) -> Tensor:
 
     The numbers of a clustering mean nothing to another one: each is matched to the mean of all, which begins as the
     first, and the mean is taken again, a few times over. Heads of about the same loss differ in some of their clusters,
-    each in others; what most of them say is better than what the best says (docs/lab-notes.md).
+    each in others; what most of them say is better than what the best says (docs/findings.md).
     """
     mean = votes[0]
     for _ in range(AGREEMENTS):
@@ -162,7 +162,7 @@ def regression_head(
     """Weights (k, d) and biases (k,) that repeat the clusters of the features, by logistic regression.
 
     Every cluster must have an image. The regression is held back, so that the head stays right while the network moves;
-    the head that found the clusters may hang on what hardly varies (docs/lab-notes.md).
+    the head that found the clusters may hang on what hardly varies (docs/findings.md).
     """
     from sklearn.linear_model import LogisticRegression
 
