@@ -282,7 +282,8 @@ def photographs_table() -> str:
         cells.setdefault((cell["method"], cell["wrong"], cell["pairs"]), []).append(100 * cell["acc"])
     sizes = sorted({key[2] for key in cells})
     lines = [f"| | {' | '.join(f'{n:,} pairs' for n in sizes)} |", "|---|" + "--:|" * len(sizes)]
-    lines.append(f"| the start | {' | '.join([f'{100 * found["start"]:.1f}'] * len(sizes))} |")
+    start = f"{100 * found['start']:.1f}"
+    lines.append(f"| the start | {' | '.join([start] * len(sizes))} |")
     titles = {"none": "all right", "all:0.1": "a tenth of all wrong", "both:0.1": "a tenth wrong, alike"}
     for method, name in (("constrained", "constrained"), ("constraintmatch", "ConstraintMatch")):
         for wrong, said in titles.items():
