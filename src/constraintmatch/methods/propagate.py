@@ -58,8 +58,8 @@ def propagate(
 
     Made for answers to "which of these?", which gather in one group for each kind. Where they tell fewer than two
     groups apart (pairs drawn at random), the model stays as it was. At most `most_images` images carry, those of the
-    groups among them; of small sets each has fewer neighbours, a twentieth of what a cluster has on average. `reach` is
-    how far at most: of up to 10,000 images known ones decide between it and a fifth of its steps.
+    groups among them; of small sets each has fewer neighbours, a tenth of what a cluster has on average. `reach` is how
+    far at most: of up to 10,000 images known ones decide between it and a fifth of its steps.
     """
     check_least("propagate", n_neighbours=(n_neighbours, 1), most_images=(most_images, 2))
     check_reach(reach)
@@ -138,9 +138,9 @@ def told(
 def _few(size: float) -> int:
     """How many neighbours an image has at most, where a cluster has this many images on average.
 
-    A twentieth of them, but five where a quarter is as many: more lead from one kind to the next (docs/findings.md).
+    A tenth of them, but five where a quarter is as many: more lead from one kind to the next (docs/findings.md).
     """
-    return max(1, min(int(size / 4), max(LEAST_NEAR, int(size / 20))))
+    return max(1, min(int(size / 4), max(LEAST_NEAR, int(size / 10))))
 
 
 def _taking_part(groups: Sequence[NDArray[np.int64]], n_images: int, most: int) -> NDArray[np.int64]:
