@@ -169,7 +169,7 @@ def _told_head(
         reach = best_reach(graph, begun, known, (nearer, reach))
     shares = carried(graph, begun, reach=reach)
     reached = np.flatnonzero(shares.max(1) > 0)
-    chosen = np.union1d(np.flatnonzero(begun.max(1) > 0), reached[spread(len(reached), REPEATED)])
+    chosen = np.union1d(known, reached[spread(len(reached), REPEATED)])
     used, clusters = np.unique(shares[chosen].argmax(1), return_inverse=True)
     weight, bias = regression_head(features[chosen], clusters.astype(np.int64), len(used))
     all_weights = torch.zeros(probabilities.shape[1], features.shape[1])

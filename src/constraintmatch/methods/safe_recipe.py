@@ -39,7 +39,8 @@ RECIPES = ("safe", "paper")
 SUREST = 0.85  # mean confidence of a network that begins to learn: a surer head sends gradients that ruin its features
 AVERAGED = 0.1  # share of the steps, the last ones, whose weights are averaged
 KNOWN = 0.5  # share of the kinds that answers know apart, from which on they teach the head by themselves
-TOLD = 1.0  # standard errors by which a head told by groups must be better than the start
+TOLD = 1.0  # standard errors by which a head told by groups must be better than the start,
+LEADING = -2.0  # and where they know that many kinds: only a head that is clearly worse is refused, few images judge it
 ALIKE = 0.9  # share of the images that two heads must agree on for one to stand for the other
 AS_MANY = 100  # pairs that what the start believes weighs as much as
 DOUBTED = 12  # pairs that somebody is asked to look at again
@@ -97,12 +98,13 @@ class _Careful:
         start = start.to(self.device)
         if (reason := self._reason_to_leave(start)) is not None:
             return self._kept(start, "the start", reason, [], 0)
+        leads = self._leads(start)
         if (reason := self._reason_not_to_train()) is not None:
-            kept, what = (
-                (self._told(start, self.pairs), "the head alone") if self._leads(start) else (start, "the start")
-            )
+            kept, what = (self._told(start, self.pairs), "the head alone") if leads else (start, "the start")
             return self._kept(kept, what, reason, [], 0)
-        first, begun = self._begun(start)
+        first, begun = self._begun(start, leads)
+        if leads and first is not start and self.images.embedded:
+            return self._kept(self._refined(start, first), begun, "the answers know the kinds apart", [], 0)
         network = calm_head(copy.deepcopy(first), self.images)
         losses = self._losses(network)
         rates = self._rates(network)
@@ -143,13 +145,13 @@ class _Careful:
         """Whether the answers know so many kinds apart that a head told by them is the better beginning."""
         return len(known_groups(self.pairs)) >= max(2, KNOWN * start.config.n_clusters)
 
-    def _begun(self, start: ClusterModel) -> tuple[ClusterModel, str]:
+    def _begun(self, start: ClusterModel, leads: bool) -> tuple[ClusterModel, str]:
         """What the network's training begins with, and its name: the start, or its head told what groups say."""
-        if len(known_groups(self.task.constraints)) < 2 or self._are_doubtful(start):
+        if len(known_groups(self.task.constraints)) < 2 or (not leads and self._are_doubtful(start)):
             return start, "the start"
         taught = self._told(start, self.task.constraints)
         verdict = self.judge.compare(self._losses(start), self._losses(taught))
-        better = verdict.gain > TOLD * verdict.error
+        better = verdict.gain > (LEADING if leads else TOLD) * verdict.error
         return (taught, "the head alone") if better else (start, "the start")
 
     def _are_doubtful(self, start: ClusterModel) -> bool:
@@ -164,6 +166,8 @@ class _Careful:
     def _refined(self, start: ClusterModel, first: ClusterModel) -> ClusterModel:
         """The head told by all pairs, if it says nearly the same as the judged one, which was told by some of them."""
         told_all = self._told(start, self.pairs)
+        if self._leads(start):
+            return told_all
         one, other = (self._frozen(start).probabilities(model).argmax(1) for model in (first, told_all))
         return told_all if (one == other).mean() >= ALIKE else first
 

@@ -1,0 +1,148 @@
+"""Is any number of answers, right or wrong, worse than none? A head on frozen features, trained by the default recipe.
+
+    python benchmarks/grid.py cifar10 --data-dir data --start weights/scan-cifar10 --name cifar10-scan --workers 14
+
+Rows are ways of asking and shares of wrong answers, columns numbers of answers: test accuracy, and what was kept. Pairs
+at random come from `Constraints.sample`; chosen pairs and "which of these?" questions are asked in rounds, each about
+what the model of the round before believes, as `loop --frozen` does. Finished curves are not run again.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+from safety import drawn
+
+from constraintmatch._internal.files import read_json
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.datasets import DATASETS, load_dataset
+from constraintmatch.data.image_set import ImageSet, load_images
+from constraintmatch.evaluation.metrics import predict, scores
+from constraintmatch.methods.parts.head_training import seen_by, taken_off
+from constraintmatch.methods.parts.preparation import spread
+from constraintmatch.models.cluster_model import ClusterModel, load_model
+from constraintmatch.pipeline.config import make_config
+from constraintmatch.pipeline.recipes import training_size
+from constraintmatch.pipeline.train import train
+from constraintmatch.questions.answers import Answer
+from constraintmatch.questions.belief import Belief
+from constraintmatch.questions.rounds import Asking, closure_pairs, image_belief, simulate
+from constraintmatch.questions.simulated_annotator import LabelOracle
+from constraintmatch.training.loop import choose_device
+from constraintmatch.training.run_folder import write_result
+
+SHARES = (0.05, 0.1, 0.2)
+WRONG = {
+    "random": ["none", *(f"{kind}:{share}" for kind in ("all", "both", "same") for share in SHARES)],
+    "pair": ["none", *(f"all:{share}" for share in SHARES)],
+    "which": ["none", *(f"all:{share}" for share in SHARES)],
+}
+Task = tuple[ClusterModel, ImageSet, ImageSet]
+Curve = tuple[str, str, int]  # way of asking, wrong answers, sample
+
+
+def main() -> None:
+    asked = arguments()
+    task = features(asked)
+    file = asked.out / f"grid-{asked.name}.json"
+    done: dict[str, Any] = read_json(file) if file.is_file() else {"start": accuracy(*task[::2]), "curves": []}
+    known = {(one["way"], one["wrong"], one["sample"]) for one in done["curves"]}
+    ways = {way: WRONG[way] for way in asked.ways.split(",")}
+    jobs = [(way, wrong, sample) for sample in range(asked.samples) for way in ways for wrong in ways[way]]
+    print(f"start {100 * done['start']:.1f}; {len(jobs)} curves, {len(known)} of them before", flush=True)
+    with ProcessPoolExecutor(asked.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        going = [pool.submit(curve, task, job, asked.budgets) for job in jobs if job not in known]
+        for one in as_completed(going):
+            done["curves"].append(one.result())
+            print(one.result(), flush=True)
+            sizes = {"data": asked.name, "images": len(task[1]), "test_images": len(task[2])}
+            write_result(file, {**sizes, **{key: done[key] for key in ("start", "curves")}})
+
+
+def curve(task: Task, job: Curve, budgets: list[int]) -> dict[str, Any]:
+    """The points of one row of the grid: for each number of answers the accuracy and what was kept."""
+    (start, images, test), (way, wrong, sample) = task, job
+    began, kept = time.monotonic(), [""]
+
+    def learn(pairs: Constraints) -> ClusterModel:
+        options = {**training_size(len(images), cpu=True), "recipe": "safe", "device": "cpu"}
+        model, log = train(images, pairs, make_config("constraintmatch", options, start=start))
+        kept[0] = log[-1].get("kept", "")
+        return model
+
+    models = (
+        drawn_models(images, budgets, wrong, sample, learn)
+        if way == "random"
+        else asked_models(task, job, budgets, learn)
+    )
+    points = [{"answers": n, "acc": accuracy(model, test), "kept": kept[0]} for n, model in models]
+    seconds = round(time.monotonic() - began, 1)
+    return {"way": way, "wrong": wrong, "sample": sample, "points": points, "seconds": seconds}
+
+
+def drawn_models(
+    images: ImageSet, budgets: list[int], wrong: str, sample: int, learn: Callable[[Constraints], ClusterModel]
+) -> Iterator[tuple[int, ClusterModel]]:
+    """The model after each number of pairs at random."""
+    for n in budgets:
+        yield n, learn(drawn(images, n, wrong, sample))
+
+
+def asked_models(
+    task: Task, job: Curve, budgets: list[int], learn: Callable[[Constraints], ClusterModel]
+) -> Iterator[tuple[int, ClusterModel]]:
+    """The model after each number of answers to chosen questions."""
+    (start, images, _), (way, wrong, sample) = task, job
+    assert images.labels is not None
+    oracle = LabelOracle(images.labels, error=float(wrong.partition(":")[2] or 0), seed=sample)
+
+    def believe(model: ClusterModel) -> Belief:
+        return image_belief(model, images)
+
+    def learn_answers(answers: tuple[Answer, ...]) -> ClusterModel:
+        return learn(closure_pairs(answers, len(images)))
+
+    asking = Asking(kind="which" if way == "which" else "pair", batch=25, seed=sample)
+    for found in simulate(believe, learn_answers, start, [n for n in budgets if n <= 2_000], oracle, asking):
+        yield len(found.answers), found.model
+
+
+def features(asked: argparse.Namespace) -> Task:
+    """The start's head as a model of its own, and what its backbone makes of training and test images."""
+    parts = [
+        load_dataset(asked.data, part, asked.data_dir)
+        if asked.data in DATASETS
+        else load_images(Path(asked.data) / part)
+        for part in ("train", "test")
+    ]
+    model = load_model(asked.start, device=choose_device())
+    seen = [seen_by(model, images.take(spread(len(images), asked.images))) for images in parts]
+    return taken_off(model, seen[0]).to("cpu"), seen[0], seen[1]
+
+
+def accuracy(model: ClusterModel, images: ImageSet) -> float:
+    assert images.labels is not None
+    return round(scores(images.labels, predict(model, images))["acc"], 4)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", help="a data set, or a folder with the folders train and test")
+    parser.add_argument("--start", type=Path, required=True, help="a model folder")
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--images", type=int, default=12_000, help="training images at most")
+    parser.add_argument("--budgets", type=int, nargs="*", default=[50, 100, 200, 500, 1_000, 2_000, 10_000])
+    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--ways", default="random,pair,which")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
