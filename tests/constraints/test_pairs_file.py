@@ -362,3 +362,9 @@ def test_blank_unknown_and_badly_encoded_files_are_refused(tmp_path):
 def test_self_must_links_in_a_file_are_ignored_and_counted(tmp_path):
     pairs = read(tmp_path, "left,right,link,annotator\n0,0,1,a\n1,2,0,b\n3,3,0.9,c\n")
     assert (rows(pairs), pairs.annotator, pairs.ignored_self_links) == ([(1, 2, 0, 1)], ("b",), 2)
+
+
+def test_a_name_whose_file_could_not_be_read_gives_the_reason(tmp_path):
+    text = "left,right,link\na.png,broken.png,1\n"
+    message = refusal(tmp_path, text, names=NAMES, unread={"broken.png": "the file is empty"})
+    assert message.startswith("pairs.csv line 2: image 'broken.png' could not be read (the file is empty); ")

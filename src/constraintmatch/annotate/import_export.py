@@ -132,7 +132,7 @@ def read_answers(
         for one in given:
             annotator_name(one.annotator)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+        raise error.at(path) from None
     return given, n_left_out
 
 
@@ -178,7 +178,7 @@ def _read_label_studio(path: Path, names: Sequence[str], meaning: Meaning) -> tu
         try:
             found, skipped = _answers(task, finder, meaning, path.name)
         except InputError as error:
-            raise InputError(f"{path} {place}: {error}") from None
+            raise error.at(f"{path} {place}") from None
         given += found
         n_left_out += skipped
     return given, n_left_out

@@ -1,6 +1,6 @@
 """Constraints: pairs of images that belong together (must-link) or apart (cannot-link), and what to do with them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -160,9 +160,10 @@ class Constraints:
         names: Sequence[str] | None = None,
         n_images: int | None = None,
         columns: str | None = None,
+        unread: Mapping[str, str] | None = None,
     ) -> "Constraints":
         """Constraints from a CSV, Parquet or JSON lines file; see `pairs_file.read_pairs` for what is understood."""
-        return cls(**vars(read_pairs(path, names=names, n_images=n_images, columns=columns)))
+        return cls(**vars(read_pairs(path, names=names, n_images=n_images, columns=columns, unread=unread)))
 
     def write(self, path: Path | str, *, names: Sequence[str] | None = None) -> None:
         """Write `left,right,link[,weight][,annotator][,time]`, atomically, as CSV, Parquet or JSON lines by suffix."""

@@ -43,8 +43,8 @@ class Cells:
     places: Sequence[int]
     word: str = "line"
 
-    def error(self, row: int, message: str) -> InputError:
-        return InputError(f"{self.path} {self.word} {self.places[row]}: {message}")
+    def error(self, row: int, problem: str, fix: str = "") -> InputError:
+        return InputError(problem, f"{self.path} {self.word} {self.places[row]}", fix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class Places:
 
 
 def image_rows(
-    cells: Cells, names: Sequence[str] | None, n_images: int | None
+    cells: Cells, names: Sequence[str] | None, n_images: int | None, unread: Mapping[str, str]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
     """The rows left and right of each pair, and the number of images they belong to."""
     sides = (cells.columns["left"], cells.columns["right"])
@@ -83,6 +83,9 @@ def image_rows(
     if refused.size:
         at = int(refused[0])
         cell, row = (sides[0][at], left[at]) if bad[0][at] else (sides[1][at], right[at])
+        if reason := unread.get(cell.strip()):
+            problem = f"image {cell.strip()!r} could not be read ({reason})"
+            raise cells.error(at, problem, "mend that file, or take its pairs out")
         raise cells.error(at, _no_such_image(cell, int(row), names, n_images))
     if names is not None and numbers:
         _refuse_two_meanings(cells, row_of, numbers)

@@ -51,7 +51,12 @@ class PairTable:
 
 
 def read_pairs(
-    path: Path | str, *, names: Sequence[str] | None = None, n_images: int | None = None, columns: str | None = None
+    path: Path | str,
+    *,
+    names: Sequence[str] | None = None,
+    n_images: int | None = None,
+    columns: str | None = None,
+    unread: Mapping[str, str] | None = None,
 ) -> PairTable:
     """The pairs in a CSV, Parquet or JSON lines file, told apart by the suffix.
 
@@ -59,10 +64,11 @@ def read_pairs(
     whole number is a row number. Where some whole numbers are names and others only row numbers, the file is refused.
     Without `names` all cells are row numbers; without `n_images` too, the largest one tells how many images there are.
     `columns="i,j,c_ij"` says which columns of the file are left, right, link and, if more are given, weight, annotator,
-    time. Must-links of an image with itself are ignored and counted.
+    time. Must-links of an image with itself are ignored and counted. `unread` has the reasons by the names of images
+    that are missing because their files could not be read; an error about such a name gives the reason.
     """
     cells = _load(Path(path), columns)
-    left, right, n_images = image_rows(cells, names, n_images)
+    left, right, n_images = image_rows(cells, names, n_images, unread or {})
     link, weight = read_links(cells), read_weights(cells)
     itself = left == right
     refused = np.flatnonzero(itself & (link <= 0.5))

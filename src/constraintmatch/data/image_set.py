@@ -219,7 +219,7 @@ class ImageSet:
         try:
             found = cls.from_arrays(arrays.pop("images"), **arrays)
         except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+            raise error.at(path) from None
         if found.embedded:
             _check_embedded(path, found.channels, side, channels)
             return found
