@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Self
 
-__all__ = ["InputError"]
+__all__ = ["InputError", "one_line"]
 
 
 class InputError(ValueError):
@@ -22,3 +22,8 @@ class InputError(ValueError):
     def at(self, place: Path | str) -> Self:
         """The same error with a place in front of the one that it has."""
         return type(self)(self.problem, ": ".join(filter(None, [str(place), self.place])), self.fix)
+
+
+def one_line(error: Exception) -> str:
+    """What an exception says, without line breaks; never empty."""
+    return " ".join(str(error).split()) or type(error).__name__

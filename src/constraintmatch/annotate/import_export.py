@@ -21,7 +21,6 @@ from constraintmatch._internal.files import read_json
 from constraintmatch.annotate.api_types import Given, annotator_name
 from constraintmatch.annotate.store import Store
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.constraints.pairs_file import read_pairs
 from constraintmatch.data.decoding import SUFFIXES
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question, links_of
 
@@ -143,7 +142,7 @@ def is_label_studio(path: Path) -> bool:
 
 def _read_pairs_file(path: Path, names: Sequence[str], columns: str | None) -> tuple[list[Given], int]:
     """Pairs as answers to pair questions; those with a link in between or with weight 0 are left out."""
-    table = read_pairs(path, names=names, columns=columns)
+    table = Constraints.read(path, names=names, columns=columns)
     said = zip(table.left.tolist(), table.right.tolist(), table.link.tolist(), table.weight.tolist(), strict=True)
     annotators, times = table.annotator or (), table.time or ()
     given = [

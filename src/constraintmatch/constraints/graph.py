@@ -4,12 +4,17 @@ Functions on arrays of rows, linear in pairs and images but for those that retur
 """
 
 from collections import defaultdict
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from constraintmatch.constraints.pair_cells import Places
+
 __all__ = [
+    "Components",
+    "Conflict",
     "components",
     "consistent",
     "least",
@@ -25,13 +30,38 @@ __all__ = [
 Rows = NDArray[np.int64]
 
 
+class Conflict(NamedTuple):
+    """A cannot-link and the shortest chain of must-links against it; `images` are those of the chain, end to end."""
+
+    pair_row: int
+    chain_rows: tuple[int, ...]
+    images: tuple[int, ...]
+
+    def describe(self, names: Sequence[str] | None = None, places: Places | None = None) -> str:
+        """One sentence with the pair, the chain and their places in the file, else their rows (counted from 0)."""
+        chain = [f"image {image}" if names is None else names[image] for image in self.images]
+        if len(chain) > 12:
+            chain[6:-5] = ["…"]
+        at = places or Places(np.arange(max(self.pair_row, *self.chain_rows) + 1))
+        ends = f"{chain[0]} and {chain[-1]} are cannot-link ({at.say(self.pair_row)})"
+        but = "also must-link" if len(self.chain_rows) == 1 else f"must-link through {' – '.join(chain)}"
+        return f"{ends}, but {but} ({at.say(*self.chain_rows)})"
+
+
+class Components(NamedTuple):
+    """What the hard constraints imply, without the pairs."""
+
+    component: Rows  # (n_images,), of each image, numbered in the order of first images
+    cannot: Rows  # (m, 2), components that cannot be linked: each pair once, smaller first, sorted
+
+
 def pair_keys(left: Rows, right: Rows, n: int) -> Rows:
     """One number per unordered pair of rows below n, the same for (i, j) and (j, i)."""
     return np.minimum(left, right) * n + np.maximum(left, right)
 
 
 def symmetric_graph(left: Rows, right: Rows, n: int) -> Any:
-    """The (n, n) sparse adjacency matrix of the pairs, both ways round."""
+    """The (n, n) sparse adjacency matrix of the pairs, in both directions."""
     from scipy.sparse import csr_array
 
     ends = np.concatenate([left, right]), np.concatenate([right, left])
@@ -44,9 +74,7 @@ def components(left: Rows, right: Rows, n: int) -> Rows:
 
     _, component = connected_components(symmetric_graph(left, right, n), directed=False)
     _, first, number = np.unique(component, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), np.int64)
-    rank[np.argsort(first)] = np.arange(len(first))
-    return rank[number]
+    return np.argsort(np.argsort(first))[number]
 
 
 def shortest_chain(graph: Any, start: int, end: int) -> list[int]:
@@ -89,8 +117,7 @@ def n_pairs_within(component: Rows) -> int:
 
 def n_pairs_between(component: Rows, cannot: Rows) -> int:
     """How many pairs `pairs_between` would make."""
-    sizes = np.bincount(component)
-    return int((sizes[cannot[:, 0]] * sizes[cannot[:, 1]]).sum())
+    return int(np.bincount(component)[cannot].prod(axis=1).sum())
 
 
 def least(keys: Rows, values: NDArray[np.float32], wanted: Rows) -> NDArray[np.float32]:
@@ -110,39 +137,24 @@ def _count_up(lengths: Rows) -> Rows:
 
 def consistent(left: Rows, right: Rows, must: NDArray[np.bool_], order: Rows) -> NDArray[np.bool_]:
     """Which pairs stay when they are taken in this order and each one that contradicts those before is left out."""
-    parent: dict[int, int] = {}
-    enemies: defaultdict[int, set[int]] = defaultdict(set)
+    from scipy.cluster.hierarchy import DisjointSet
+
+    groups = DisjointSet(np.union1d(left, right).tolist())
+    enemies: defaultdict[int, set[int]] = defaultdict(set)  # by the root of a group, the roots of others
     keep = np.zeros(len(left), bool)
     in_order = (column.tolist() for column in (order, left[order], right[order], must[order]))
     for row, i, j, is_must in zip(*in_order, strict=True):
-        a, b = _root(parent, i), _root(parent, j)
-        if is_must:
-            if b in enemies[a]:
-                continue
-            _join(parent, enemies, a, b)
-        elif a == b:
+        a, b = groups[i], groups[j]
+        if (b in enemies[a]) if is_must else (a == b):
             continue
-        else:
+        keep[row] = True
+        if not is_must:
             enemies[a].add(b)
             enemies[b].add(a)
-        keep[row] = True
+        elif groups.merge(a, b):  # the larger group keeps its root, so every entry moves at most log2(n) times
+            root, gone = (a, b) if groups[a] == a else (b, a)
+            for enemy in enemies.pop(gone, ()):
+                enemies[enemy].discard(gone)
+                enemies[enemy].add(root)
+                enemies[root].add(enemy)
     return keep
-
-
-def _root(parent: dict[int, int], image: int) -> int:
-    while (above := parent.setdefault(image, image)) != image:
-        parent[image] = parent[above]
-        image = above
-    return image
-
-
-def _join(parent: dict[int, int], enemies: defaultdict[int, set[int]], a: int, b: int) -> None:
-    if a == b:
-        return
-    if len(enemies[a]) < len(enemies[b]):
-        a, b = b, a
-    parent[b] = a
-    for enemy in enemies.pop(b):  # the smaller set moves, so every entry moves at most log2(n) times
-        enemies[enemy].discard(b)
-        enemies[enemy].add(a)
-        enemies[a].add(enemy)
