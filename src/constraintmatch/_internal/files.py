@@ -112,11 +112,6 @@ def check_new_folder(path: Path | str) -> None:
     check_folder(path)
 
 
-def check_folder(path: Path | str) -> None:
-    """An InputError unless files can be put into a folder of this name, which is there or can be made."""
-    _check_place(path, Path(os.path.realpath(path)))
-
-
 def check_target(path: Path | str) -> None:
     """An InputError unless a file can be put there: no folder, no device or pipe, and its folder can be written.
 
@@ -133,11 +128,12 @@ def check_target(path: Path | str) -> None:
         raise _refusal(errno.EISDIR, path)
     if not stat.S_ISREG(mode):
         raise InputError("a device or pipe, which cannot be replaced at one stroke", path, "name a file")
-    _check_place(path, Path(os.path.realpath(path)).parent)
+    check_folder(path, Path(os.path.realpath(path)).parent)
 
 
-def _check_place(path: Path | str, folder: Path) -> None:
-    """An InputError unless the folder, or the nearest above it that is there, takes new files."""
+def check_folder(path: Path | str, folder: Path | None = None) -> None:
+    """An InputError about the path unless the folder (else the path), or the nearest above it, takes new files."""
+    folder = folder or Path(os.path.realpath(path))
     nearest = next((place for place in (folder, *folder.parents) if _may(place, os.F_OK)), None)
     if nearest is None:
         return

@@ -89,12 +89,7 @@ class Constraints:
         for good, values, problem, fix in (
             ((left >= 0) & (left < n), left, missing, ""),
             ((right >= 0) & (right < n), right, missing, ""),
-            (
-                (link >= 0) & (link <= 1),
-                link,
-                "link {:g} is outside [0, 1]",
-                "write must-links as 1, cannot-links as 0",
-            ),
+            ((link >= 0) & (link <= 1), link, "link {:g} is outside [0, 1]", "must-links are 1, cannot-links 0"),
             ((weight >= 0) & np.isfinite(weight), weight, "weight {:g} is not a finite number from 0 up", ""),
             ((left != right) | (link > 0.5), left, "an image cannot be different from itself", "leave the pair out"),
         ):
@@ -133,9 +128,8 @@ class Constraints:
         rows, columns, values = (part[given] for part in (entries.row, entries.col, entries.data))
         odd = np.flatnonzero((values != 1) & (values != -1))
         if odd.size:
-            place = f"({rows[odd[0]]}, {columns[odd[0]]})"
-            problem = f"the matrix of constraints has {values[odd[0]]} at {place}"
-            raise InputError(problem, fix="only 1, -1 and 0 are understood")
+            i, j, value = rows[odd[0]], columns[odd[0]], values[odd[0]]
+            raise InputError(f"the matrix of constraints has {value} at ({i}, {j})", fix="use only 1, -1 and 0")
         keys = graph.pair_keys(rows.astype(np.int64), columns.astype(np.int64), n)
         keys, first, number = np.unique(keys, return_index=True, return_inverse=True)
         differ = np.flatnonzero(values[first][number] != values)
@@ -306,39 +300,16 @@ class Constraints:
         self.resolve("error")
         given = self.merged()
         view = given.component_constraints()
-        n_pairs = graph.n_pairs_within(view.component) + graph.n_pairs_between(view.component, view.cannot)
+        n_pairs = sum(graph.n_pairs(*view))
         if n_pairs > max_pairs:
             problem = f"closing {len(self):,} constraints would make {n_pairs:,} pairs (at most {max_pairs:,} allowed)"
             fix = "train on the pairs as they are, use component_constraints(), or raise max_pairs"
             raise InputError(problem, fix=fix)
-        must = given._implied_pairs(*graph.pairs_within(view.component), 1, view.component)
-        cannot = given._implied_pairs(*graph.pairs_between(view.component, view.cannot), 0, view.component)
-        parts = (given, must, cannot)
-        columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _NUMBERS}
-        columns |= {name: texts + ("",) * (len(must) + len(cannot)) for name, texts in given._texts().items()}
+        new = graph.implied_pairs(*(getattr(given, name) for name in _NUMBERS), view)
+        both = zip(_NUMBERS, new, strict=True)
+        columns: dict[str, Any] = {name: np.concatenate([getattr(given, name), more]) for name, more in both}
+        columns |= {name: texts + ("",) * len(new[0]) for name, texts in given._texts().items()}
         return replace(given, **columns, places=None)
-
-    def _implied_pairs(
-        self, left: NDArray[np.int64], right: NDArray[np.int64], link: int, component: NDArray[np.int64]
-    ) -> "Constraints":
-        """Those of the pairs that are not given (all given ones are among them), sorted, with this link.
-
-        Each weighs as little as the lightest of the must-links of both ends' components and, for link 0, of the
-        cannot-links between them.
-        """
-        n = max(self.n_images, 1)
-        keys = np.sort(graph.pair_keys(left, right, n))
-        new = np.ones(len(keys), bool)
-        new[np.searchsorted(keys, graph.pair_keys(self.left, self.right, n)[self.link == link])] = False
-        left, right = np.divmod(keys[new], n)
-        ends, given = (component[left], component[right]), (component[self.left], component[self.right])
-        must, cannot = self.link == 1, self.link == 0
-        weight = np.minimum(*(graph.least(given[0][must], self.weight[must], end) for end in ends))
-        if link == 0:
-            between = graph.pair_keys(given[0][cannot], given[1][cannot], n)
-            crossing = graph.least(between, self.weight[cannot], graph.pair_keys(ends[0], ends[1], n))
-            weight = np.minimum(weight, crossing)
-        return Constraints(left, right, np.full(len(left), link, np.float32), weight, self.n_images)
 
     def conflict_rows(self) -> NDArray[np.int64]:
         """The rows of all cannot-links whose two images are must-linked, directly or through others; in linear time."""
@@ -352,13 +323,13 @@ class Constraints:
         """
         must, n = np.flatnonzero(self.link == 1), self.n_images
         left, right = self.left[must], self.right[must]
-        links = graph.symmetric_graph(left, right, n)
         keys, first = np.unique(graph.pair_keys(left, right, n), return_index=True)
+        rows = self.conflict_rows()[:limit]
+        ends = zip(self.left[rows].tolist(), self.right[rows].tolist(), strict=True)
         found = []
-        for row in self.conflict_rows()[:limit].tolist():
-            images = np.asarray(graph.shortest_chain(links, int(self.left[row]), int(self.right[row])))
-            steps = np.searchsorted(keys, graph.pair_keys(images[:-1], images[1:], n))
-            found.append(Conflict(row, tuple(must[first[steps]].tolist()), tuple(images.tolist())))
+        for row, chain in zip(rows.tolist(), graph.shortest_chains(left, right, n, ends), strict=True):
+            steps = np.searchsorted(keys, graph.pair_keys(np.array(chain[:-1]), np.array(chain[1:]), n))
+            found.append(Conflict(row, tuple(must[first[steps]].tolist()), tuple(chain)))
         return found
 
     def resolve(

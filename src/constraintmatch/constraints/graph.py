@@ -4,7 +4,7 @@ Functions on arrays of rows, linear in pairs and images but for those that retur
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,17 +17,14 @@ __all__ = [
     "Conflict",
     "components",
     "consistent",
-    "least",
-    "n_pairs_between",
-    "n_pairs_within",
+    "implied_pairs",
+    "n_pairs",
     "pair_keys",
-    "pairs_between",
-    "pairs_within",
-    "shortest_chain",
-    "symmetric_graph",
+    "shortest_chains",
 ]
 
 Rows = NDArray[np.int64]
+Floats = NDArray[np.float32]
 
 
 class Conflict(NamedTuple):
@@ -60,7 +57,7 @@ def pair_keys(left: Rows, right: Rows, n: int) -> Rows:
     return np.minimum(left, right) * n + np.maximum(left, right)
 
 
-def symmetric_graph(left: Rows, right: Rows, n: int) -> Any:
+def _symmetric_graph(left: Rows, right: Rows, n: int) -> Any:
     """The (n, n) sparse adjacency matrix of the pairs, in both directions."""
     from scipy.sparse import csr_array
 
@@ -72,23 +69,48 @@ def components(left: Rows, right: Rows, n: int) -> Rows:
     """The connected component of each of n images, numbered in the order of their first image."""
     from scipy.sparse.csgraph import connected_components
 
-    _, component = connected_components(symmetric_graph(left, right, n), directed=False)
+    _, component = connected_components(_symmetric_graph(left, right, n), directed=False)
     _, first, number = np.unique(component, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[number]
 
 
-def shortest_chain(graph: Any, start: int, end: int) -> list[int]:
-    """The images on a shortest path of the graph from start to end, both included."""
+def shortest_chains(left: Rows, right: Rows, n: int, ends: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
+    """For each two ends the images on a shortest path of the pairs from one to the other, both included."""
     from scipy.sparse.csgraph import breadth_first_order
 
-    _, before = breadth_first_order(graph, start, directed=True, return_predecessors=True)
-    path = [end]
-    while path[-1] != start:
-        path.append(int(before[path[-1]]))
-    return path[::-1]
+    graph = _symmetric_graph(left, right, n)
+    for start, end in ends:
+        _, before = breadth_first_order(graph, start, directed=True, return_predecessors=True)
+        path = [end]
+        while path[-1] != start:
+            path.append(int(before[path[-1]]))
+        yield path[::-1]
 
 
-def pairs_within(component: Rows) -> tuple[Rows, Rows]:
+def implied_pairs(left: Rows, right: Rows, link: Floats, weight: Floats, view: Components) -> tuple[NDArray[Any], ...]:
+    """Left, right, link and weight of what pairs imply beyond themselves: must-links, then cannot-links, each sorted.
+
+    A new pair weighs as little as the lightest of the must-links of both ends' components and, for a cannot-link, of
+    the cannot-links between them.
+    """
+    n, must, cannot = max(len(view.component), 1), link == 1, link == 0
+    given, ends = pair_keys(left, right, n), (view.component[left], view.component[right])
+    between = pair_keys(*ends, n)[cannot]
+    found = []
+    for kind, every in ((1, _pairs_within(view.component)), (0, _pairs_between(*view))):
+        keys = np.sort(pair_keys(*every, n))
+        new = np.ones(len(keys), bool)
+        new[np.searchsorted(keys, given[link == kind])] = False
+        one, other = np.divmod(keys[new], n)
+        first, second = view.component[one], view.component[other]
+        lightest = np.minimum(*(_least(ends[0][must], weight[must], end) for end in (first, second)))
+        if kind == 0:
+            lightest = np.minimum(lightest, _least(between, weight[cannot], pair_keys(first, second, n)))
+        found.append((one, other, np.full(len(one), kind, np.float32), lightest))
+    return tuple(np.concatenate(columns) for columns in zip(*found, strict=True))
+
+
+def _pairs_within(component: Rows) -> tuple[Rows, Rows]:
     """All unordered pairs of images that share a component."""
     order = np.argsort(component, kind="stable")
     ends = np.cumsum(np.bincount(component))
@@ -99,7 +121,7 @@ def pairs_within(component: Rows) -> tuple[Rows, Rows]:
     return order[left], order[right]
 
 
-def pairs_between(component: Rows, cannot: Rows) -> tuple[Rows, Rows]:
+def _pairs_between(component: Rows, cannot: Rows) -> tuple[Rows, Rows]:
     """All pairs of an image of component cannot[k, 0] and one of cannot[k, 1], for every k."""
     order = np.argsort(component, kind="stable")
     sizes = np.bincount(component)
@@ -109,18 +131,13 @@ def pairs_between(component: Rows, cannot: Rows) -> tuple[Rows, Rows]:
     return order[starts[first] + at // sizes[second]], order[starts[second] + at % sizes[second]]
 
 
-def n_pairs_within(component: Rows) -> int:
-    """How many pairs `pairs_within` would make."""
+def n_pairs(component: Rows, cannot: Rows) -> tuple[int, int]:
+    """How many must-links within components and cannot-links between them the closure has."""
     sizes = np.bincount(component)
-    return int((sizes * (sizes - 1) // 2).sum())
+    return int((sizes * (sizes - 1) // 2).sum()), int(sizes[cannot].prod(axis=1).sum())
 
 
-def n_pairs_between(component: Rows, cannot: Rows) -> int:
-    """How many pairs `pairs_between` would make."""
-    return int(np.bincount(component)[cannot].prod(axis=1).sum())
-
-
-def least(keys: Rows, values: NDArray[np.float32], wanted: Rows) -> NDArray[np.float32]:
+def _least(keys: Rows, values: Floats, wanted: Rows) -> Floats:
     """For each wanted key the least of the values under that key, infinity where there is none."""
     known, number = np.unique(np.append(keys, -1), return_inverse=True)
     lowest = np.full(len(known), np.inf, np.float32)

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
 
-__all__ = ["MAX_IMAGES", "Columns", "Places", "image_rows", "is_link", "is_row_number", "read_links", "read_weights"]
+__all__ = ["MAX_IMAGES", "Places", "image_rows", "is_link", "is_row_number", "read_links", "read_weights"]
 
-Columns = Mapping[str, list[str]]  # the texts of a file's columns under our names
+_Columns = Mapping[str, list[str]]  # the texts of a file's columns under our names
 
 _SPELLINGS = dict.fromkeys(("mustlink", "ml", "same", "yes", "true"), 1.0)
 _SPELLINGS |= dict.fromkeys(("cannotlink", "cl", "different", "no", "false"), 0.0)
@@ -52,7 +52,7 @@ class Places:
 
 
 def image_rows(
-    columns: Columns, places: Places, names: Sequence[str] | None, n_images: int | None, unread: Mapping[str, str]
+    columns: _Columns, places: Places, names: Sequence[str] | None, n_images: int | None, unread: Mapping[str, str]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
     """The rows left and right of each pair, and the number of images they belong to."""
     sides = (columns["left"], columns["right"])
@@ -169,10 +169,10 @@ def is_row_number(text: str) -> bool:
 
 def is_link(text: str) -> bool:
     """Whether a cell is a link in any accepted spelling or some other number."""
-    return _number(text) is not None or _plain_link(text) in _SPELLINGS
+    return _link_value(text) is not None
 
 
-def read_links(columns: Columns, places: Places) -> NDArray[np.float32]:
+def read_links(columns: _Columns, places: Places) -> NDArray[np.float32]:
     """The links in [0, 1]; -1 means 0 in a file without 0 and fractions."""
     column = columns["link"]
     links = _read_column(column, places, _link)
@@ -181,7 +181,7 @@ def read_links(columns: Columns, places: Places) -> NDArray[np.float32]:
     return np.maximum(links, np.float32(0))
 
 
-def read_weights(columns: Columns, places: Places) -> NDArray[np.float32]:
+def read_weights(columns: _Columns, places: Places) -> NDArray[np.float32]:
     """The weights, 1 where the column or the cell is empty."""
     column = columns.get("weight")
     return np.ones(len(columns["link"]), np.float32) if column is None else _read_column(column, places, _weight)
@@ -199,9 +199,7 @@ def _read_column(column: list[str], places: Places, read: Callable[[str], float]
 
 
 def _link(text: str) -> float:
-    value = _number(text)
-    if value is None:
-        value = _SPELLINGS.get(_plain_link(text))
+    value = _link_value(text)
     if not text.strip():
         raise InputError("the link is missing", fix="answer it or delete the line")
     if value is None or not (0 <= value <= 1 or value == -1):
@@ -218,8 +216,9 @@ def _weight(text: str) -> float:
     return value
 
 
-def _plain_link(text: str) -> str:
-    return re.sub(r"[\s_-]", "", text).casefold()
+def _link_value(text: str) -> float | None:
+    number = _number(text)
+    return _SPELLINGS.get(re.sub(r"[\s_-]", "", text).casefold()) if number is None else number
 
 
 def _number(text: str) -> float | None:

@@ -18,21 +18,14 @@ from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import parse_json, write_atomically
-from constraintmatch.constraints.pair_cells import (
-    Columns,
-    Places,
-    image_rows,
-    is_link,
-    is_row_number,
-    read_links,
-    read_weights,
-)
+from constraintmatch.constraints.pair_cells import Places, image_rows, is_link, is_row_number, read_links, read_weights
 
 __all__ = ["names_in", "read_pairs", "write_pairs"]
 
 _REQUIRED = ("left", "right", "link")
 _OPTIONAL = ("weight", "annotator", "time")
-_Cells = tuple[Columns, Places]
+_Cells = tuple[dict[str, list[str]], Places]
+_Rows = Iterator[tuple[int, list[str]]]  # line number and cells
 _Format = tuple[Callable[[Path, Mapping[str, str]], _Cells], Callable[[Path, Mapping[str, Any]], None]]
 
 
@@ -151,10 +144,12 @@ def _read_csv(path: Path, wanted: Mapping[str, str]) -> _Cells:
     if first is None:
         raise _empty(path)
     delimiter = _delimiter(first, wanted)
+    rows = _csv_rows(text, delimiter, strict=True)
     try:
-        return _csv_cells(path, _csv_rows(text, delimiter, strict=True), wanted)
+        return _collect(path, next(rows)[1], rows, wanted)
     except csv.Error:  # an open quote, or only a blank behind a closing one
-        return _csv_cells(path, _one_line_rows(path, text, delimiter), wanted)
+        rows = _one_line_rows(path, text, delimiter)
+        return _collect(path, next(rows)[1], rows, wanted)
 
 
 def _decode(path: Path) -> str:
@@ -178,7 +173,7 @@ def _delimiter(header: str, wanted: Mapping[str, str]) -> str:
     return max(",;\t", key=score)
 
 
-def _csv_rows(text: str, delimiter: str, *, strict: bool) -> Iterator[tuple[int, list[str]]]:
+def _csv_rows(text: str, delimiter: str, *, strict: bool) -> _Rows:
     """Line number and fields of each row that is not blank."""
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=strict)
     for row in reader:
@@ -186,7 +181,7 @@ def _csv_rows(text: str, delimiter: str, *, strict: bool) -> Iterator[tuple[int,
             yield reader.line_num, row
 
 
-def _one_line_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+def _one_line_rows(path: Path, text: str, delimiter: str) -> _Rows:
     """Rows of a file that strict parsing refuses; a field over several lines is an open quote that swallows them."""
     place = 0
     try:
@@ -202,8 +197,8 @@ def _one_line_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int,
     raise InputError('a quote (") is opened and not closed', f"{path} line {place + 1}", "close it or double it")
 
 
-def _csv_cells(path: Path, rows: Iterator[tuple[int, list[str]]], wanted: Mapping[str, str]) -> _Cells:
-    header = next(rows)[1]
+def _collect(path: Path, header: list[str], rows: _Rows, wanted: Mapping[str, str]) -> _Cells:
+    """The columns that are wanted, from rows of cells."""
     found = _choose(path, header, wanted)
     needed, width = max(found[name] for name in _REQUIRED), len(header)
     columns: dict[str, list[str]] = {name: [] for name in found}
@@ -228,21 +223,13 @@ def _even_out(place: str, row: list[str], width: int, needed: int) -> None:
 
 
 def _read_jsonl(path: Path, wanted: Mapping[str, str]) -> _Cells:
-    lines: list[int] = []
-    columns: dict[str, list[str]] = {}
-    for number, line in enumerate(io.StringIO(_decode(path)), start=1):
-        if line.strip():
-            record = _record(f"{path} line {number}", line)
-            for key in record.keys() - columns.keys():
-                columns[key] = [""] * len(lines)
-            for key, column in columns.items():
-                column.append(_text(record.get(key)))
-            lines.append(number)
-    if not lines:
+    lines = ((number, line) for number, line in enumerate(io.StringIO(_decode(path)), start=1) if line.strip())
+    records = [(number, _record(f"{path} line {number}", line)) for number, line in lines]
+    if not records:
         raise _empty(path)
-    header = list(columns)
-    found = _choose(path, header, wanted)
-    return {name: columns[header[at]] for name, at in found.items()}, Places(np.array(lines, np.int64), "line", path)
+    header = list(dict.fromkeys(key for _, record in records for key in record))
+    rows = ((number, [_text(record.get(key)) for key in header]) for number, record in records)
+    return _collect(path, header, rows, wanted)
 
 
 def _record(place: str, line: str) -> dict[str, Any]:

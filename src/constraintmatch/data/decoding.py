@@ -286,33 +286,26 @@ def _reason(error: Exception) -> str:
 def _in_parallel(work: Callable[[ImageFile], _Result], files: Sequence[ImageFile]) -> Iterator[_Result | Skipped]:
     """The results in order, from threads a bounded way ahead (Pillow frees the interpreter while it decodes)."""
 
-    def results(chunk: Sequence[ImageFile]) -> list[_Result | Skipped]:
-        return [_attempt(work, file) for file in chunk]
+    def attempt(file: ImageFile) -> _Result | Skipped:
+        try:
+            return work(file)
+        except Exception as error:  # Pillow's plugins raise nearly anything on broken bytes
+            passing = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
+            return Skipped(file.name, "the file is empty" if file.size == 0 else _reason(error), passing)
 
-    n_threads = max(1, min(16, _n_cores(), len(files) // _CHUNK))
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    n_threads = max(1, min(16, n_cores, len(files) // _CHUNK))
     waiting: deque[Future[list[_Result | Skipped]]] = deque()
     pool = ThreadPoolExecutor(n_threads, thread_name_prefix="decode")
     try:
         for start in range(0, len(files), _CHUNK):
-            waiting.append(pool.submit(results, files[start : start + _CHUNK]))
+            waiting.append(pool.submit(lambda chunk: [attempt(file) for file in chunk], files[start : start + _CHUNK]))
             if len(waiting) > 4 * n_threads:
                 yield from waiting.popleft().result()
         while waiting:
             yield from waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _attempt(work: Callable[[ImageFile], _Result], file: ImageFile) -> _Result | Skipped:
-    try:
-        return work(file)
-    except Exception as error:  # Pillow's plugins raise nearly anything on broken bytes
-        passing = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
-        return Skipped(file.name, "the file is empty" if file.size == 0 else _reason(error), passing)
-
-
-def _n_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _filters = threading.RLock()

@@ -122,10 +122,12 @@ class ImageSet:
             raise InputError(f"cannot draw {n:,} images: the set has {len(self):,}")
         random = np.random.default_rng(seed)
         labels = np.zeros(len(self), np.int64) if self.labels is None else self.labels
-        groups = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+        kinds, sizes = np.unique(labels, return_counts=True)
+        shares, rest = np.divmod(sizes * n, max(len(self), 1))
+        shares[np.argsort(-rest, kind="stable")[: n - shares.sum()]] += 1  # the largest remainders
         drawn = np.zeros(len(self), dtype=bool)
-        for group, share in zip(groups, _shares([len(group) for group in groups], n), strict=True):
-            drawn[random.permutation(group)[:share]] = True
+        for kind, share in zip(kinds, shares, strict=True):
+            drawn[random.permutation(np.flatnonzero(labels == kind))[:share]] = True
         return drawn
 
     def split(self, n_second: int, *, seed: int) -> tuple["ImageSet", "ImageSet"]:
@@ -323,16 +325,6 @@ def _number_words(words: list[str], classes: tuple[str, ...] | None) -> tuple[ND
     if (unknown := next((word for word in words if word not in numbers), None)) is not None:
         raise InputError(f"label {unknown!r} is not one of the classes {', '.join(classes)}")
     return np.array([numbers[word] for word in words], np.int64), classes
-
-
-def _shares(sizes: list[int], n_chosen: int) -> list[int]:
-    """How many to draw from each group: proportional to its size, with largest remainders, summing to `n_chosen`."""
-    total = max(sum(sizes), 1)
-    shares = [size * n_chosen // total for size in sizes]
-    by_remainder = sorted(range(len(sizes)), key=lambda group: (-(sizes[group] * n_chosen % total), group))
-    for group in by_remainder[: n_chosen - sum(shares)]:
-        shares[group] += 1
-    return shares
 
 
 # Files and folders
