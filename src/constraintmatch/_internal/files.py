@@ -21,6 +21,7 @@ __all__ = [
     "check_target",
     "folder_lock",
     "parse_json",
+    "read_errors",
     "read_json",
     "write_atomically",
     "write_error",
@@ -154,16 +155,24 @@ def write_json(path: Path | str, value: Any) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def read_json(path: Path | str) -> Any:
-    """The value in a JSON file; one that is missing, broken or not readable is an InputError that names it."""
+@contextmanager
+def read_errors(path: Path | str) -> Iterator[None]:
+    """Inside, a file that is missing or cannot be read is an InputError that names it."""
     try:
-        return parse_json(Path(path).read_text(encoding="utf-8-sig"))  # some editors put a mark first
+        yield
     except FileNotFoundError:
         raise InputError("no such file", path) from None
     except OSError as error:
         raise InputError(f"cannot be read ({error.strerror or error})", path) from None
-    except ValueError as error:
-        raise InputError(f"not valid JSON ({error})", path) from None
+
+
+def read_json(path: Path | str) -> Any:
+    """The value in a JSON file; one that is missing, broken or not readable is an InputError that names it."""
+    with read_errors(path):
+        try:
+            return parse_json(Path(path).read_text(encoding="utf-8-sig"))  # some editors put a mark first
+        except ValueError as error:
+            raise InputError(f"not valid JSON ({error})", path) from None
 
 
 def parse_json(text: str) -> Any:

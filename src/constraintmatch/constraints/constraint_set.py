@@ -148,12 +148,19 @@ class Constraints:
         columns: str | None = None,
         unread: Mapping[str, str] | None = None,
     ) -> "Constraints":
-        """Constraints from a CSV, Parquet or JSON lines file; see `pairs_file.read_pairs` for what is understood."""
-        return cls.from_arrays(**read_pairs(path, names=names, n_images=n_images, columns=columns, unread=unread))
+        """Constraints from a CSV, Parquet or JSON lines file, by its suffix.
+
+        Images may be given by name or by row number (counted from 0). A cell that is a name means that image; any other
+        whole number is a row number. Where some whole numbers are names and others only row numbers, the file is
+        refused. Without `names` all cells are row numbers; without `n_images` too, the largest one gives the number of
+        images. `columns="i,j,c_ij"` says which columns of the file are left, right, link and, if more are given,
+        weight, annotator, time. `unread` has, by name, why the files of some images could not be read, for errors.
+        """
+        return cls.from_arrays(**read_pairs(Path(path), names, n_images, columns, unread or {}))
 
     def write(self, path: Path | str, *, names: Sequence[str] | None = None) -> None:
         """Write `left,right,link[,weight][,annotator][,time]`, atomically, as CSV, Parquet or JSON lines by suffix."""
-        write_pairs(path, vars(self), names=names)
+        write_pairs(Path(path), vars(self), names)
 
     @classmethod
     def sample(cls, labels: ArrayLike, n: int, *, seed: int, balanced: bool = False) -> "Constraints":
@@ -221,10 +228,9 @@ class Constraints:
     def flip(
         self, fraction: float, *, seed: int, only: Literal["must-link", "cannot-link"] | None = None
     ) -> "Constraints":
-        """The same pairs with some links turned round (1 - link): annotation noise.
+        """The same pairs with round(fraction · m) of the m links (of the kind `only`) turned to 1 - link, at random.
 
-        `fraction` (the paper's ρ) flips exactly round(fraction · m) of the m pairs, or of the m of the kind `only`,
-        chosen uniformly.
+        Annotation noise; the fraction is the paper's ρ.
         """
         kinds = {None: self.link >= 0, "must-link": self.link > 0.5, "cannot-link": self.link < 0.5}
         if only not in kinds:
@@ -232,8 +238,7 @@ class Constraints:
         if not 0 <= fraction <= 1:
             raise InputError("the fraction to flip must be in [0, 1]")
         rows = np.flatnonzero(kinds[only])
-        words = rng.stream(seed, Purpose.FLIP)
-        chosen = rows[rng.permutation(words, len(rows))[: round(fraction * len(rows))]]
+        chosen = rows[rng.permutation(rng.stream(seed, Purpose.FLIP), len(rows))[: round(fraction * len(rows))]]
         link = self.link.copy()
         link[chosen] = 1 - link[chosen]
         return replace(self, link=link)
@@ -279,10 +284,7 @@ class Constraints:
         return graph.components(self.left[must], self.right[must], self.n_images)
 
     def component_constraints(self) -> Components:
-        """The hard constraints between components: all that closing implies, in memory proportional to the pairs.
-
-        Contradicted cannot-links are left out.
-        """
+        """The hard constraints between components (all that closing implies), without contradicted cannot-links."""
         component = self.components()
         cannot = self.link == 0
         first, second = component[self.left[cannot]], component[self.right[cannot]]
@@ -305,7 +307,7 @@ class Constraints:
             problem = f"closing {len(self):,} constraints would make {n_pairs:,} pairs (at most {max_pairs:,} allowed)"
             fix = "train on the pairs as they are, use component_constraints(), or raise max_pairs"
             raise InputError(problem, fix=fix)
-        new = graph.implied_pairs(*(getattr(given, name) for name in _NUMBERS), view)
+        new = graph.implied_pairs(given.left, given.right, given.link, given.weight, view)
         both = zip(_NUMBERS, new, strict=True)
         columns: dict[str, Any] = {name: np.concatenate([getattr(given, name), more]) for name, more in both}
         columns |= {name: texts + ("",) * len(new[0]) for name, texts in given._texts().items()}

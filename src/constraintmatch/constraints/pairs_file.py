@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import parse_json, write_atomically
+from constraintmatch._internal.files import parse_json, read_errors, write_atomically
 from constraintmatch.constraints.pair_cells import Places, image_rows, is_link, is_row_number, read_links, read_weights
 
 __all__ = ["names_in", "read_pairs", "write_pairs"]
@@ -30,44 +30,28 @@ _Format = tuple[Callable[[Path, Mapping[str, str]], _Cells], Callable[[Path, Map
 
 
 def read_pairs(
-    path: Path | str,
-    *,
-    names: Sequence[str] | None = None,
-    n_images: int | None = None,
-    columns: str | None = None,
-    unread: Mapping[str, str] | None = None,
+    path: Path, names: Sequence[str] | None, n_images: int | None, columns: str | None, unread: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The pairs in a CSV, Parquet or JSON lines file (by the suffix), as arguments of `Constraints.from_arrays`.
-
-    Images may be given by name or by row number (counted from 0). A cell that is a name means that image; any other
-    whole number is a row number. Where some whole numbers are names and others only row numbers, the file is refused.
-    Without `names` all cells are row numbers; without `n_images` too, the largest one gives the number of images.
-    `columns="i,j,c_ij"` says which columns of the file are left, right, link and, if more are given, weight, annotator,
-    time. `unread` has, by name, why the files of some images could not be read, for errors about them.
-    """
-    cells, places = _load(Path(path), columns)
-    left, right, n_images = image_rows(cells, places, names, n_images, unread or {})
+    """The pairs in a file, as arguments of `Constraints.from_arrays`; `Constraints.read` explains these."""
+    cells, places = _load(path, columns)
+    left, right, n_images = image_rows(cells, places, names, n_images, unread)
     found = {"left": left, "right": right, "n_images": n_images, "places": places}
     found |= {"link": read_links(cells, places), "weight": read_weights(cells, places)}
     return found | {"annotator": cells.get("annotator"), "time": cells.get("time")}
 
 
 def names_in(path: Path | str, *, columns: str | None = None) -> tuple[str, ...] | None:
-    """The image names a pairs file mentions, sorted; None when it has row numbers only.
-
-    For looking at a file without its images: `read_pairs(path, names=names_in(path))`.
-    """
+    """The image names a pairs file mentions, sorted, to read it without images; None when it has row numbers only."""
     cells, _ = _load(Path(path), columns)
     distinct = {text.strip() for text in chain(cells["left"], cells["right"])} - {""}
     return None if all(map(is_row_number, distinct)) else tuple(sorted(distinct))
 
 
-def write_pairs(path: Path | str, pairs: Mapping[str, Any], *, names: Sequence[str] | None = None) -> None:
+def write_pairs(path: Path, pairs: Mapping[str, Any], names: Sequence[str] | None) -> None:
     """Write the fields of `Constraints` atomically, in the format of the suffix; with `names`, images by name.
 
     `weight` is written when any differs from 1, `annotator` and `time` when known. Reading gives back the same numbers.
     """
-    path = Path(path)
     if names is not None and len(names) != pairs["n_images"]:
         raise InputError(f"{len(names):,} names for {pairs['n_images']:,} images", path, "give one name per image")
     columns = {name: pairs[name] for name in (*_REQUIRED, *_OPTIONAL) if pairs[name] is not None}
@@ -87,14 +71,10 @@ def _load(path: Path, columns: str | None) -> _Cells:
     if path.is_dir():
         raise InputError("is a folder, not a pairs file", path)
     wanted = _wanted(columns)
-    try:
+    with read_errors(path):
         if path.stat().st_size == 0:
             raise _empty(path)
         return read(path, wanted)
-    except FileNotFoundError:
-        raise InputError("no such file", path) from None
-    except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror or error})", path) from None
 
 
 def _empty(path: Path) -> InputError:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError, one_line
+from constraintmatch._internal.files import read_errors
 from constraintmatch.data.cache import cache_place, decode_cached
 from constraintmatch.data.decoding import FolderRequest, ImageFile, Progress, find_files
 from constraintmatch.data.image_set import ImageSet
@@ -222,7 +223,8 @@ def _read_stl10(data_dir: Path | None, part: str, _: Progress | None = None) -> 
         return _numbered(part, _stl10_pixels(folder / "unlabeled_X.bin"))
     labels = _stl10_labels(folder / f"{part}_y.bin")
     path = folder / "class_names.txt"
-    classes = tuple(_text(_bytes(path)).split())
+    with read_errors(path):
+        classes = tuple(_text(path.read_bytes()).split())
     if len(classes) != 10:
         raise InputError(f"{len(classes):,} names, not 10", path, _AGAIN)
     return _numbered(part, _stl10_pixels(folder / f"{part}_X.bin", len(labels)), labels, classes)
@@ -239,29 +241,21 @@ def _stl10_pixels(path: Path, n_expected: int | None = None) -> NDArray[np.uint8
         raise InputError(f"{size:,} bytes, {whole}", path, _AGAIN)
     if n_expected not in (None, n_images):
         raise InputError(f"{n_images:,} images, but {n_expected:,} labels", path, _AGAIN)
-    try:  # mapped: the copy below is then the only one in memory
+    with read_errors(path):  # mapped: the copy is then the only one in memory
         planes = np.memmap(path, np.uint8, mode="r", shape=(n_images, 3, 96, 96))
-    except OSError as error:
-        raise InputError(f"cannot be read ({one_line(error)})", path) from None
-    return np.ascontiguousarray(planes.transpose(0, 3, 2, 1))
+        return np.ascontiguousarray(planes.transpose(0, 3, 2, 1))
 
 
 def _stl10_labels(path: Path) -> NDArray[np.int64]:
     """The labels from 0; the file counts from 1."""
-    numbers = np.frombuffer(_bytes(path), np.uint8).astype(np.int64)
+    with read_errors(path):
+        numbers = np.frombuffer(path.read_bytes(), np.uint8).astype(np.int64)
     if not len(numbers):
         raise InputError("empty", path, _AGAIN)
     wrong = np.flatnonzero((numbers < 1) | (numbers > 10))
     if len(wrong):
         raise InputError(f"label {numbers[wrong[0]]} of image {wrong[0]:,} is not one of 1 to 10", path, _AGAIN)
     return numbers - 1
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot be read ({one_line(error)})", path) from None
 
 
 # ImageNet
