@@ -368,3 +368,11 @@ def test_a_name_whose_file_could_not_be_read_gives_the_reason(tmp_path):
     text = "left,right,link\na.png,broken.png,1\n"
     message = refusal(tmp_path, text, names=NAMES, unread={"broken.png": "the file is empty"})
     assert message.startswith("pairs.csv line 2: image 'broken.png' could not be read (the file is empty); ")
+
+
+def test_an_error_in_a_file_has_its_place_its_problem_and_its_fix_apart(tmp_path):
+    with pytest.raises(InputError) as error:
+        read(tmp_path, "left,right,link\n0,1,1\n2,3,maybe\n")
+    found = error.value
+    assert (found.place, found.problem) == (f"{tmp_path / 'pairs.csv'} line 3", "link 'maybe' is not understood")
+    assert found.fix.startswith("write 1/0, ")

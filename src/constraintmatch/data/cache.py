@@ -24,7 +24,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json, write_atomically, write_json
 from constraintmatch.data.decoding import FolderRequest, Skipped, open_decoder
 
-__all__ = ["cache_place", "decode_cached"]
+__all__ = ["decode_cached"]
 
 _log = logging.getLogger(__name__)
 _CACHE_VERSION = 1  # raise it whenever the same file would come out as other pixels
@@ -32,10 +32,18 @@ _DAY = 86_400
 _Decoded = tuple[NDArray[np.uint8], tuple[str, ...], tuple[Skipped, ...]]
 
 
-def decode_cached(request: FolderRequest, place: Path | None) -> _Decoded:
-    """The images, their names and the skipped files: from the cache, or decoded into it, or in memory without one."""
-    if place is None:
+def decode_cached(request: FolderRequest, cache: bool | Path | str = True, suffix: str = "") -> _Decoded:
+    """The images, their names and the skipped files: from the cache, or decoded into it, or in memory without one.
+
+    `cache` is its folder (True: the user's cache folder, False: none). A cache holds one state of a folder; the suffix
+    makes room for several sets of one folder.
+    """
+    root = None if cache is False else _user_cache() if cache is True else Path(cache)
+    if root is None:
         return _decode_into_memory(request)
+    size = [request.side, request.max_side, request.channels]
+    key = json.dumps([str(request.folder.resolve()), *size, _CACHE_VERSION])
+    place = root / (hashlib.sha256(key.encode("utf-8", "backslashreplace")).hexdigest()[:24] + suffix)
     decoded = _read_cache(request, place)
     if decoded is not None:
         return decoded
@@ -47,16 +55,6 @@ def decode_cached(request: FolderRequest, place: Path | None) -> _Decoded:
         if decoded is None:
             _log.warning("the images are decoded into memory, not into the cache (%s)", error)
     return decoded or _decode_into_memory(request)
-
-
-def cache_place(cache: bool | Path | str, request: FolderRequest) -> Path | None:
-    """Where this request's images are cached; None: nowhere."""
-    root = None if cache is False else _user_cache() if cache is True else Path(cache)
-    if root is None:
-        return None
-    size = [request.side, request.max_side, request.channels]
-    key = json.dumps([str(request.folder.resolve()), *size, _CACHE_VERSION])
-    return root / hashlib.sha256(key.encode("utf-8", "backslashreplace")).hexdigest()[:24]
 
 
 def _user_cache() -> Path | None:

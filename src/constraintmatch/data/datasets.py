@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError, one_line
 from constraintmatch._internal.files import read_errors
-from constraintmatch.data.cache import cache_place, decode_cached
+from constraintmatch.data.cache import decode_cached
 from constraintmatch.data.decoding import FolderRequest, ImageFile, Progress, find_files
 from constraintmatch.data.image_set import ImageSet
 
@@ -280,10 +280,7 @@ def _read_imagenet(name: str, data_dir: Path | None, part: str, progress: Progre
     root, level = _find_tree(name, classes, data_dir, part)
     by_class = [_class_files(root, f"{level}{label}", part, flat=not level) for label in classes]
     request = FolderRequest(root, tuple(file for files in by_class for file in files), 224, None, 3, progress)
-    place = cache_place(True, request)
-    if place is not None:  # a cache holds one state of its folder, and this folder has several sets
-        place = place.with_name(f"{place.name}-{name}-{part}")
-    images, names, skipped = decode_cached(request, place)
+    images, names, skipped = decode_cached(request, suffix=f"-{name}-{part}")
     if skipped:
         count = f"{len(skipped):,} of {len(request.files):,} images cannot be read"
         raise InputError(f"{skipped[0].reason} ({count})", root / skipped[0].name, _AGAIN)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from constraintmatch._internal.errors import InputError, one_line
-from constraintmatch.data.cache import cache_place, decode_cached
+from constraintmatch.data.cache import decode_cached
 from constraintmatch.data.decoding import SUFFIXES, FolderRequest, Progress, Skipped, find_files, fit_squares, pixels_of
 
 __all__ = ["ImageSet", "Skipped", "kind_of", "load_images"]
@@ -206,7 +206,7 @@ class ImageSet:
         if not files and not unread:
             raise InputError(f"no images there (looked for {', '.join(sorted(SUFFIXES))} at any depth)", folder)
         request = FolderRequest(folder, tuple(files), side, None if side else max_side, channels, progress)
-        images, names, broken = decode_cached(request, cache_place(cache, request))
+        images, names, broken = decode_cached(request, cache)
         skipped = tuple(sorted([*unread, *broken], key=lambda skip: skip.name))
         if skipped and (strict or not names):
             others = f" (and {len(skipped) - 1:,} more)" if len(skipped) > 1 else ""
