@@ -363,7 +363,7 @@ class Constraints:
         must = self.link[play] == 1
         order = np.lexsort((must, -weight))
         keep = np.ones(len(self), bool)
-        keep[play] = graph.consistent(self.left[play], self.right[play], must, order)
+        keep[play] = graph.keep_consistent(self.left[play], self.right[play], must, order)
         return self.take(keep)
 
 

@@ -16,8 +16,8 @@ __all__ = [
     "Components",
     "Conflict",
     "components",
-    "consistent",
     "implied_pairs",
+    "keep_consistent",
     "n_pairs",
     "pair_keys",
     "shortest_chains",
@@ -152,7 +152,7 @@ def _count_up(lengths: Rows) -> Rows:
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
 
 
-def consistent(left: Rows, right: Rows, must: NDArray[np.bool_], order: Rows) -> NDArray[np.bool_]:
+def keep_consistent(left: Rows, right: Rows, must: NDArray[np.bool_], order: Rows) -> NDArray[np.bool_]:
     """Which pairs stay when they are taken in this order and each one that contradicts those before is left out."""
     from scipy.cluster.hierarchy import DisjointSet
 

@@ -70,7 +70,7 @@ def _load(path: Path, columns: str | None) -> _Cells:
     read, _ = _format_of(path)
     if path.is_dir():
         raise InputError("is a folder, not a pairs file", path)
-    wanted = _wanted(columns)
+    wanted = _column_names(columns)
     with read_errors(path):
         if path.stat().st_size == 0:
             raise _empty(path)
@@ -81,7 +81,7 @@ def _empty(path: Path) -> InputError:
     return InputError("the file is empty", path, f"a pairs file has the columns {','.join(_REQUIRED)}")
 
 
-def _wanted(columns: str | None) -> dict[str, str]:
+def _column_names(columns: str | None) -> dict[str, str]:
     """Our column name -> the file's, from `columns="i,j,c_ij"`."""
     wanted = {name: name for name in (*_REQUIRED, *_OPTIONAL)}
     if columns is None:

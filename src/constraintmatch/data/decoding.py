@@ -103,7 +103,7 @@ def find_files(folder: Path) -> tuple[list[ImageFile], list[Skipped]]:
                 for entry in entries:
                     _sort_entry(entry, here, files, skipped, linked if entry.is_symlink() else real)
         except OSError as error:
-            skipped.append(Skipped(_printable(here or str(folder)), _reason(error)))
+            skipped.append(Skipped(_escape(here or str(folder)), _reason(error)))
     return sorted(files), skipped
 
 
@@ -123,7 +123,7 @@ def _sort_entry(
         name.encode()
         status = entry.stat()
     except UnicodeEncodeError:
-        skipped.append(Skipped(_printable(name), "its name is not valid Unicode; rename it"))
+        skipped.append(Skipped(_escape(name), "its name is not valid Unicode; rename it"))
     except OSError as error:
         skipped.append(Skipped(name, _reason(error)))
     else:
@@ -140,7 +140,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _printable(name: str) -> str:
+def _escape(name: str) -> str:
     """A name that can be printed and written: undecodable bytes as escapes."""
     return name.encode("utf-8", "backslashreplace").decode()
 
