@@ -131,14 +131,14 @@ def test_numbers_between_are_soft_links(tmp_path):
 def test_zero_beside_minus_one_cannot_be_told_apart(tmp_path):
     message = refusal(tmp_path, "left,right,link\n0,1,1\n0,2,-1\n0,3,0\n")
     assert message == (
-        "pairs.csv lines 3 and 4: links -1 and 0 cannot be told apart "
+        "pairs.csv lines 3 and 4: links -1 and 0 have no clear meaning together "
         "(0 may mean cannot-link or unknown; write cannot-links as 0 or as -1, not both)"
     )
 
 
 def test_fractions_beside_minus_one_cannot_be_told_apart(tmp_path):
     message = refusal(tmp_path, "left,right,link\n0,1,0.5\n0,2,-1\n")
-    assert message.startswith("pairs.csv lines 2 and 3: links -1 and 0.5 cannot be told apart")
+    assert message.startswith("pairs.csv lines 2 and 3: links -1 and 0.5 have no clear meaning together")
 
 
 # Layouts
@@ -253,8 +253,8 @@ def test_the_message_of_the_design(tmp_path):
         ("a.png,1,1", "line 2: 'a.png' is not a row number; for names, give the images too"),
         ("0,,1", "line 2: an image is missing"),
         ("0,1,maybe", "line 2: link 'maybe' is not understood; write 1/0, 1/-1, must-link"),
-        ("0,1,2", "line 2: link '2' lies outside [0, 1]"),
-        ("0,1,nan", "line 2: link 'nan' lies outside"),
+        ("0,1,2", "line 2: link '2' is outside [0, 1]"),
+        ("0,1,nan", "line 2: link 'nan' is outside"),
         ("0,1, ", "line 2: the link is missing"),
         ("0,1", "line 2: 2 columns where the header has 3"),
         ("d, e.png,1,1", "line 2: 4 columns where the header has 3; quote names"),
@@ -362,3 +362,17 @@ def test_blank_unknown_and_badly_encoded_files_are_refused(tmp_path):
 def test_self_must_links_in_a_file_are_ignored_and_counted(tmp_path):
     pairs = read(tmp_path, "left,right,link,annotator\n0,0,1,a\n1,2,0,b\n3,3,0.9,c\n")
     assert (rows(pairs), pairs.annotator, pairs.ignored_self_links) == ([(1, 2, 0, 1)], ("b",), 2)
+
+
+def test_a_name_whose_file_could_not_be_read_gives_the_reason(tmp_path):
+    text = "left,right,link\na.png,broken.png,1\n"
+    message = refusal(tmp_path, text, names=NAMES, unread={"broken.png": "the file is empty"})
+    assert message.startswith("pairs.csv line 2: image 'broken.png' could not be read (the file is empty); ")
+
+
+def test_an_error_in_a_file_has_its_place_its_problem_and_its_fix_apart(tmp_path):
+    with pytest.raises(InputError) as error:
+        read(tmp_path, "left,right,link\n0,1,1\n2,3,maybe\n")
+    found = error.value
+    assert (found.place, found.problem) == (f"{tmp_path / 'pairs.csv'} line 3", "link 'maybe' is not understood")
+    assert found.fix.startswith("write 1/0, ")

@@ -245,7 +245,7 @@ def test_pickles_written_again_by_python_3_are_read_or_refused_plainly(cifar10: 
 
 
 def test_missing_files_are_named(cifar10: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"cifar10: say where it lies .* cifar-10-batches-py with data_batch_1, "):
+    with pytest.raises(InputError, match=r"cifar10: say where it is .* cifar-10-batches-py with data_batch_1, "):
         load_dataset("cifar10", "train")
     with pytest.raises(InputError, match="looked for cifar-100-python with train, test, meta"):
         load_dataset("cifar100-20", "train", tmp_path / "nowhere")
@@ -379,9 +379,9 @@ def test_the_other_sets_have_no_unlabelled_images(name: str) -> None:
 
 HARM = {
     "cut within an image": ("train_X.bin", lambda raw: raw[:-5], "1,382,395 bytes, not a whole number of .*"),
-    "cut after an image": ("train_X.bin", lambda raw: raw[:-27_648], "49 images, but 50 labels beside it"),
+    "cut after an image": ("train_X.bin", lambda raw: raw[:-27_648], "49 images, but 50 labels"),
     "no image": ("train_X.bin", lambda raw: raw[:0], "0 bytes, not a whole number of .*"),
-    "too few labels": ("train_y.bin", lambda raw: raw[:-1], "50 images, but 49 labels beside it"),
+    "too few labels": ("train_y.bin", lambda raw: raw[:-1], "50 images, but 49 labels"),
     "no label": ("train_y.bin", lambda raw: raw[:0], "empty"),
     "a label 0": ("train_y.bin", lambda raw: raw[:17] + b"\0" + raw[18:], "label 0 of image 17 is not one of 1 to 10"),
     "a label 11": ("train_y.bin", lambda raw: raw[:-1] + b"\x0b", "label 11 of image 49 is not one of 1 to 10"),
@@ -393,14 +393,14 @@ HARM = {
 def test_damaged_stl10_files_are_refused(stl10: Path, file: str, harm, reason: str) -> None:
     path = stl10 / "stl10_binary" / file
     path.write_bytes(harm(path.read_bytes()))
-    named = "train_X.bin" if "beside it" in reason else file
+    named = "train_X.bin" if "images, but" in reason else file
     with pytest.raises(InputError, match=f"{named}: {reason}; unpack the archive again"):
         load_dataset("stl10", "train", stl10)
 
 
 def test_missing_stl10_files_are_named(stl10: Path, tmp_path: Path) -> None:
     layout = "stl10_binary with train_X.bin, train_y.bin, test_X.bin, test_y.bin, class_names.txt"
-    with pytest.raises(InputError, match=f"stl10: say where it lies .*: the folder that holds {layout}$"):
+    with pytest.raises(InputError, match=f"stl10: say where it is .*: the folder that holds {layout}$"):
         load_dataset("stl10", "train")
     with pytest.raises(InputError, match=f"nowhere: stl10 is not there; looked for {layout}, in it or below it$"):
         load_dataset("stl10", "train", tmp_path / "nowhere")
@@ -494,7 +494,7 @@ def test_a_missing_or_empty_class_folder_is_named(imagenet: Path) -> None:
 @pytest.mark.parametrize("name", WNIDS)
 def test_a_wrong_folder_says_which_layout_was_looked_for(name: str, tmp_path: Path) -> None:
     layout = rf"train/CLASS/\*\.JPEG and val/CLASS/\*\.JPEG, where CLASS is {', '.join(WNIDS[name].split())}"
-    with pytest.raises(InputError, match=rf"^{name}: say where it lies .*: the folder that holds {layout}$"):
+    with pytest.raises(InputError, match=rf"^{name}: say where it is .*: the folder that holds {layout}$"):
         load_dataset(name, "train")
     for wrong in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(InputError, match=rf"{wrong.name}: {name} is not there; looked for {layout}, in it or in"):

@@ -335,7 +335,7 @@ def test_without_a_data_folder_what_is_finished_is_shown(tmp_path: Path) -> None
     assert "| 93.17*" in done.stdout
     none = CliRunner().invoke(cli.app, [*words[:-1], str(tmp_path / "none")])
     assert none.exit_code == 2
-    assert "cifar10: say where it lies (--data-dir)" in none.stderr
+    assert "cifar10: say where it is (--data-dir)" in none.stderr
 
 
 def test_the_command_runs_a_cut_grid_and_shows_the_paper_beside_it(place: Place) -> None:

@@ -121,7 +121,7 @@ def test_a_pair_with_an_image_that_was_skipped_says_why(stripes: ImageSet, tmp_p
     write_images(tmp_path / "in", stripes, 2)
     (tmp_path / "in" / "broken.png").write_bytes(b"")
     path = write_pairs(tmp_path / "p.csv", [("00.png", "01.png", 1), ("00.png", "broken.png", 0)])
-    with pytest.raises(InputError, match=r"line 3: image 'broken.png' could not be read \(the file is empty\); mend"):
+    with pytest.raises(InputError, match=r"line 3: image 'broken.png' could not be read \(the file is empty\); repair"):
         open_pairs(path, open_data(tmp_path / "in").images)
 
 

@@ -20,10 +20,11 @@ __all__ = [
     "check_new_folder",
     "check_target",
     "folder_lock",
-    "mend",
     "parse_json",
+    "read_errors",
     "read_json",
     "write_atomically",
+    "write_error",
     "write_json",
 ]
 
@@ -32,25 +33,46 @@ class InUse(InputError):
     """Another process holds the folder."""
 
 
-_MENDS = {
-    errno.ENOSPC: "no space left on the disk; free some and run the same command again (train: with --resume)",
-    errno.EDQUOT: "the disk quota is used up; free some and run the same command again (train: with --resume)",
-    errno.EFBIG: "files there may not be so large; choose another place",
-    errno.EROFS: "the disk is read-only; choose another place",
-    errno.EACCES: "no permission to write there; choose another place",
-    errno.EPERM: "no permission to write there; choose another place",
-    errno.EISDIR: "is a folder; name a file in it",
-    errno.ENOTDIR: "a file is where a folder should be; choose another place",
-    errno.EEXIST: "a file is where a folder should be; choose another place",  # what mkdir says
-    errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
+_AGAIN, _ELSEWHERE = "free some and run the same command again (train: with --resume)", "choose another place"
+_WRITE_ERRORS = {  # problem and fix
+    errno.ENOSPC: ("no space left on the disk", _AGAIN),
+    errno.EDQUOT: ("the disk quota is used up", _AGAIN),
+    errno.EFBIG: ("files there may not be so large", _ELSEWHERE),
+    errno.EROFS: ("the disk is read-only", _ELSEWHERE),
+    errno.EACCES: ("no permission to write there", _ELSEWHERE),
+    errno.EPERM: ("no permission to write there", _ELSEWHERE),
+    errno.EISDIR: ("is a folder", "name a file in it"),
+    errno.ENOTDIR: ("a file is where a folder should be", _ELSEWHERE),
+    errno.EEXIST: ("a file is where a folder should be", _ELSEWHERE),  # what mkdir says
+    errno.ENAMETOOLONG: ("the name is too long", "choose a shorter one"),
 }
-_TOLD_NUMBER = re.compile(r"\b(?:os error|errno) (\d+)", re.IGNORECASE)
+_NUMBER_IN_WORDS = re.compile(r"\b(?:os error|errno) (\d+)", re.IGNORECASE)
+
+
+def write_error(error: BaseException, place: Path | str) -> InputError | None:
+    """The InputError that says what helps against a failed write; None where that is not known."""
+    number = _error_number(error)
+    return _refusal(number, place) if number in _WRITE_ERRORS else None
+
+
+def _refusal(number: int, place: Path | str) -> InputError:
+    problem, fix = _WRITE_ERRORS[number]
+    return InputError(problem, place, fix)
+
+
+def _error_number(error: BaseException) -> int:
+    """The system's number for an error, else 0; libraries in other languages (safetensors) give it in words only."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    if number := _NUMBER_IN_WORDS.search(str(error)):
+        return int(number[1])
+    return errno.ENOSPC if "No space left on device" in str(error) else 0
 
 
 def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
     """Write a file through `write(temporary path)`, then rename it onto `path`: readers see the old file or the new.
 
-    The temporary file lies in the same folder, is flushed to the disk before the rename, and is removed on failure.
+    The temporary file is in the same folder, is flushed to the disk before the rename, and is removed on failure.
     A link stays one: what it points to is replaced.
     """
     check_target(path)
@@ -69,23 +91,26 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
     except BaseException as error:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
-        helps = _mend(error, outer) if isinstance(error, Exception) else None
-        if helps is None or isinstance(error, InputError):
-            raise
-        raise InputError(f"{path}: {helps}") from error
+        cause: BaseException | None = error if isinstance(error, Exception) else None
+        while cause is not None and cause is not outer and not isinstance(error, InputError):
+            if found := write_error(cause, path):
+                raise found from error
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def check_new_folder(path: Path | str) -> None:
-    """An InputError for a file, or for a folder that holds something: what lies there is not overwritten."""
+    """An InputError for a file, or for a folder that holds something: nothing is overwritten."""
     path = Path(path)
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise InputError(f"{path}: exists already; remove it or choose another --out")
+        raise InputError("exists already", path, "remove it or choose another --out")
     check_folder(path)
-
-
-def check_folder(path: Path | str) -> None:
-    """An InputError unless files can be put into a folder of this name, which is there or can be made."""
-    _check_place(path, Path(os.path.realpath(path)))
 
 
 def check_target(path: Path | str) -> None:
@@ -99,37 +124,29 @@ def check_target(path: Path | str) -> None:
     except FileNotFoundError:
         mode = stat.S_IFREG  # what it would be
     except OSError as error:
-        raise InputError(f"{path}: {mend(error) or error.strerror}") from None
+        raise write_error(error, path) or InputError(str(error.strerror), path) from None
     if stat.S_ISDIR(mode):
-        raise InputError(f"{path}: {_MENDS[errno.EISDIR]}")
+        raise _refusal(errno.EISDIR, path)
     if not stat.S_ISREG(mode):
-        raise InputError(f"{path}: a device or pipe, which cannot be replaced at one stroke; name a file")
-    _check_place(path, Path(os.path.realpath(path)).parent)
+        raise InputError("a device or pipe, which cannot be replaced at one stroke", path, "name a file")
+    check_folder(path, Path(os.path.realpath(path)).parent)
 
 
-def _check_place(path: Path | str, folder: Path) -> None:
-    """An InputError unless the folder, or the nearest above it that is there, takes new files."""
+def check_folder(path: Path | str, folder: Path | None = None) -> None:
+    """An InputError about the path unless the folder (else the path), or the nearest above it, takes new files."""
+    folder = folder or Path(os.path.realpath(path))
     nearest = next((place for place in (folder, *folder.parents) if _may(place, os.F_OK)), None)
     if nearest is None:
         return
     if not nearest.is_dir():
-        raise InputError(f"{path}: {_MENDS[errno.ENOTDIR]}")
-    if not _may(nearest, os.W_OK | os.X_OK):
-        raise InputError(f"{path}: {_MENDS[errno.EROFS if _read_only(nearest) else errno.EACCES]}")
+        raise _refusal(errno.ENOTDIR, path)
+    if not _may(nearest, os.W_OK | os.X_OK):  # which does not say why
+        read_only = hasattr(os, "statvfs") and bool(os.statvfs(nearest).f_flag & os.ST_RDONLY)
+        raise _refusal(errno.EROFS if read_only else errno.EACCES, path)
 
 
 def _may(path: Path, mode: int) -> bool:
     return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
-
-
-def _read_only(folder: Path) -> bool:
-    """Whether the disk of a folder is read-only; the access alone does not say why there is none."""
-    return hasattr(os, "statvfs") and bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
-
-
-def mend(error: OSError) -> str | None:
-    """What a person can do about a failed write; None where that is not known."""
-    return _MENDS.get(error.errno or 0)
 
 
 def write_json(path: Path | str, value: Any) -> None:
@@ -138,16 +155,24 @@ def write_json(path: Path | str, value: Any) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def read_json(path: Path | str) -> Any:
-    """The value in a JSON file; one that is missing, broken or not to be read is an InputError that names it."""
+@contextmanager
+def read_errors(path: Path | str) -> Iterator[None]:
+    """Inside, a file that is missing or cannot be read is an InputError that names it."""
     try:
-        return parse_json(Path(path).read_text(encoding="utf-8-sig"))  # some editors put a mark first
+        yield
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
+        raise InputError("no such file", path) from None
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
+        raise InputError(f"cannot be read ({error.strerror or error})", path) from None
+
+
+def read_json(path: Path | str) -> Any:
+    """The value in a JSON file; one that is missing, broken or not readable is an InputError that names it."""
+    with read_errors(path):
+        try:
+            return parse_json(Path(path).read_text(encoding="utf-8-sig"))  # some editors put a mark first
+        except ValueError as error:
+            raise InputError(f"not valid JSON ({error})", path) from None
 
 
 def parse_json(text: str) -> Any:
@@ -170,35 +195,17 @@ def folder_lock(folder: Path | str) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("a+", encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{folder}: {mend(error) or error.strerror}") from error
+        raise write_error(error, folder) or InputError(str(error.strerror), folder) from error
     with file:
         if not _try_lock(file.fileno()):
             file.seek(0)
             holder = file.read().strip() or "unknown"
-            raise InUse(f"{folder}: in use by another process (pid {holder}); wait for it or choose another --out")
+            raise InUse(f"in use by another process (pid {holder})", folder, "wait for it or choose another --out")
         file.seek(0)
         file.truncate()
         file.write(str(os.getpid()))
         file.flush()
         yield
-
-
-def _mend(error: BaseException | None, outer: BaseException | None) -> str | None:
-    """What helps against a failed write, by the exceptions that led to it (up to the one handled outside); or None."""
-    while error is not None and error is not outer:
-        if helps := _MENDS.get(_error_number(error)):
-            return helps
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _error_number(error: BaseException) -> int:
-    """The system's number for an error, else 0; libraries in other languages (safetensors) give it in words only."""
-    if isinstance(error, OSError) and error.errno:
-        return error.errno
-    if told := _TOLD_NUMBER.search(str(error)):
-        return int(told[1])
-    return errno.ENOSPC if "No space left on device" in str(error) else 0
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -214,9 +221,3 @@ def _try_lock(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -1,4 +1,6 @@
-"""What a person sees while something runs: a bar in a terminal, plain lines elsewhere, nothing in a library."""
+"""What users see while something runs: a bar in a terminal, plain lines elsewhere, nothing in a library."""
+
+# ruff: noqa: ARG002 (a reporter may leave out what it is given)
 
 from __future__ import annotations
 
@@ -18,18 +20,22 @@ __all__ = ["Bar", "Lines", "Quiet", "Reporter", "console_reporter", "print_line"
 class Reporter(Protocol):
     """Takes the state of a long job: `start` once a job, `update` often, `say` for lines that stay."""
 
-    def start(self, title: str, total: int, done: int = 0) -> None: ...
+    def start(self, title: str, total: int, done: int = 0) -> None:
+        return
 
-    def update(self, done: int, values: Mapping[str, float] | None = None) -> None: ...
+    def update(self, done: int, values: Mapping[str, float] | None = None) -> None:
+        return
 
-    def say(self, text: str) -> None: ...
+    def say(self, text: str) -> None:
+        return
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        return
 
 
 @contextmanager
 def watched(reporter: Reporter, title: str, total: int) -> Iterator[Callable[[int, int], None]]:
-    """A job of so many parts, shown until it ends: what it calls with (done, total) on its way."""
+    """Shows a job until it ends: call what this gives with (done, total)."""
     reporter.start(title, total)
     try:
         yield lambda done, _: reporter.update(done)
@@ -37,29 +43,16 @@ def watched(reporter: Reporter, title: str, total: int) -> Iterator[Callable[[in
         reporter.stop()
 
 
-class Quiet:
+class Quiet(Reporter):
     """Says nothing."""
 
-    def start(self, title: str, total: int, done: int = 0) -> None:
-        pass
 
-    def update(self, done: int, values: Mapping[str, float] | None = None) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-
-class Lines:
+class Lines(Reporter):
     """Plain lines for logs and pipes: one when values come, at most every `every` seconds."""
 
     def __init__(self, console: Console, *, every: float = 10.0) -> None:
         self.console, self.every = console, every
-        self.title, self.total, self.first = "", 0, 0
-        self.began = self.shown = time.monotonic()
+        self.start("", 0)
 
     def start(self, title: str, total: int, done: int = 0) -> None:
         self.title, self.total, self.first = title, total, done
@@ -78,11 +71,8 @@ class Lines:
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def stop(self) -> None:
-        pass
 
-
-class Bar:
+class Bar(Reporter):
     """A bar with the speed and the time left, and below it a line with the newest values, cut to the width."""
 
     def __init__(self, console: Console) -> None:

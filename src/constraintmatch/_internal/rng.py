@@ -1,7 +1,7 @@
 """Random draws that are the same on every platform and with every version of NumPy.
 
-NumPy may change what a Generator's methods draw from one version to the next. Philox is a published function of key and
-counter, and what is here is integer arithmetic on its raw words.
+A new version of NumPy may change what a Generator's methods draw. Philox is a published function of key and counter;
+all draws here are integer arithmetic on its raw words.
 """
 
 from enum import IntEnum
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
 
-__all__ = ["Purpose", "another", "balanced_partners", "below", "check_seed", "permutation", "stream", "uniform"]
+__all__ = ["Purpose", "another", "balanced_partners", "below", "check_seed", "permutation", "stream"]
 
 
 class Purpose(IntEnum):
@@ -45,16 +45,8 @@ def permutation(words: np.random.Philox, n: int) -> NDArray[np.int64]:
     return np.argsort(words.random_raw(n), kind="stable").astype(np.int64)
 
 
-def uniform(words: np.random.Philox, n: int) -> NDArray[np.float64]:
-    """n numbers in [0, 1), multiples of 2**-53."""
-    return (words.random_raw(n) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
 def below(words: np.random.Philox, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A whole number from 0 to bounds[k] - 1 for every k, exactly uniform.
-
-    Words past the last full round of a bound are redrawn.
-    """
+    """For every k a number from 0 to bounds[k] - 1, exactly uniform (words past the last full round are redrawn)."""
     limits = bounds.astype(np.uint64)
     drawn = words.random_raw(len(limits))
     last = ~((~limits + np.uint64(1)) % limits)  # 2**64 - 1 - (2**64 mod bound)
@@ -78,9 +70,8 @@ def balanced_partners(
     able = np.flatnonzero(sizes[own] > 1)
     n_must = len(first) // 2
     if len(able) < n_must or (len(sizes) < 2 and len(first) > n_must):
-        raise InputError(
-            "balanced pairs need two classes and enough images with a second one of their class; use fewer pairs"
-        )
+        problem = "balanced pairs need two classes and enough images with a second one of their class"
+        raise InputError(problem, fix="use fewer pairs")
     must = np.zeros(len(first), bool)
     must[able[permutation(words, len(able))[:n_must]]] = True
     by_class = np.argsort(classes, kind="stable")

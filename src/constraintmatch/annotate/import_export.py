@@ -21,7 +21,6 @@ from constraintmatch._internal.files import read_json
 from constraintmatch.annotate.api_types import Given, annotator_name
 from constraintmatch.annotate.store import Store
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.constraints.pairs_file import read_pairs
 from constraintmatch.data.decoding import SUFFIXES
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question, links_of
 
@@ -132,7 +131,7 @@ def read_answers(
         for one in given:
             annotator_name(one.annotator)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+        raise error.at(path) from None
     return given, n_left_out
 
 
@@ -143,7 +142,7 @@ def is_label_studio(path: Path) -> bool:
 
 def _read_pairs_file(path: Path, names: Sequence[str], columns: str | None) -> tuple[list[Given], int]:
     """Pairs as answers to pair questions; those with a link in between or with weight 0 are left out."""
-    table = read_pairs(path, names=names, columns=columns)
+    table = Constraints.read(path, names=names, columns=columns)
     said = zip(table.left.tolist(), table.right.tolist(), table.link.tolist(), table.weight.tolist(), strict=True)
     annotators, times = table.annotator or (), table.time or ()
     given = [
@@ -178,7 +177,7 @@ def _read_label_studio(path: Path, names: Sequence[str], meaning: Meaning) -> tu
         try:
             found, skipped = _answers(task, finder, meaning, path.name)
         except InputError as error:
-            raise InputError(f"{path} {place}: {error}") from None
+            raise error.at(f"{path} {place}") from None
         given += found
         n_left_out += skipped
     return given, n_left_out

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import InUse, check_target, folder_lock, mend
+from constraintmatch._internal.files import InUse, check_target, folder_lock, write_error
 
 __all__ = ["ALIKE", "ANSWERS", "ASKABLE", "DROP_WAITING", "Database", "one_server"]
 
@@ -105,7 +105,7 @@ def one_server(path: Path, flag: str) -> Iterator[None]:
                 f"use its page, stop it, or choose another {flag}"
             ) from None
         except OSError as error:  # the disk is full: the lock's own file does not fit
-            raise InputError(f"{path}: {mend(error) or error.strerror}") from None
+            raise write_error(error, path) or InputError(str(error.strerror), path) from None
         yield
 
 

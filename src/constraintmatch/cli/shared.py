@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import mend
+from constraintmatch._internal.files import write_error
 from constraintmatch._internal.progress import Quiet, Reporter, console_reporter, say_error
 from constraintmatch.cli.flags import new_spelling
 
@@ -84,10 +84,12 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt as stop:
             code = say_error(str(stop) or "stopped", 130)
         except OSError as error:  # writes that are not atomic (the log), and what is looked at in passing
-            helps = _NO_PERMISSION if isinstance(error, PermissionError) else mend(error)
-            if helps is None:
+            place = error.filename or ""
+            permitted = not isinstance(error, PermissionError)
+            found = write_error(error, place) if permitted else InputError(_NO_PERMISSION, place)
+            if found is None:
                 raise
-            code = say_error(f"error: {error.filename}: {helps}" if error.filename else f"error: {helps}", 2)
+            code = say_error(f"error: {found}", 2)
         raise typer.Exit(code)
 
     def main(self, *arguments: Any, **options: Any) -> Any:

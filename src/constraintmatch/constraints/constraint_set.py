@@ -1,6 +1,6 @@
 """Constraints: pairs of images that belong together (must-link) or apart (cannot-link), and what to do with them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,42 +11,14 @@ from numpy.typing import ArrayLike, NDArray
 from constraintmatch._internal import rng
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.rng import Purpose
-from constraintmatch.constraints import graph as pair_graph
+from constraintmatch.constraints import graph
+from constraintmatch.constraints.graph import Components, Conflict
 from constraintmatch.constraints.pair_cells import MAX_IMAGES, Places
-from constraintmatch.constraints.pairs_file import PairTable, read_pairs, write_pairs
+from constraintmatch.constraints.pairs_file import read_pairs, write_pairs
 
-__all__ = ["Components", "Conflict", "Constraints"]
+__all__ = ["Constraints"]
 
-
-@dataclass(frozen=True)
-class Conflict:
-    """A cannot-link and the shortest chain of must-links against it; `images` is the way of the chain, end to end."""
-
-    pair_row: int
-    chain_rows: tuple[int, ...]
-    images: tuple[int, ...]
-
-    def describe(self, names: Sequence[str] | None = None, places: Places | None = None) -> str:
-        """One sentence with the pair, the way and their places in the file, else their rows (counted from 0)."""
-        way = [f"image {image}" if names is None else names[image] for image in self.images]
-        if len(way) > 12:
-            way[6:-5] = ["…"]
-        at = places or Places(np.arange(max(self.pair_row, *self.chain_rows) + 1))
-        ends = f"{way[0]} and {way[-1]} are cannot-link ({at.say(self.pair_row)})"
-        but = "also must-link" if len(self.chain_rows) == 1 else f"must-link through {' – '.join(way)}"
-        return f"{ends}, but {but} ({at.say(*self.chain_rows)})"
-
-
-@dataclass(frozen=True, eq=False)
-class Components:
-    """What the hard constraints imply, without the pairs: each image's component, and which components differ.
-
-    `component` (n_images,) is numbered in the order of first images; `cannot` (m, 2) has the components that cannot be
-    linked, each once, smaller number first, sorted.
-    """
-
-    component: NDArray[np.int64]
-    cannot: NDArray[np.int64]
+_NUMBERS, _TEXTS = ("left", "right", "link", "weight"), ("annotator", "time")  # the columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,22 +65,38 @@ class Constraints:
         weight: ArrayLike | None = None,
         annotator: Sequence[str] | None = None,
         time: Sequence[str] | None = None,
+        places: Places | None = None,
     ) -> "Constraints":
         """Constraints from columns of equal length; must-links of an image with itself are left out and counted."""
-        links = _column(link, "link", np.float32)
-        n = len(links)
-        weights = np.ones(n, np.float32) if weight is None else _column(weight, "weight", np.float32)
         lefts, rights = _column(left, "left", np.int64), _column(right, "right", np.int64)
+        links = _column(link, "link", np.float32)
+        weights = np.ones(len(links), np.float32) if weight is None else _column(weight, "weight", np.float32)
         texts = [None if column is None else tuple(column) for column in (annotator, time)]
-        lengths = {len(column) for column in (lefts, rights, weights, *texts) if column is not None}
-        if lengths - {n}:
-            raise InputError(
-                f"the columns of the pairs differ in length ({', '.join(map(str, sorted(lengths | {n})))})"
-            )
-        _check_pairs(lefts, rights, links, weights, n_images)
-        made = cls(lefts, rights, links, weights, int(n_images), texts[0], texts[1])
+        lengths = {len(column) for column in (lefts, rights, links, weights, *texts) if column is not None}
+        if len(lengths) > 1:
+            raise InputError(f"the columns of the pairs differ in length ({', '.join(map(str, sorted(lengths)))})")
+        made = cls(lefts, rights, links, weights, int(n_images), texts[0], texts[1], places=places)
+        made._check()
         itself = lefts == rights
         return replace(made.take(~itself), ignored_self_links=int(itself.sum())) if itself.any() else made
+
+    def _check(self) -> None:
+        """An InputError for the first pair that has no such image, an odd link or weight, or differs from itself."""
+        n, left, right, link, weight = self.n_images, self.left, self.right, self.link, self.weight
+        if not 0 <= n <= MAX_IMAGES:
+            raise InputError(f"n_images={n} is not a number of images from 0 to {MAX_IMAGES:,}")
+        missing = "image {} does not exist (the set has " + f"{n:,} images)"
+        for good, values, problem, fix in (
+            ((left >= 0) & (left < n), left, missing, ""),
+            ((right >= 0) & (right < n), right, missing, ""),
+            ((link >= 0) & (link <= 1), link, "link {:g} is outside [0, 1]", "must-links are 1, cannot-links 0"),
+            ((weight >= 0) & np.isfinite(weight), weight, "weight {:g} is not a finite number from 0 up", ""),
+            ((left != right) | (link > 0.5), left, "an image cannot be different from itself", "leave the pair out"),
+        ):
+            if not good.all():
+                at = int(good.argmin())
+                error = InputError(problem.format(values[at]), fix=fix)
+                raise error.at(f"pair {at:,}") if self.places is None else self.places.error(at, error)
 
     @classmethod
     def from_lists(
@@ -140,11 +128,9 @@ class Constraints:
         rows, columns, values = (part[given] for part in (entries.row, entries.col, entries.data))
         odd = np.flatnonzero((values != 1) & (values != -1))
         if odd.size:
-            place = f"({rows[odd[0]]}, {columns[odd[0]]})"
-            raise InputError(
-                f"the matrix of constraints has {values[odd[0]]} at {place}; only 1, -1 and 0 are understood"
-            )
-        keys = pair_graph.pair_keys(rows.astype(np.int64), columns.astype(np.int64), n)
+            i, j, value = rows[odd[0]], columns[odd[0]], values[odd[0]]
+            raise InputError(f"the matrix of constraints has {value} at ({i}, {j})", fix="use only 1, -1 and 0")
+        keys = graph.pair_keys(rows.astype(np.int64), columns.astype(np.int64), n)
         keys, first, number = np.unique(keys, return_index=True, return_inverse=True)
         differ = np.flatnonzero(values[first][number] != values)
         if differ.size:
@@ -160,13 +146,21 @@ class Constraints:
         names: Sequence[str] | None = None,
         n_images: int | None = None,
         columns: str | None = None,
+        unread: Mapping[str, str] | None = None,
     ) -> "Constraints":
-        """Constraints from a CSV, Parquet or JSON lines file; see `pairs_file.read_pairs` for what is understood."""
-        return cls(**vars(read_pairs(path, names=names, n_images=n_images, columns=columns)))
+        """Constraints from a CSV, Parquet or JSON lines file, by its suffix.
+
+        Images may be given by name or by row number (counted from 0). A cell that is a name means that image; any other
+        whole number is a row number. Where some whole numbers are names and others only row numbers, the file is
+        refused. Without `names` all cells are row numbers; without `n_images` too, the largest one gives the number of
+        images. `columns="i,j,c_ij"` says which columns of the file are left, right, link and, if more are given,
+        weight, annotator, time. `unread` has, by name, why the files of some images could not be read, for errors.
+        """
+        return cls.from_arrays(**read_pairs(Path(path), names, n_images, columns, unread or {}))
 
     def write(self, path: Path | str, *, names: Sequence[str] | None = None) -> None:
         """Write `left,right,link[,weight][,annotator][,time]`, atomically, as CSV, Parquet or JSON lines by suffix."""
-        write_pairs(path, PairTable(**vars(self)), names=names)
+        write_pairs(Path(path), vars(self), names)
 
     @classmethod
     def sample(cls, labels: ArrayLike, n: int, *, seed: int, balanced: bool = False) -> "Constraints":
@@ -179,7 +173,7 @@ class Constraints:
         classes = _classes(labels)
         n_images = len(classes)
         if n < 0 or (n > 0 and n_images < 2):
-            raise InputError(f"cannot draw {n:,} pairs from {n_images:,} labelled images; at least 2 are needed")
+            raise InputError(f"cannot draw {n:,} pairs from {n_images:,} labelled images", fix="at least 2 are needed")
         words = rng.stream(seed, Purpose.SAMPLE)
         rounds = [rng.permutation(words, n_images) for _ in range(-(-n // max(n_images, 1)))]
         first = np.concatenate([np.empty(0, np.int64), *rounds])[:n]
@@ -195,9 +189,8 @@ class Constraints:
         classes = _classes(labels)
         n_images = len(classes)
         if not 0 <= k < max(n_images, 1):
-            raise InputError(
-                f"cannot draw {k:,} partners for each of {n_images:,} images; each has {n_images - 1:,} others"
-            )
+            problem = f"cannot draw {k:,} partners for each of {n_images:,} images"
+            raise InputError(problem, fix=f"each has {n_images - 1:,} others")
         words = rng.stream(seed, Purpose.PARTNERS)
         others = np.empty((n_images, k), np.int64)
         for at, top in enumerate(range(n_images - 1 - k, n_images - 1)):  # Floyd: k of the n - 1 others, no repeats
@@ -212,17 +205,19 @@ class Constraints:
         """The pairs at these rows (numbers or a mask), in that order."""
         at = np.asarray(rows)
         at = np.flatnonzero(at) if at.dtype == bool else at.astype(np.int64)
-        columns: dict[str, Any] = {name: getattr(self, name)[at] for name in ("left", "right", "link", "weight")}
-        for name in ("annotator", "time"):
-            if (texts := getattr(self, name)) is not None:
-                columns[name] = tuple(texts[row] for row in at.tolist())
+        columns: dict[str, Any] = {name: getattr(self, name)[at] for name in _NUMBERS}
+        columns |= {name: tuple(texts[row] for row in at.tolist()) for name, texts in self._texts().items()}
         places = None if self.places is None else self.places.take(at)
         return replace(self, **columns, ignored_self_links=0, places=places)
+
+    def _texts(self) -> dict[str, tuple[str, ...]]:
+        """The columns of text that are known."""
+        return {name: getattr(self, name) for name in _TEXTS if getattr(self, name) is not None}
 
     def split(self, n_second: int, *, seed: int) -> tuple["Constraints", "Constraints"]:
         """All but n_second pairs, and n_second pairs chosen at random; both keep the order.
 
-        Use it on `merged` constraints where the second part is to judge the first: else a pair may stand in both.
+        Use it on `merged` constraints where the second part is to judge the first: else a pair may be in both.
         """
         if not 0 <= n_second <= len(self):
             raise InputError(f"cannot set {n_second:,} pairs aside; there are {len(self):,}")
@@ -231,44 +226,25 @@ class Constraints:
         return self.take(~second), self.take(second)
 
     def flip(
-        self,
-        fraction: float | None = None,
-        *,
-        seed: int,
-        only: Literal["must-link", "cannot-link"] | None = None,
-        probability: ArrayLike | None = None,
+        self, fraction: float, *, seed: int, only: Literal["must-link", "cannot-link"] | None = None
     ) -> "Constraints":
-        """The same pairs with some links turned round (1 - link): annotation noise.
+        """The same pairs with round(fraction · m) of the m links (of the kind `only`) turned to 1 - link, at random.
 
-        `fraction` (the paper's ρ) flips exactly round(fraction · m) of the m pairs, or of the m of the kind `only`,
-        chosen uniformly. `probability`, one per pair, flips each on its own draw instead.
+        Annotation noise; the fraction is the paper's ρ.
         """
-        candidates = self._of_kind(only)
-        words = rng.stream(seed, Purpose.FLIP)
-        if (fraction is None) == (probability is None):
-            raise InputError("flip needs a fraction or a probability per pair, and not both")
-        if fraction is not None:
-            _check_shares(np.asarray([fraction]), "the fraction to flip")
-            chosen = candidates[rng.permutation(words, len(candidates))[: round(fraction * len(candidates))]]
-        else:
-            shares = _column(probability, "probability", np.float64)
-            if len(shares) != len(self):
-                raise InputError(f"{len(shares):,} flip probabilities for {len(self):,} pairs; give one per pair")
-            _check_shares(shares, "a flip probability")
-            drawn = rng.uniform(words, len(self))
-            chosen = candidates[drawn[candidates] < shares[candidates]]
+        kinds = {None: self.link >= 0, "must-link": self.link > 0.5, "cannot-link": self.link < 0.5}
+        if only not in kinds:
+            raise InputError(f"only={only!r} is not a kind of constraint", fix="use must-link or cannot-link")
+        if not 0 <= fraction <= 1:
+            raise InputError("the fraction to flip must be in [0, 1]")
+        rows = np.flatnonzero(kinds[only])
+        chosen = rows[rng.permutation(rng.stream(seed, Purpose.FLIP), len(rows))[: round(fraction * len(rows))]]
         link = self.link.copy()
         link[chosen] = 1 - link[chosen]
         return replace(self, link=link)
 
-    def _of_kind(self, only: str | None) -> NDArray[np.int64]:
-        kinds = {None: self.link >= 0, "must-link": self.link > 0.5, "cannot-link": self.link < 0.5}
-        if only not in kinds:
-            raise InputError(f"only={only!r} is not a kind of constraint; use must-link or cannot-link")
-        return np.flatnonzero(kinds[only])
-
     def merged(self) -> "Constraints":
-        """Each unordered pair once per kind of answer (must-link, cannot-link, soft), where it first stood.
+        """Each unordered pair once per kind of answer (must-link, cannot-link, soft), at its first place.
 
         Weights are summed, soft links averaged by weight, annotators joined with " + ", the latest time (as text) kept.
         A pair answered both ways keeps both answers: that is a contradiction to `resolve`, not a soft link.
@@ -289,37 +265,31 @@ class Constraints:
 
     def _answer_keys(self) -> NDArray[np.int64]:
         kind = np.where(self.link == 1, 1, np.where(self.link == 0, 0, 2))
-        return pair_graph.pair_keys(self.left, self.right, self.n_images) * 3 + kind
+        return graph.pair_keys(self.left, self.right, self.n_images) * 3 + kind
 
     def _merged_texts(self, number: NDArray[np.int64], place: NDArray[np.int64]) -> dict[str, Any]:
-        texts: dict[str, Any] = {}
-        if self.annotator is not None:
-            who: list[dict[str, None]] = [{} for _ in place]
-            for group, annotator in zip(number.tolist(), self.annotator, strict=True):
-                who[group][annotator] = None
-            texts["annotator"] = tuple(" + ".join(filter(None, who[at])) for at in place)
-        if self.time is not None:
-            latest = [""] * len(place)
-            for group, time in zip(number.tolist(), self.time, strict=True):
-                latest[group] = max(latest[group], time)
-            texts["time"] = tuple(latest[at] for at in place)
-        return texts
+        """The annotators and the latest time of each group of pairs, in the order of `place`."""
+        merged: dict[str, Any] = {}
+        for name, texts in self._texts().items():
+            groups: list[dict[str, None]] = [{} for _ in place]  # ordered sets
+            for group, text in zip(number.tolist(), texts, strict=True):
+                groups[group][text] = None
+            join = (lambda given: " + ".join(filter(None, given))) if name == "annotator" else max
+            merged[name] = tuple(join(groups[at]) for at in place)
+        return merged
 
     def components(self) -> NDArray[np.int64]:
         """The must-link component of each image (n_images,), numbered in the order of their first images."""
         must = self.link == 1
-        return pair_graph.components(self.left[must], self.right[must], self.n_images)
+        return graph.components(self.left[must], self.right[must], self.n_images)
 
     def component_constraints(self) -> Components:
-        """The hard constraints between components: all that closing implies, in memory proportional to the pairs.
-
-        Contradicted cannot-links are left out.
-        """
+        """The hard constraints between components (all that closing implies), without contradicted cannot-links."""
         component = self.components()
         cannot = self.link == 0
         first, second = component[self.left[cannot]], component[self.right[cannot]]
         n = max(self.n_images, 1)
-        keys = np.unique(pair_graph.pair_keys(first, second, n)[first != second])
+        keys = np.unique(graph.pair_keys(first, second, n)[first != second])
         return Components(component, np.stack([keys // n, keys % n], axis=1))
 
     def close(self, *, max_pairs: int = 10_000_000) -> "Constraints":
@@ -332,52 +302,16 @@ class Constraints:
         self.resolve("error")
         given = self.merged()
         view = given.component_constraints()
-        n_pairs = pair_graph.n_pairs_within(view.component) + pair_graph.n_pairs_between(view.component, view.cannot)
+        n_pairs = sum(graph.n_pairs(*view))
         if n_pairs > max_pairs:
-            raise InputError(
-                f"closing {len(self):,} constraints would make {n_pairs:,} pairs (at most {max_pairs:,} allowed); "
-                "train on the pairs as they are, use component_constraints(), or raise max_pairs"
-            )
-        must = given._implied_pairs(*pair_graph.pairs_within(view.component), 1, view.component)
-        cannot = given._implied_pairs(*pair_graph.pairs_between(view.component, view.cannot), 0, view.component)
-        return given._extended(must)._extended(cannot)
-
-    def _implied_pairs(
-        self, left: NDArray[np.int64], right: NDArray[np.int64], link: int, component: NDArray[np.int64]
-    ) -> "Constraints":
-        """Those of the pairs that are not given (all given ones are among them), sorted, with this link."""
-        n = max(self.n_images, 1)
-        keys = np.sort(pair_graph.pair_keys(left, right, n))
-        new = np.ones(len(keys), bool)
-        new[np.searchsorted(keys, pair_graph.pair_keys(self.left, self.right, n)[self.link == link])] = False
-        left, right = np.divmod(keys[new], n)
-        weight = self._implied_weights(component, left, right, link)
-        return Constraints(left, right, np.full(len(left), link, np.float32), weight, self.n_images)
-
-    def _implied_weights(
-        self, component: NDArray[np.int64], left: NDArray[np.int64], right: NDArray[np.int64], link: int
-    ) -> NDArray[np.float32]:
-        """The least weight among the must-links of both ends' components and, for link 0, the cannot-links between."""
-        if not len(left) or (self.weight == self.weight[0]).all():
-            return np.full(len(left), self.weight[:1], np.float32)
-        n, must, cannot = self.n_images, self.link == 1, self.link == 0
-        ends, given = (component[left], component[right]), (component[self.left], component[self.right])
-        weight = np.minimum(*(pair_graph.least(given[0][must], self.weight[must], end) for end in ends))
-        if link == 0:
-            between = pair_graph.pair_keys(given[0][cannot], given[1][cannot], n)
-            crossing = pair_graph.least(between, self.weight[cannot], pair_graph.pair_keys(ends[0], ends[1], n))
-            weight = np.minimum(weight, crossing)
-        return weight
-
-    def _extended(self, more: "Constraints") -> "Constraints":
-        columns: dict[str, Any] = {
-            name: np.concatenate([getattr(self, name), getattr(more, name)])
-            for name in ("left", "right", "link", "weight")
-        }
-        for name in ("annotator", "time"):
-            if (texts := getattr(self, name)) is not None:
-                columns[name] = texts + ("",) * len(more)
-        return replace(self, **columns, places=None)
+            problem = f"closing {len(self):,} constraints would make {n_pairs:,} pairs (at most {max_pairs:,} allowed)"
+            fix = "train on the pairs as they are, use component_constraints(), or raise max_pairs"
+            raise InputError(problem, fix=fix)
+        new = graph.implied_pairs(given.left, given.right, given.link, given.weight, view)
+        both = zip(_NUMBERS, new, strict=True)
+        columns: dict[str, Any] = {name: np.concatenate([getattr(given, name), more]) for name, more in both}
+        columns |= {name: texts + ("",) * len(new[0]) for name, texts in given._texts().items()}
+        return replace(given, **columns, places=None)
 
     def conflict_rows(self) -> NDArray[np.int64]:
         """The rows of all cannot-links whose two images are must-linked, directly or through others; in linear time."""
@@ -385,21 +319,19 @@ class Constraints:
         return np.flatnonzero((self.link == 0) & (component[self.left] == component[self.right]))
 
     def conflicts(self, *, limit: int | None = 10) -> list[Conflict]:
-        """The first contradictions, each with its shortest chain; `len(conflict_rows())` tells how many there are.
+        """The first contradictions, each with its shortest chain; `len(conflict_rows())` is the number of all.
 
         A chain costs one breadth-first search, so asking for all of many (limit=None) is slow on large files.
         """
-        rows = self.conflict_rows()[:limit].tolist()
-        must = np.flatnonzero(self.link == 1)
-        graph = pair_graph.symmetric_graph(self.left[must], self.right[must], self.n_images) if rows else None
-        keys, first = np.unique(
-            pair_graph.pair_keys(self.left[must], self.right[must], self.n_images), return_index=True
-        )
+        must, n = np.flatnonzero(self.link == 1), self.n_images
+        left, right = self.left[must], self.right[must]
+        keys, first = np.unique(graph.pair_keys(left, right, n), return_index=True)
+        rows = self.conflict_rows()[:limit]
+        ends = zip(self.left[rows].tolist(), self.right[rows].tolist(), strict=True)
         found = []
-        for row in rows:
-            way = np.asarray(pair_graph.shortest_chain(graph, int(self.left[row]), int(self.right[row])))
-            steps = np.searchsorted(keys, pair_graph.pair_keys(way[:-1], way[1:], self.n_images))
-            found.append(Conflict(row, tuple(must[first[steps]].tolist()), tuple(way.tolist())))
+        for row, chain in zip(rows.tolist(), graph.shortest_chains(left, right, n, ends), strict=True):
+            steps = np.searchsorted(keys, graph.pair_keys(np.array(chain[:-1]), np.array(chain[1:]), n))
+            found.append(Conflict(row, tuple(must[first[steps]].tolist()), tuple(chain)))
         return found
 
     def resolve(
@@ -414,19 +346,16 @@ class Constraints:
         of 10 classes, 10,000 pairs, 1 % of them wrong: 204 pairs go this way, 6,319 if must-links came first.)
         """
         if on_conflict not in ("error", "drop", "keep"):
-            raise InputError(f"on_conflict={on_conflict!r} is not known; use error, drop or keep")
+            raise InputError(f"on_conflict={on_conflict!r} is not known", fix="use error, drop or keep")
         if on_conflict == "keep" or not len(rows := self.conflict_rows()):
             return self
         if on_conflict == "error":
             first = self.conflicts(limit=1)[0].describe(names, self.places)
             count = f"; {len(rows):,} contradictions in all" if len(rows) > 1 else ""
-            raise InputError(f"{first}{count}; mend the pairs, or use --set on_conflict=drop or keep")
-        return self.take(self._consistent(rows))
-
-    def _consistent(self, conflict_rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+            raise InputError(f"{first}{count}", fix="correct the pairs, or use --set on_conflict=drop or keep")
         component = self.components()
         torn = np.zeros(self.n_images, bool)
-        torn[component[self.left[conflict_rows]]] = True  # all other components have nothing to decide
+        torn[component[self.left[rows]]] = True  # all other components have nothing to decide
         inside = component[self.left] == component[self.right]
         play = np.flatnonzero(inside & torn[component[self.left]] & ((self.link == 0) | (self.link == 1)))
         _, number = np.unique(self._answer_keys()[play], return_inverse=True)
@@ -434,8 +363,8 @@ class Constraints:
         must = self.link[play] == 1
         order = np.lexsort((must, -weight))
         keep = np.ones(len(self), bool)
-        keep[play] = pair_graph.consistent(self.left[play], self.right[play], must, order)
-        return keep
+        keep[play] = graph.keep_consistent(self.left[play], self.right[play], must, order)
+        return self.take(keep)
 
 
 def _column(values: Any, name: str, dtype: type) -> NDArray[Any]:
@@ -459,41 +388,6 @@ def _pair_list(pairs: Iterable[tuple[int, int]], name: str) -> NDArray[np.int64]
     if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
         raise InputError(f"{name} must be a list of pairs of row numbers, such as [(0, 1), (4, 7)]")
     return array.astype(np.int64)
-
-
-def _check_pairs(
-    left: NDArray[np.int64],
-    right: NDArray[np.int64],
-    link: NDArray[np.float32],
-    weight: NDArray[np.float32],
-    n_images: int,
-) -> None:
-    if not 0 <= n_images <= MAX_IMAGES:
-        raise InputError(f"n_images={n_images} is not a number of images from 0 to {MAX_IMAGES:,}")
-    for side in (left, right):
-        missing = np.flatnonzero((side < 0) | (side >= n_images))
-        if missing.size:
-            at = int(missing[0])
-            raise InputError(f"pair {at:,}: image {side[at]} does not exist (the set has {n_images:,} images)")
-    bad_links = np.flatnonzero(~((link >= 0) & (link <= 1)))
-    if bad_links.size:
-        at = int(bad_links[0])
-        raise InputError(
-            f"pair {at:,}: link {link[at]:g} lies outside [0, 1]; write must-links as 1, cannot-links as 0"
-        )
-    bad_weights = np.flatnonzero(~((weight >= 0) & np.isfinite(weight)))
-    if bad_weights.size:
-        at = int(bad_weights[0])
-        raise InputError(f"pair {at:,}: weight {weight[at]:g} is not a finite number from 0 up")
-    apart = np.flatnonzero((left == right) & (link <= 0.5))
-    if apart.size:
-        at = int(apart[0])
-        raise InputError(f"pair {at:,}: image {left[at]} cannot be different from itself; leave the pair out")
-
-
-def _check_shares(values: NDArray[Any], what: str) -> None:
-    if not ((values >= 0) & (values <= 1)).all():
-        raise InputError(f"{what} must lie in [0, 1]")
 
 
 def _classes(labels: ArrayLike) -> NDArray[np.int64]:

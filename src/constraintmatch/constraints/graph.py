@@ -4,25 +4,52 @@ Functions on arrays of rows, linear in pairs and images but for those that retur
 """
 
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from constraintmatch.constraints.pair_cells import Places
+
 __all__ = [
+    "Components",
+    "Conflict",
     "components",
-    "consistent",
-    "least",
-    "n_pairs_between",
-    "n_pairs_within",
+    "implied_pairs",
+    "keep_consistent",
+    "n_pairs",
     "pair_keys",
-    "pairs_between",
-    "pairs_within",
-    "shortest_chain",
-    "symmetric_graph",
+    "shortest_chains",
 ]
 
 Rows = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+class Conflict(NamedTuple):
+    """A cannot-link and the shortest chain of must-links against it; `images` are those of the chain, end to end."""
+
+    pair_row: int
+    chain_rows: tuple[int, ...]
+    images: tuple[int, ...]
+
+    def describe(self, names: Sequence[str] | None = None, places: Places | None = None) -> str:
+        """One sentence with the pair, the chain and their places in the file, else their rows (counted from 0)."""
+        chain = [f"image {image}" if names is None else names[image] for image in self.images]
+        if len(chain) > 12:
+            chain[6:-5] = ["…"]
+        at = places or Places(np.arange(max(self.pair_row, *self.chain_rows) + 1))
+        ends = f"{chain[0]} and {chain[-1]} are cannot-link ({at.say(self.pair_row)})"
+        but = "also must-link" if len(self.chain_rows) == 1 else f"must-link through {' – '.join(chain)}"
+        return f"{ends}, but {but} ({at.say(*self.chain_rows)})"
+
+
+class Components(NamedTuple):
+    """What the hard constraints imply, without the pairs."""
+
+    component: Rows  # (n_images,), of each image, numbered in the order of first images
+    cannot: Rows  # (m, 2), components that cannot be linked: each pair once, smaller first, sorted
 
 
 def pair_keys(left: Rows, right: Rows, n: int) -> Rows:
@@ -30,8 +57,8 @@ def pair_keys(left: Rows, right: Rows, n: int) -> Rows:
     return np.minimum(left, right) * n + np.maximum(left, right)
 
 
-def symmetric_graph(left: Rows, right: Rows, n: int) -> Any:
-    """The (n, n) sparse adjacency matrix of the pairs, both ways round."""
+def _symmetric_graph(left: Rows, right: Rows, n: int) -> Any:
+    """The (n, n) sparse adjacency matrix of the pairs, in both directions."""
     from scipy.sparse import csr_array
 
     ends = np.concatenate([left, right]), np.concatenate([right, left])
@@ -42,25 +69,48 @@ def components(left: Rows, right: Rows, n: int) -> Rows:
     """The connected component of each of n images, numbered in the order of their first image."""
     from scipy.sparse.csgraph import connected_components
 
-    _, component = connected_components(symmetric_graph(left, right, n), directed=False)
+    _, component = connected_components(_symmetric_graph(left, right, n), directed=False)
     _, first, number = np.unique(component, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), np.int64)
-    rank[np.argsort(first)] = np.arange(len(first))
-    return rank[number]
+    return np.argsort(np.argsort(first))[number]
 
 
-def shortest_chain(graph: Any, start: int, end: int) -> list[int]:
-    """The images on a shortest path of the graph from start to end, both included."""
+def shortest_chains(left: Rows, right: Rows, n: int, ends: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
+    """For each two ends the images on a shortest path of the pairs from one to the other, both included."""
     from scipy.sparse.csgraph import breadth_first_order
 
-    _, before = breadth_first_order(graph, start, directed=True, return_predecessors=True)
-    path = [end]
-    while path[-1] != start:
-        path.append(int(before[path[-1]]))
-    return path[::-1]
+    graph = _symmetric_graph(left, right, n)
+    for start, end in ends:
+        _, before = breadth_first_order(graph, start, directed=True, return_predecessors=True)
+        path = [end]
+        while path[-1] != start:
+            path.append(int(before[path[-1]]))
+        yield path[::-1]
 
 
-def pairs_within(component: Rows) -> tuple[Rows, Rows]:
+def implied_pairs(left: Rows, right: Rows, link: Floats, weight: Floats, view: Components) -> tuple[NDArray[Any], ...]:
+    """Left, right, link and weight of what pairs imply beyond themselves: must-links, then cannot-links, each sorted.
+
+    A new pair weighs as little as the lightest of the must-links of both ends' components and, for a cannot-link, of
+    the cannot-links between them.
+    """
+    n, must, cannot = max(len(view.component), 1), link == 1, link == 0
+    given, ends = pair_keys(left, right, n), (view.component[left], view.component[right])
+    between = pair_keys(*ends, n)[cannot]
+    found = []
+    for kind, every in ((1, _pairs_within(view.component)), (0, _pairs_between(*view))):
+        keys = np.sort(pair_keys(*every, n))
+        new = np.ones(len(keys), bool)
+        new[np.searchsorted(keys, given[link == kind])] = False
+        one, other = np.divmod(keys[new], n)
+        first, second = view.component[one], view.component[other]
+        lightest = np.minimum(*(_least(ends[0][must], weight[must], end) for end in (first, second)))
+        if kind == 0:
+            lightest = np.minimum(lightest, _least(between, weight[cannot], pair_keys(first, second, n)))
+        found.append((one, other, np.full(len(one), kind, np.float32), lightest))
+    return tuple(np.concatenate(columns) for columns in zip(*found, strict=True))
+
+
+def _pairs_within(component: Rows) -> tuple[Rows, Rows]:
     """All unordered pairs of images that share a component."""
     order = np.argsort(component, kind="stable")
     ends = np.cumsum(np.bincount(component))
@@ -71,7 +121,7 @@ def pairs_within(component: Rows) -> tuple[Rows, Rows]:
     return order[left], order[right]
 
 
-def pairs_between(component: Rows, cannot: Rows) -> tuple[Rows, Rows]:
+def _pairs_between(component: Rows, cannot: Rows) -> tuple[Rows, Rows]:
     """All pairs of an image of component cannot[k, 0] and one of cannot[k, 1], for every k."""
     order = np.argsort(component, kind="stable")
     sizes = np.bincount(component)
@@ -81,19 +131,13 @@ def pairs_between(component: Rows, cannot: Rows) -> tuple[Rows, Rows]:
     return order[starts[first] + at // sizes[second]], order[starts[second] + at % sizes[second]]
 
 
-def n_pairs_within(component: Rows) -> int:
-    """How many pairs `pairs_within` would make."""
+def n_pairs(component: Rows, cannot: Rows) -> tuple[int, int]:
+    """How many must-links within components and cannot-links between them the closure has."""
     sizes = np.bincount(component)
-    return int((sizes * (sizes - 1) // 2).sum())
+    return int((sizes * (sizes - 1) // 2).sum()), int(sizes[cannot].prod(axis=1).sum())
 
 
-def n_pairs_between(component: Rows, cannot: Rows) -> int:
-    """How many pairs `pairs_between` would make."""
-    sizes = np.bincount(component)
-    return int((sizes[cannot[:, 0]] * sizes[cannot[:, 1]]).sum())
-
-
-def least(keys: Rows, values: NDArray[np.float32], wanted: Rows) -> NDArray[np.float32]:
+def _least(keys: Rows, values: Floats, wanted: Rows) -> Floats:
     """For each wanted key the least of the values under that key, infinity where there is none."""
     known, number = np.unique(np.append(keys, -1), return_inverse=True)
     lowest = np.full(len(known), np.inf, np.float32)
@@ -108,41 +152,26 @@ def _count_up(lengths: Rows) -> Rows:
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
 
 
-def consistent(left: Rows, right: Rows, must: NDArray[np.bool_], order: Rows) -> NDArray[np.bool_]:
+def keep_consistent(left: Rows, right: Rows, must: NDArray[np.bool_], order: Rows) -> NDArray[np.bool_]:
     """Which pairs stay when they are taken in this order and each one that contradicts those before is left out."""
-    parent: dict[int, int] = {}
-    enemies: defaultdict[int, set[int]] = defaultdict(set)
+    from scipy.cluster.hierarchy import DisjointSet
+
+    groups = DisjointSet(np.union1d(left, right).tolist())
+    enemies: defaultdict[int, set[int]] = defaultdict(set)  # by the root of a group, the roots of others
     keep = np.zeros(len(left), bool)
     in_order = (column.tolist() for column in (order, left[order], right[order], must[order]))
     for row, i, j, is_must in zip(*in_order, strict=True):
-        a, b = _root(parent, i), _root(parent, j)
-        if is_must:
-            if b in enemies[a]:
-                continue
-            _join(parent, enemies, a, b)
-        elif a == b:
+        a, b = groups[i], groups[j]
+        if (b in enemies[a]) if is_must else (a == b):
             continue
-        else:
+        keep[row] = True
+        if not is_must:
             enemies[a].add(b)
             enemies[b].add(a)
-        keep[row] = True
+        elif groups.merge(a, b):  # the larger group keeps its root, so every entry moves at most log2(n) times
+            root, gone = (a, b) if groups[a] == a else (b, a)
+            for enemy in enemies.pop(gone, ()):
+                enemies[enemy].discard(gone)
+                enemies[enemy].add(root)
+                enemies[root].add(enemy)
     return keep
-
-
-def _root(parent: dict[int, int], image: int) -> int:
-    while (above := parent.setdefault(image, image)) != image:
-        parent[image] = parent[above]
-        image = above
-    return image
-
-
-def _join(parent: dict[int, int], enemies: defaultdict[int, set[int]], a: int, b: int) -> None:
-    if a == b:
-        return
-    if len(enemies[a]) < len(enemies[b]):
-        a, b = b, a
-    parent[b] = a
-    for enemy in enemies.pop(b):  # the smaller set moves, so every entry moves at most log2(n) times
-        enemies[enemy].discard(b)
-        enemies[enemy].add(a)
-        enemies[a].add(enemy)

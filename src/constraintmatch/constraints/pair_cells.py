@@ -4,7 +4,7 @@ import difflib
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -14,60 +14,48 @@ from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
 
-__all__ = [
-    "MAX_IMAGES",
-    "Cells",
-    "Places",
-    "image_rows",
-    "is_row_number",
-    "looks_like_link",
-    "read_links",
-    "read_weights",
-]
+__all__ = ["MAX_IMAGES", "Places", "image_rows", "is_link", "is_row_number", "read_links", "read_weights"]
 
-_SPELLINGS = {"mustlink": 1.0, "ml": 1.0, "same": 1.0, "yes": 1.0, "true": 1.0}
-_SPELLINGS |= {"cannotlink": 0.0, "cl": 0.0, "different": 0.0, "no": 0.0, "false": 0.0}
+_Columns = Mapping[str, list[str]]  # the texts of a file's columns under our names
+
+_SPELLINGS = dict.fromkeys(("mustlink", "ml", "same", "yes", "true"), 1.0)
+_SPELLINGS |= dict.fromkeys(("cannotlink", "cl", "different", "no", "false"), 0.0)
 _ACCEPTED = "1/0, 1/-1, must-link/cannot-link, same/different, yes/no, true/false or a number in [0, 1]"
 _ROW_NUMBER = re.compile(r"([0-9]{1,18})(?:\.0*)?")  # "7.0": a spreadsheet or pandas made floats of the integers
-_UNKNOWN, _TWICE = -1, -2  # in place of a row: no such image; a name that several images bear
+_UNKNOWN, _TWICE = -1, -2  # in place of a row: no such image; a name of several images
 MAX_IMAGES = 1_000_000_000  # three answers for each of n² pairs must have a number below 2**63
 _NEAR_MATCH_LIMIT = 20_000  # difflib compares about 100,000 names a second
 
 
 @dataclass(frozen=True, eq=False)
-class Cells:
-    """The texts of a file's columns under our names, and where each row stands (`line` 2 and so on)."""
-
-    path: Path
-    columns: dict[str, list[str]]
-    places: Sequence[int]
-    word: str = "line"
-
-    def error(self, row: int, message: str) -> InputError:
-        return InputError(f"{self.path} {self.word} {self.places[row]}: {message}")
-
-
-@dataclass(frozen=True, eq=False)
 class Places:
-    """Where in its file each pair stands: `line` 2 and so on, or `row` 1 and so on of a table."""
+    """Where in its file each pair is: `line` 2 and so on, or `row` 1 and so on of a table."""
 
     numbers: NDArray[np.int64]
     word: str = "row"
+    path: Path | str = ""
 
     def take(self, rows: NDArray[np.int64]) -> "Places":
-        return Places(self.numbers[rows], self.word)
+        return Places(self.numbers[rows], self.word, self.path)
 
     def say(self, *rows: int, most: int = 12) -> str:
         """For example `lines 4, 5`."""
-        told = ", ".join(str(self.numbers[row]) for row in rows[:most]) + (", …" if len(rows) > most else "")
-        return f"{self.word}{'s' if len(rows) > 1 else ''} {told}"
+        some = ", ".join(str(self.numbers[row]) for row in rows[:most]) + (", …" if len(rows) > most else "")
+        return f"{self.word}{'s' if len(rows) > 1 else ''} {some}"
+
+    def error(self, row: int, error: InputError) -> InputError:
+        """The error with the file and the line in front."""
+        return error.at(f"{self.path} {self.say(row)}")
+
+
+# Images
 
 
 def image_rows(
-    cells: Cells, names: Sequence[str] | None, n_images: int | None
+    columns: _Columns, places: Places, names: Sequence[str] | None, n_images: int | None, unread: Mapping[str, str]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
     """The rows left and right of each pair, and the number of images they belong to."""
-    sides = (cells.columns["left"], cells.columns["right"])
+    sides = (columns["left"], columns["right"])
     if names is None and all(map(_all_digits, sides)):  # many times faster than cell by cell
         left, right = (np.fromiter(map(int, side), np.int64, len(side)) for side in sides)
         numbers: set[str] = set()
@@ -83,9 +71,9 @@ def image_rows(
     if refused.size:
         at = int(refused[0])
         cell, row = (sides[0][at], left[at]) if bad[0][at] else (sides[1][at], right[at])
-        raise cells.error(at, _no_such_image(cell, int(row), names, n_images))
+        raise places.error(at, _no_such_image(cell.strip(), int(row), names, n_images, unread))
     if names is not None and numbers:
-        _refuse_two_meanings(cells, row_of, numbers)
+        _refuse_two_meanings(sides, places, row_of, numbers)
     return left, right, n_images
 
 
@@ -95,7 +83,7 @@ def _all_digits(column: Sequence[str]) -> bool:
 
 
 def _look_up(texts: Iterable[str], names: Sequence[str] | None) -> tuple[dict[str, int], set[str]]:
-    """Each text's row or a negative code, and the texts that were taken for row numbers.
+    """Each text's row or a negative code, and the texts that are row numbers.
 
     By name; else by name up to blanks, slashes and Unicode form; else as a row number.
     """
@@ -125,36 +113,39 @@ def _plain_name(name: str) -> str:
     return unicodedata.normalize("NFC", name.strip().replace("\\", "/")).removeprefix("./")
 
 
-def _refuse_two_meanings(cells: Cells, row_of: Mapping[str, int], numbers: set[str]) -> None:
+def _refuse_two_meanings(
+    sides: tuple[list[str], list[str]], places: Places, row_of: Mapping[str, int], numbers: set[str]
+) -> None:
     """Where some whole numbers are names of other rows and some are no names, all may be meant as row numbers."""
     whole = ((text, _ROW_NUMBER.fullmatch(text.strip())) for text in row_of.keys() - numbers)
     names = [text for text, match in whole if match and row_of[text] != int(match[1])]
     if not names:
         return
-    pairs = zip(cells.columns["left"], cells.columns["right"], strict=True)
-    at, number = next((at, text) for at, pair in enumerate(pairs) for text in pair if text in numbers)
-    clash = f"{number} is no image's name but could be a row number, while {min(names)} is an image's name"
-    raise cells.error(at, f"{clash}; use names or row numbers throughout")
-
-
-def _no_such_image(cell: str, row: int, names: Sequence[str] | None, n_images: int) -> str:
-    if not cell.strip():
-        return "an image is missing; complete or delete the line"
-    if row == _TWICE:
-        return f"several images are named {cell.strip()!r}; use row numbers"
-    if row >= 0:
-        return f"image {cell.strip()} does not exist (the set has {n_images:,} images{_from_zero(row == n_images)})"
-    shown = repr(cell.strip()[:80])
-    if names is None:
-        return f"{shown} is not a row number; for names, give the images too (names=…, or check PAIRS DATA)"
-    near = _near_match(_plain_name(cell), names)
-    return f"no image is named {shown} (the set has {n_images:,} images)" + (
-        f"; did you mean {near!r}?" if near else ""
+    at, number = next(
+        (at, text) for at, pair in enumerate(zip(*sides, strict=True)) for text in pair if text in numbers
     )
+    clash = f"{number} is no image's name but could be a row number, while {min(names)} is an image's name"
+    raise places.error(at, InputError(clash, fix="use names or row numbers throughout"))
 
 
-def _from_zero(is_end: bool) -> str:
-    return ", counted from 0" if is_end else ""
+def _no_such_image(
+    cell: str, row: int, names: Sequence[str] | None, n_images: int, unread: Mapping[str, str]
+) -> InputError:
+    if not cell:
+        return InputError("an image is missing", fix="complete or delete the line")
+    if row == _TWICE:
+        return InputError(f"several images are named {cell!r}", fix="use row numbers")
+    if row >= 0:
+        counted = ", counted from 0" if row == n_images else ""
+        return InputError(f"image {cell} does not exist (the set has {n_images:,} images{counted})")
+    if names is None:
+        fix = "for names, give the images too (names=…, or check PAIRS DATA)"
+        return InputError(f"{cell[:80]!r} is not a row number", fix=fix)
+    if cell in unread:
+        return InputError(f"image {cell!r} could not be read ({unread[cell]})", fix="repair it, or leave out its pairs")
+    near = _near_match(_plain_name(cell), names)
+    problem = f"no image is named {cell[:80]!r} (the set has {n_images:,} images)"
+    return InputError(problem, fix=f"did you mean {near!r}?" if near else "")
 
 
 def _near_match(name: str, names: Sequence[str]) -> str | None:
@@ -169,37 +160,65 @@ def _near_match(name: str, names: Sequence[str]) -> str | None:
 
 
 def is_row_number(text: str) -> bool:
-    """Whether a cell can be a row number: 7, or 7.0 as spreadsheets make of it."""
+    """Whether a cell can be a row number: 7, or 7.0 as spreadsheets write it."""
     return _ROW_NUMBER.fullmatch(text.strip()) is not None
 
 
-def looks_like_link(text: str) -> bool:
+# Links and weights
+
+
+def is_link(text: str) -> bool:
     """Whether a cell is a link in any accepted spelling or some other number."""
-    return _number(text) is not None or _plain_link(text) in _SPELLINGS
+    return _link_value(text) is not None
 
 
-def read_links(cells: Cells) -> NDArray[np.float32]:
-    """The links in [0, 1]; -1 means 0 when no 0 and no fraction stands beside it."""
-    column = cells.columns["link"]
-    value_of: dict[str, float] = {}
-    numbers: dict[float, str] = {}
-    for text in dict.fromkeys(column):
-        value = _number(text)
-        if value is None:
-            value = _SPELLINGS.get(_plain_link(text))
-        else:
-            numbers.setdefault(value, text)
-        if value is None or not (0 <= value <= 1 or value == -1):
-            raise cells.error(column.index(text), _bad_link(text, value))
-        value_of[text] = value
-    if -1.0 in numbers:
-        _refuse_mixed_links(cells, numbers)
-    links = np.fromiter(map(value_of.__getitem__, column), np.float32, len(column))
+def read_links(columns: _Columns, places: Places) -> NDArray[np.float32]:
+    """The links in [0, 1]; -1 means 0 in a file without 0 and fractions."""
+    column = columns["link"]
+    links = _read_column(column, places, _link)
+    if (links < 0).any():
+        _refuse_mixed_links(column, places)
     return np.maximum(links, np.float32(0))
 
 
-def _plain_link(text: str) -> str:
-    return re.sub(r"[\s_-]", "", text).casefold()
+def read_weights(columns: _Columns, places: Places) -> NDArray[np.float32]:
+    """The weights, 1 where the column or the cell is empty."""
+    column = columns.get("weight")
+    return np.ones(len(columns["link"]), np.float32) if column is None else _read_column(column, places, _weight)
+
+
+def _read_column(column: list[str], places: Places, read: Callable[[str], float]) -> NDArray[np.float32]:
+    """The numbers of a column; each distinct text is read once."""
+    value_of: dict[str, float] = {}
+    for text in dict.fromkeys(column):
+        try:
+            value_of[text] = read(text)
+        except InputError as error:
+            raise places.error(column.index(text), error) from None
+    return np.fromiter(map(value_of.__getitem__, column), np.float32, len(column))
+
+
+def _link(text: str) -> float:
+    value = _link_value(text)
+    if not text.strip():
+        raise InputError("the link is missing", fix="answer it or delete the line")
+    if value is None or not (0 <= value <= 1 or value == -1):
+        reason = "is not understood" if value is None else "is outside [0, 1]"
+        raise InputError(f"link {text.strip()[:80]!r} {reason}", fix=f"write {_ACCEPTED}")
+    return value
+
+
+def _weight(text: str) -> float:
+    value = _number(text) if text.strip() else 1.0
+    if value is None or not 0 <= value <= float(np.finfo(np.float32).max):
+        problem = f"weight {text.strip()[:80]!r} is not a number from 0 up"
+        raise InputError(problem, fix="write 1 for a plain answer")
+    return value
+
+
+def _link_value(text: str) -> float | None:
+    number = _number(text)
+    return _SPELLINGS.get(re.sub(r"[\s_-]", "", text).casefold()) if number is None else number
 
 
 def _number(text: str) -> float | None:
@@ -209,37 +228,15 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _bad_link(text: str, value: float | None) -> str:
-    if not text.strip():
-        return "the link is missing; answer it or delete the line"
-    reason = "is not understood" if value is None else "lies outside [0, 1]"
-    return f"link {text.strip()[:80]!r} {reason}; write {_ACCEPTED}"
-
-
-def _refuse_mixed_links(cells: Cells, numbers: Mapping[float, str]) -> None:
-    other = next((text for value, text in numbers.items() if value not in (-1.0, 1.0)), None)
+def _refuse_mixed_links(column: list[str], places: Places) -> None:
+    value_of = {text: _number(text) for text in dict.fromkeys(column)}
+    other = next((text for text, value in value_of.items() if value not in (None, -1.0, 1.0)), None)
     if other is None:
         return
-    column = cells.columns["link"]
-    at = [column.index(numbers[-1.0]), column.index(other)]
-    places = f"{cells.word}s {cells.places[min(at)]} and {cells.places[max(at)]}"
-    if numbers.get(0.0) == other:
+    minus = next(text for text, value in value_of.items() if value == -1.0)
+    at = sorted(int(places.numbers[column.index(text)]) for text in (minus, other))
+    doubt = "is the scale [0, 1] or [-1, 1]? write all links in [0, 1]"
+    if value_of[other] == 0:
         doubt = "0 may mean cannot-link or unknown; write cannot-links as 0 or as -1, not both"
-    else:
-        doubt = "is the scale [0, 1] or [-1, 1]? write all links in [0, 1]"
-    raise InputError(f"{cells.path} {places}: links -1 and {other.strip()} cannot be told apart ({doubt})")
-
-
-def read_weights(cells: Cells) -> NDArray[np.float32]:
-    """The weights, 1 where the column or the cell is empty."""
-    column = cells.columns.get("weight")
-    if column is None:
-        return np.ones(len(cells.columns["link"]), np.float32)
-    value_of: dict[str, float] = {}
-    for text in dict.fromkeys(column):
-        value = _number(text) if text.strip() else 1.0
-        if value is None or not 0 <= value <= float(np.finfo(np.float32).max):
-            message = f"weight {text.strip()[:80]!r} is not a number from 0 up; write 1 for a plain answer"
-            raise cells.error(column.index(text), message)
-        value_of[text] = value
-    return np.fromiter(map(value_of.__getitem__, column), np.float32, len(column))
+    problem = f"links -1 and {other.strip()} have no clear meaning together ({doubt})"
+    raise InputError(problem, f"{places.path} {places.word}s {at[0]} and {at[1]}")

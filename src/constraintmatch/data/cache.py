@@ -10,29 +10,40 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 import PIL
+from numpy.typing import NDArray
 from PIL import Image
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json, write_atomically, write_json
-from constraintmatch.data.decoding import Broken, Decoded, FolderRequest, decode_into_memory, open_decoder, without
+from constraintmatch.data.decoding import FolderRequest, Skipped, open_decoder
 
-__all__ = ["cache_place", "decode_cached"]
+__all__ = ["decode_cached"]
 
 _log = logging.getLogger(__name__)
-
 _CACHE_VERSION = 1  # raise it whenever the same file would come out as other pixels
 _DAY = 86_400
+_Decoded = tuple[NDArray[np.uint8], tuple[str, ...], tuple[Skipped, ...]]
 
 
-def decode_cached(request: FolderRequest, place: Path | None) -> Decoded:
-    """The decoded images: from the cache, or decoded into it, or in memory where no cache can be written."""
-    if place is None:
-        return decode_into_memory(request)
+def decode_cached(request: FolderRequest, cache: bool | Path | str = True, suffix: str = "") -> _Decoded:
+    """The images, their names and the skipped files: from the cache, or decoded into it, or in memory without one.
+
+    `cache` is its folder (True: the user's cache folder, False: none). A cache holds one state of a folder; the suffix
+    makes room for several sets of one folder.
+    """
+    root = None if cache is False else _user_cache() if cache is True else Path(cache)
+    if root is None:
+        return _decode_into_memory(request)
+    size = [request.side, request.max_side, request.channels]
+    key = json.dumps([str(request.folder.resolve()), *size, _CACHE_VERSION])
+    place = root / (hashlib.sha256(key.encode("utf-8", "backslashreplace")).hexdigest()[:24] + suffix)
     decoded = _read_cache(request, place)
     if decoded is not None:
         return decoded
@@ -40,32 +51,18 @@ def decode_cached(request: FolderRequest, place: Path | None) -> Decoded:
         _write_cache(request, place)
         decoded = _read_cache(request, place)
     except (OSError, InputError) as error:
-        decoded = _read_cache(request, place)  # Windows: another process has it open, hence complete
+        decoded = _read_cache(request, place)  # Windows: another process has it open, so it is complete
         if decoded is None:
             _log.warning("the images are decoded into memory, not into the cache (%s)", error)
-    return decoded or decode_into_memory(request)
-
-
-def cache_place(cache: bool | Path | str, request: FolderRequest) -> Path | None:
-    """Where this request's images are cached; None: nowhere."""
-    if cache is False:
-        return None
-    root = _user_cache() if cache is True else Path(cache)
-    if root is None:
-        return None
-    size = [request.side, request.max_side, request.channels]
-    key = json.dumps([str(request.folder.resolve()), *size, _CACHE_VERSION])
-    return root / hashlib.sha256(key.encode("utf-8", "backslashreplace")).hexdigest()[:24]
+    return decoded or _decode_into_memory(request)
 
 
 def _user_cache() -> Path | None:
-    variable = "LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME"
-    given = os.environ.get(variable, "")
+    given = Path(os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", ""))
     try:
-        base = Path(given) if given and Path(given).is_absolute() else Path.home() / ".cache"
+        return (given if given.is_absolute() else Path.home() / ".cache") / "constraintmatch"
     except RuntimeError:  # no home folder
         return None
-    return base / "constraintmatch"
 
 
 def _state(request: FolderRequest) -> str:
@@ -76,21 +73,24 @@ def _state(request: FolderRequest) -> str:
     return digest.hexdigest()[:24]
 
 
-def _read_cache(request: FolderRequest, place: Path) -> Decoded | None:
+def _read_cache(request: FolderRequest, place: Path) -> _Decoded | None:
     """The cached images, or None when there are none for the folder's present state."""
     state = _state(request)
     try:
-        note = read_json(place / f"{state}.json")
-        broken = tuple(Broken(*entry) for entry in note["broken"])
-        images = np.lib.format.open_memmap(place / f"{state}.npy", mode="r")
+        skipped = [Skipped(*entry) for entry in read_json(place / f"{state}.json")["broken"]]
+        images = np.asarray(np.lib.format.open_memmap(place / f"{state}.npy", mode="r"))
     except (InputError, OSError, ValueError, KeyError, TypeError):
         return None
-    names = tuple(file.name for file in without(request.files, broken))
-    if images.dtype != np.uint8 or len(images) != len(names):
+    if images.dtype != np.uint8 or len(images) != len(request.files) - len(skipped):
         return None
-    if any(entry.passing and _opens(request.folder / entry.name) for entry in broken):
+    if any(skip.passing and _opens(request.folder / skip.name) for skip in skipped):
         return None
-    return Decoded(np.asarray(images), names, broken)
+    return _with_names(request, images, skipped)
+
+
+def _with_names(request: FolderRequest, images: NDArray[np.uint8], skipped: Sequence[Skipped]) -> _Decoded:
+    without = {skip.name for skip in skipped}
+    return images, tuple(file.name for file in request.files if file.name not in without), tuple(skipped)
 
 
 def _opens(path: Path) -> bool:
@@ -101,37 +101,43 @@ def _opens(path: Path) -> bool:
         return False
 
 
+def _decode_into_memory(request: FolderRequest) -> _Decoded:
+    with open_decoder(request) as (shape, decoded, skipped):
+        images, n = np.empty(shape, np.uint8), 0
+        for image in decoded:
+            images[n] = image
+            n += 1
+    return _with_names(request, images[:n], skipped)
+
+
 def _write_cache(request: FolderRequest, place: Path) -> None:
     place.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(place)
     state = _state(request)
-    broken: list[Broken] = []
-    write_atomically(place / f"{state}.npy", lambda temporary: broken.extend(_decode_into_file(request, temporary)))
-    write_json(place / f"{state}.json", {"folder": str(request.folder.resolve()), "broken": broken})
+    skipped: list[Skipped] = []
+    for leftover in place.glob(".*"):  # of killed decodes; a day old, so that it is not one in progress
+        _remove(leftover, before=time.time() - _DAY)
+    write_atomically(place / f"{state}.npy", lambda temporary: skipped.extend(_decode_into_file(request, temporary)))
+    note = {"folder": str(request.folder.resolve()), "broken": [astuple(skip) for skip in skipped]}
+    write_json(place / f"{state}.json", note)
     for old in place.glob("[!.]*"):
         if old.stem != state:
             _remove(old)
 
 
-def _decode_into_file(request: FolderRequest, path: Path) -> list[Broken]:
-    """Decode into a .npy file and return the files left out.
+def _decode_into_file(request: FolderRequest, path: Path) -> list[Skipped]:
+    """Decode into a .npy file and return the skipped files.
 
     Written front to back rather than through a map: a full disk is then an error instead of a bus error.
     """
-    broken: list[Broken] = []
-    with open_decoder(request) as (shape, results), path.open("wb") as file:
+    with open_decoder(request) as (shape, decoded, skipped), path.open("wb") as file:
         start = _write_header(file, shape)
-        n_written = 0
-        for result in results:
-            if isinstance(result, Broken):
-                broken.append(result)
-            else:
-                file.write(result.tobytes())
-                n_written += 1
+        for image in decoded:
+            file.write(image.tobytes())
+        n = len(request.files) - len(skipped)
         file.seek(0)
-        if _write_header(file, (n_written, *shape[1:])) != start:
+        if _write_header(file, (n, *shape[1:])) != start:
             raise OSError("the .npy header changed its length")
-    return broken
+    return skipped
 
 
 def _write_header(file: IO[bytes], shape: tuple[int, ...]) -> int:
@@ -140,19 +146,10 @@ def _write_header(file: IO[bytes], shape: tuple[int, ...]) -> int:
     return file.tell()
 
 
-def _remove_leftovers(place: Path) -> None:
-    """Remove what killed decodes left; a day old, so that it is not one in progress."""
-    for leftover in place.glob(".*"):
-        try:
-            stale = leftover.stat().st_mtime < time.time() - _DAY
-        except OSError:
-            continue
-        if stale:
-            _remove(leftover)
-
-
-def _remove(path: Path) -> None:
+def _remove(path: Path, before: float = float("inf")) -> None:
+    """Remove a file that is older than `before`, if that can be done."""
     try:
-        path.unlink()
+        if path.stat().st_mtime < before:
+            path.unlink()
     except OSError:  # gone already, or mapped by another process on Windows
         return

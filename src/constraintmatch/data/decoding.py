@@ -1,4 +1,4 @@
-"""The files below a folder of images, and their pixels: walking it, reading headers, decoding in parallel."""
+"""Pixels: from the files below a folder, decoded in parallel, and from arrays."""
 
 import os
 import stat
@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,29 +17,24 @@ import PIL
 from numpy.typing import NDArray
 from PIL import Image
 
+from constraintmatch._internal.errors import InputError, one_line
+
 __all__ = [
     "SUFFIXES",
-    "Broken",
-    "Decoded",
     "FolderRequest",
     "ImageFile",
     "Progress",
     "Skipped",
-    "decode_into_memory",
     "find_files",
-    "fit_square",
-    "one_line",
+    "fit_squares",
     "open_decoder",
-    "without",
+    "pixels_of",
 ]
 
 Progress = Callable[[int, int], None]
-_Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-SUFFIXES = frozenset(
-    {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".dib", ".tif", ".tiff", ".gif"},
-)
+SUFFIXES = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".dib", ".tif", ".tiff", ".gif"})
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF")  # tried by content: a PNG named .jpg is still read
 _GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"})
 _SIDES = (96, 64, 32, 16, 8)  # sides chosen for images of different sizes
@@ -63,23 +57,35 @@ class Skipped:
 
     name: str
     reason: str
-
-
-# What lies there
+    passing: bool = field(default=False, compare=False)  # no permission, no memory: another try may work
 
 
 class ImageFile(NamedTuple):
-    """A file that claims to be an image, as it lay there."""
+    """A file with the suffix of an image."""
 
     name: str  # relative, with forward slashes
     size: int
     mtime_ns: int
 
 
+class FolderRequest(NamedTuple):
+    """What is asked of a folder: its files, their size and colour (None: chosen by their headers)."""
+
+    folder: Path
+    files: tuple[ImageFile, ...]
+    side: int | None
+    max_side: int | None  # of a chosen side
+    channels: int | None
+    progress: Progress | None
+
+
+# Finding
+
+
 def find_files(folder: Path) -> tuple[list[ImageFile], list[Skipped]]:
     """The image files below a folder, sorted by name, and what could not be looked at.
 
-    Every real folder is entered once, through its own path rather than through a link, so that loops of links end.
+    Every real folder is entered once, by its own path rather than by a link, so that loops of links end.
     """
     files: list[ImageFile] = []
     skipped: list[Skipped] = []
@@ -97,14 +103,14 @@ def find_files(folder: Path) -> tuple[list[ImageFile], list[Skipped]]:
                 for entry in entries:
                     _sort_entry(entry, here, files, skipped, linked if entry.is_symlink() else real)
         except OSError as error:
-            skipped.append(Skipped(_shown(here or str(folder)), _reason(error)))
+            skipped.append(Skipped(_escape(here or str(folder)), _reason(error)))
     return sorted(files), skipped
 
 
 def _sort_entry(
     entry: os.DirEntry[str], here: str, files: list[ImageFile], skipped: list[Skipped], folders: list[str]
 ) -> None:
-    """Put a folder's entry where it belongs; hidden entries and files that do not claim to be images are left out."""
+    """Put a folder's entry where it belongs; hidden entries and files without the suffix of an image are left out."""
     if entry.name.startswith("."):
         return
     name = f"{here}/{entry.name}" if here else entry.name
@@ -117,7 +123,7 @@ def _sort_entry(
         name.encode()
         status = entry.stat()
     except UnicodeEncodeError:
-        skipped.append(Skipped(_shown(name), "its name is not valid Unicode; rename it"))
+        skipped.append(Skipped(_escape(name), "its name is not valid Unicode; rename it"))
     except OSError as error:
         skipped.append(Skipped(name, _reason(error)))
     else:
@@ -134,7 +140,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _shown(name: str) -> str:
+def _escape(name: str) -> str:
     """A name that can be printed and written: undecodable bytes as escapes."""
     return name.encode("utf-8", "backslashreplace").decode()
 
@@ -142,118 +148,61 @@ def _shown(name: str) -> str:
 # Decoding
 
 
-class FolderRequest(NamedTuple):
-    """What is asked of a folder: its files, their size and colour (None: chosen by their headers)."""
-
-    folder: Path
-    files: tuple[ImageFile, ...]
-    side: int | None
-    max_side: int | None  # of a chosen side
-    channels: int | None
-    progress: Progress | None
-
-
-class Broken(NamedTuple):
-    """A file without pixels, and why."""
-
-    name: str
-    reason: str
-    passing: bool  # the system's fault (no permission, no memory), so worth another try
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """Decoded images, their names, and the files left out."""
-
-    images: NDArray[np.uint8]
-    names: tuple[str, ...]
-    broken: tuple[Broken, ...]
-
-    def skipped(self) -> list[Skipped]:
-        return [Skipped(broken.name, broken.reason) for broken in self.broken]
-
-
-class _Header(NamedTuple):
-    width: int
-    height: int
-    grey: bool
-
-
-def decode_into_memory(request: FolderRequest) -> Decoded:
-    """The images of all files that can be read."""
-    broken: list[Broken] = []
-    n_decoded = 0
-    with open_decoder(request) as (shape, results):
-        images = np.empty(shape, np.uint8)
-        for result in results:
-            if isinstance(result, Broken):
-                broken.append(result)
-            else:
-                images[n_decoded] = result
-                n_decoded += 1
-    return Decoded(images[:n_decoded], tuple(file.name for file in without(request.files, broken)), tuple(broken))
-
-
 @contextmanager
 def open_decoder(
     request: FolderRequest,
-) -> Iterator[tuple[tuple[int, int, int, int], Iterator[NDArray[np.uint8] | Broken]]]:
-    """The shape of the images if all can be decoded, and one by one their pixels, in the order of their files.
+) -> Iterator[tuple[tuple[int, int, int, int], Iterator[NDArray[np.uint8]], list[Skipped]]]:
+    """The shape of the images if all can be decoded, their pixels in the order of the files, and the skipped files.
 
-    A file that cannot be read comes as `Broken`; those known by their headers come first.
+    A file that cannot be decoded joins the skipped ones when its turn comes.
     """
     with _quiet():
-        side, channels, broken = _choose_size(request)
-        files = without(request.files, broken)
-        yield (len(files), side, side, channels), chain(broken, _decode(request, files, side, channels))
+        side, channels, skipped = _choose_size(request)
+        broken = {skip.name for skip in skipped}
+        files = [file for file in request.files if file.name not in broken]
+        yield (len(files), side, side, channels), _decode(request, files, side, channels, skipped), skipped
 
 
 def _decode(
-    request: FolderRequest, files: Sequence[ImageFile], side: int, channels: int
-) -> Iterator[NDArray[np.uint8] | Broken]:
-    """Each file's pixels, or why there are none; in order, with progress."""
-
-    def decode(file: ImageFile) -> NDArray[np.uint8] | Broken:
-        try:
-            return _decode_file(request.folder / file.name, side, channels)
-        except Exception as error:  # Pillow's plugins raise nearly anything on broken bytes
-            return _broken(file, error)
-
+    request: FolderRequest, files: Sequence[ImageFile], side: int, channels: int, skipped: list[Skipped]
+) -> Iterator[NDArray[np.uint8]]:
+    """The pixels of each file, in order, with progress."""
     if request.progress and files:
         request.progress(0, len(files))
-    for done, result in enumerate(_in_parallel(decode, files), start=1):
-        yield result
+    results = _in_parallel(lambda file: _decode_file(request.folder / file.name, side, channels), files)
+    for done, result in enumerate(results, start=1):
+        if isinstance(result, Skipped):
+            skipped.append(result)
+        else:
+            yield result
         if request.progress and (done % _CHUNK == 0 or done == len(files)):
             request.progress(done, len(files))
 
 
-def _choose_size(request: FolderRequest) -> tuple[int, int, list[Broken]]:
+def _choose_size(request: FolderRequest) -> tuple[int, int, list[Skipped]]:
     """Side, channels and the files whose headers cannot be read; headers are read only when something is not given."""
     if request.side is not None and request.channels is not None:
         return request.side, request.channels, []
 
-    def look(file: ImageFile) -> _Header | Broken:
-        try:
-            with Image.open(request.folder / file.name, formats=_FORMATS) as image:
-                return _Header(image.width, image.height, image.mode in _GREY_MODES)
-        except Exception as error:
-            return _broken(file, error)
+    def header(file: ImageFile) -> tuple[int, int, bool]:
+        with Image.open(request.folder / file.name, formats=_FORMATS) as image:
+            return image.width, image.height, image.mode in _GREY_MODES
 
-    results = list(_in_parallel(look, request.files))
-    headers = [result for result in results if isinstance(result, _Header)]
-    side = request.side or min(_choose_side(headers), request.max_side or _SIDES[0])
-    channels = request.channels or (1 if all(header.grey for header in headers) else 3)
-    return side, channels, [result for result in results if isinstance(result, Broken)]
+    results = list(_in_parallel(header, request.files))
+    headers = [result for result in results if not isinstance(result, Skipped)]
+    chosen = _choose_side([(width, height) for width, height, _ in headers])
+    side = request.side or min(chosen, request.max_side or _SIDES[0])
+    channels = request.channels or (1 if all(grey for *_, grey in headers) else 3)
+    return side, channels, [result for result in results if isinstance(result, Skipped)]
 
 
-def _choose_side(headers: list[_Header]) -> int:
-    if not headers:
+def _choose_side(sizes: list[tuple[int, int]]) -> int:
+    if not sizes:
         return _SIDES[-1]
-    sizes = {(header.width, header.height) for header in headers}
-    width, height = next(iter(sizes))
-    if len(sizes) == 1 and width == height <= _SIDES[0]:
+    width, height = sizes[0]
+    if len(set(sizes)) == 1 and width == height <= _SIDES[0]:
         return max(width, _SIDES[-1])
-    median = np.median([min(header.width, header.height) for header in headers])
+    median = np.median([min(size) for size in sizes])
     return next((side for side in _SIDES if side <= median), _SIDES[-1])
 
 
@@ -264,7 +213,7 @@ def _decode_file(path: Path, side: int, channels: int) -> NDArray[np.uint8]:
         image.load()  # before the EXIF: in a PNG it may follow the pixels; a TIFF is turned by loading
         turn = _TURNS.get(_orientation(image))
         plain = _eight_bits(image)
-        return fit_square(plain.transpose(turn) if turn is not None else plain, side, channels)
+        return _fit_square(plain.transpose(turn) if turn is not None else plain, side, channels)
 
 
 def _orientation(image: Image.Image) -> int:
@@ -275,15 +224,14 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """The picture as 8-bit grey or RGB, laid on white where it is transparent, deeper pixels scaled (not clipped)."""
+    """The picture as 8-bit grey or RGB, on white where it is transparent, deeper pixels scaled (not clipped)."""
     if image.mode == "F" or image.mode.startswith("I"):
         return Image.fromarray(_scale_deep(np.asarray(image)))
-    grey = image.mode in _GREY_MODES
+    mode = "L" if image.mode in _GREY_MODES else "RGB"
     if image.has_transparency_data:
         picture = image.convert("RGBA")
-        white = Image.new("RGBA", picture.size, "white")
-        return Image.alpha_composite(white, picture).convert("L" if grey else "RGB")
-    return image.convert("L" if grey else "RGB")
+        image = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+    return image.convert(mode)
 
 
 def _scale_deep(pixels: NDArray[Any]) -> NDArray[np.uint8]:
@@ -302,7 +250,7 @@ def _scale_deep(pixels: NDArray[Any]) -> NDArray[np.uint8]:
     return scaled.astype(np.uint8)
 
 
-def fit_square(image: Image.Image, side: int, channels: int) -> NDArray[np.uint8]:
+def _fit_square(image: Image.Image, side: int, channels: int) -> NDArray[np.uint8]:
     """The central square at the wanted size as (side, side, channels); a square of that size keeps its pixels."""
     image = image.convert("L" if channels == 1 else "RGB")
     width, height = image.size
@@ -316,15 +264,12 @@ def fit_square(image: Image.Image, side: int, channels: int) -> NDArray[np.uint8
     return np.asarray(image).reshape(side, side, channels)
 
 
-def without(files: Sequence[ImageFile], broken: Sequence[Broken]) -> list[ImageFile]:
-    """The files that are not among the broken ones."""
-    names = {file.name for file in broken}
-    return [file for file in files if file.name not in names]
-
-
-def _broken(file: ImageFile, error: Exception) -> Broken:
-    passing = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
-    return Broken(file.name, "the file is empty" if file.size == 0 else _reason(error), passing)
+def fit_squares(images: NDArray[np.uint8], side: int, channels: int) -> NDArray[np.uint8]:
+    """All images of an array at the wanted size."""
+    fitted = np.empty((len(images), side, side, channels), np.uint8)
+    for row, image in enumerate(images):
+        fitted[row] = _fit_square(Image.fromarray(image if image.shape[2] == 3 else image[..., 0]), side, channels)
+    return fitted
 
 
 def _reason(error: Exception) -> str:
@@ -335,37 +280,32 @@ def _reason(error: Exception) -> str:
         return "not a picture in a known format"
     if isinstance(error, MemoryError):
         return "not enough memory to decode it"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return one_line(error)
+    return getattr(error, "strerror", None) or one_line(error)
 
 
-def one_line(error: Exception) -> str:
-    """What an exception says, without line breaks; never empty."""
-    return " ".join(str(error).split()) or type(error).__name__
+def _in_parallel(work: Callable[[ImageFile], _Result], files: Sequence[ImageFile]) -> Iterator[_Result | Skipped]:
+    """The results in order, from threads a bounded way ahead (Pillow frees the interpreter while it decodes)."""
 
+    def attempt(file: ImageFile) -> _Result | Skipped:
+        try:
+            return work(file)
+        except Exception as error:  # Pillow's plugins raise nearly anything on broken bytes
+            passing = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
+            return Skipped(file.name, "the file is empty" if file.size == 0 else _reason(error), passing)
 
-def _in_parallel(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
-    """The results in order, computed by threads a bounded way ahead (Pillow frees the interpreter while it decodes)."""
-    n_threads = max(1, min(16, _n_cores(), len(items) // _CHUNK))
-    chunks = (items[start : start + _CHUNK] for start in range(0, len(items), _CHUNK))
-    waiting: deque[Future[list[_Result]]] = deque()
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    n_threads = max(1, min(16, n_cores, len(files) // _CHUNK))
+    waiting: deque[Future[list[_Result | Skipped]]] = deque()
     pool = ThreadPoolExecutor(n_threads, thread_name_prefix="decode")
     try:
-        for chunk in chunks:
-            waiting.append(pool.submit(lambda chunk: [work(item) for item in chunk], chunk))
+        for start in range(0, len(files), _CHUNK):
+            waiting.append(pool.submit(lambda chunk: [attempt(file) for file in chunk], files[start : start + _CHUNK]))
             if len(waiting) > 4 * n_threads:
                 yield from waiting.popleft().result()
         while waiting:
             yield from waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _n_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 _filters = threading.RLock()
@@ -381,3 +321,49 @@ def _quiet() -> Iterator[None]:
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         yield
+
+
+# Arrays
+
+
+def pixels_of(images: NDArray[Any]) -> NDArray[np.uint8]:
+    """An array of images as contiguous uint8 (n, side, side, channels); the channel axis is found by its length.
+
+    Floats in [0, 1] become round(255 x). A mapped uint8 array stays mapped.
+    """
+    what = f"images of shape {images.shape}"
+    if images.ndim == 3:
+        images = images[..., None]
+    elif images.ndim != 4:
+        raise InputError(f"{what}: expected (n, h, w), (n, h, w, c) or (n, c, h, w), or embeddings (n, d)")
+    elif not _is_square(images.shape) and images.shape[1] in (1, 3):
+        images = images.transpose(0, 2, 3, 1)
+    if 0 in images.shape:
+        raise InputError(f"{what}: there is no image in it")
+    if images.shape[3] not in (1, 3):
+        raise InputError(f"{what}: expected 1 or 3 channels", fix="drop alpha with images[..., :3]")
+    if not _is_square(images.shape):
+        raise InputError(f"{what}: they are not square", fix="crop or resize them first")
+    if images.shape[1] == 1:
+        raise InputError(f"{what}: they have one pixel each", fix="embeddings are given as (n, d)")
+    return np.ascontiguousarray(images) if images.dtype == np.uint8 else _as_bytes(images)
+
+
+def _is_square(shape: tuple[int, ...]) -> bool:
+    return shape[3] in (1, 3) and shape[1] == shape[2]
+
+
+def _as_bytes(images: NDArray[Any]) -> NDArray[np.uint8]:
+    if not np.issubdtype(images.dtype, np.floating):
+        raise InputError(f"images of type {images.dtype}: give uint8 (0 to 255) or floats in [0, 1]")
+    pixels = np.empty(images.shape, np.uint8)
+    low, high = np.inf, -np.inf
+    for row, image in enumerate(images):  # one at a time: no float copy of the whole set
+        low, high = np.minimum(low, image.min()), np.maximum(high, image.max())
+        if low >= 0 and high <= 1:
+            pixels[row] = np.rint(image * 255.0)
+    if not (low >= 0 and high <= 1):  # NaN fails too
+        right = "divide them by the most that a pixel can have (255 as a rule)"  # the same for every batch
+        fix = f"{right if low >= 0 and np.isfinite(high) else 'scale them'} or give uint8"
+        raise InputError(f"images with values from {low:g} to {high:g}: floats must be in [0, 1]", fix=fix)
+    return pixels

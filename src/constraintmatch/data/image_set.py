@@ -9,16 +9,15 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from PIL import Image
 
-from constraintmatch._internal.errors import InputError
-from constraintmatch.data.cache import cache_place, decode_cached
-from constraintmatch.data.decoding import SUFFIXES, FolderRequest, Progress, Skipped, find_files, fit_square, one_line
+from constraintmatch._internal.errors import InputError, one_line
+from constraintmatch.data.cache import decode_cached
+from constraintmatch.data.decoding import SUFFIXES, FolderRequest, Progress, Skipped, find_files, fit_squares, pixels_of
 
 __all__ = ["ImageSet", "Skipped", "kind_of", "load_images"]
 
 _ClassFolders = bool | Literal["auto"]
-_ARRAYS = {".npy": b"\x93NUMPY", ".npz": b"PK"}  # and how such a file begins
+_ARRAYS = {".npy": (b"\x93NUMPY", "numpy.save"), ".npz": (b"PK", "numpy.savez")}  # how it begins, what writes it
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -34,7 +33,7 @@ class ImageSet:
     labels: NDArray[np.int64] | None = None
     classes: tuple[str, ...] | None = None
     skipped: tuple[Skipped, ...] = ()
-    pictures: "ImageSet | None" = None  # of embeddings: the images that they stand for, row by row
+    pictures: "ImageSet | None" = None  # of embeddings: the images that they were made of, row by row
 
     def __len__(self) -> int:
         return len(self.images)
@@ -42,22 +41,6 @@ class ImageSet:
     def __repr__(self) -> str:
         labels = "no labels" if self.labels is None else f"{len(np.unique(self.labels)):,} classes"
         return f"ImageSet({len(self):,} {kind_of(self.side, self.channels)}, {labels})"
-
-    @property
-    def embedded(self) -> bool:
-        """Whether these are embeddings."""
-        return self.side == 1
-
-    @property
-    def shown(self) -> "ImageSet | None":
-        """What a person can look at: the images themselves, or the pictures of embeddings where they are known."""
-        return self.pictures if self.embedded else self
-
-    def to_look_at(self) -> "ImageSet":
-        """What a person can look at; an InputError where there is nothing."""
-        if self.shown is None:
-            raise InputError("embeddings cannot be looked at: name the folder of their images with --pictures")
-        return self.shown
 
     @property
     def side(self) -> int:
@@ -69,18 +52,35 @@ class ImageSet:
         """1 for grey images, 3 for colour."""
         return int(self.images.shape[3])
 
+    @property
+    def embedded(self) -> bool:
+        """Whether these are embeddings."""
+        return self.side == 1
+
+    @property
+    def shown(self) -> "ImageSet | None":
+        """What can be shown: the images themselves, or the pictures of embeddings where they are known."""
+        return self.pictures if self.embedded else self
+
+    def to_look_at(self) -> "ImageSet":
+        """What can be shown; an InputError where there is nothing."""
+        if self.shown is None:
+            raise InputError("embeddings cannot be looked at: name the folder of their images with --pictures")
+        return self.shown
+
     def moments(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The mean of each number of the embeddings, and one standard deviation for all of them, as often.
 
-        One for all: what varies little in an embedding matters little, and stays small. A deviation that 32 bits cannot
-        divide by is an InputError.
+        One for all: what varies little in an embedding matters little, and stays small. A deviation beyond the range of
+        32 bits is an InputError.
         """
         flat = self.images.reshape(len(self), -1)
         mean = flat.mean(axis=0, dtype=np.float64)
         variance = sum(float(np.square(flat[at : at + 4_096] - mean).sum()) for at in range(0, len(flat), 4_096))
         spread = (variance / flat.size) ** 0.5 or 1.0
         if not 1e-37 < spread < 1e37:
-            raise InputError(f"the embeddings have a standard deviation of {spread:.0e}, beyond 32 bits; scale them")
+            problem = f"the embeddings have a standard deviation of {spread:.0e}, beyond 32 bits"
+            raise InputError(problem, fix="scale them")
         return tuple(mean.tolist()), (spread,) * flat.shape[1]
 
     def rows(self) -> dict[str, int]:
@@ -100,38 +100,43 @@ class ImageSet:
         Numbered ones take the pictures' names; those without labels their labels.
         """
         if not self.embedded:
-            raise InputError("pictures go with embeddings; these are images, and are shown themselves")
-        if self.names == tuple(map(str, range(len(self)))) and self.names != pictures.names:
-            if len(self) != len(pictures):
-                mend = "give one picture for each, or a .npz file with their names"
-                raise InputError(f"{len(self):,} embeddings without names and {len(pictures):,} pictures; {mend}")
-            names, matched = pictures.names, pictures
-        elif self.names == pictures.names:
-            names, matched = self.names, pictures
-        else:
-            names, rows = self.names, pictures.rows()
-            if (odd := next((name for name in names if name not in rows), None)) is not None:
-                raise InputError(f"there is no picture named {odd!r}; names are paths below the folder of pictures")
-            matched = pictures.take([rows[name] for name in names])
-        labels, classes = (self.labels, self.classes) if self.labels is not None else (matched.labels, matched.classes)
-        return replace(self, names=names, labels=labels, classes=classes, pictures=matched)
+            raise InputError("pictures go with embeddings", fix="these are images, and are shown themselves")
+        numbered = self.names == _check_names(None, len(self))
+        if numbered and len(self) != len(pictures):
+            fix = "give one picture for each, or a .npz file with their names"
+            raise InputError(f"{len(self):,} embeddings without names and {len(pictures):,} pictures", fix=fix)
+        if not numbered and self.names != pictures.names:
+            rows = pictures.rows()
+            if (odd := next((name for name in self.names if name not in rows), None)) is not None:
+                raise InputError(
+                    f"there is no picture named {odd!r}", fix="names are paths below the folder of pictures"
+                )
+            pictures = pictures.take([rows[name] for name in self.names])
+        labelled = pictures if self.labels is None else self
+        found = replace(self, names=pictures.names, pictures=pictures)
+        return replace(found, labels=labelled.labels, classes=labelled.classes)
 
-    def split(self, n_second: int, *, seed: int, stratified: bool = True) -> tuple["ImageSet", "ImageSet"]:
-        """Two parts in old order, the second of `n_second` images; where labels exist, each class keeps its share."""
-        if not 0 <= n_second <= len(self):
-            raise InputError(f"cannot split off {n_second:,} images: the set has {len(self):,}")
+    def draw(self, n: int, *, seed: int) -> NDArray[np.bool_]:
+        """A mask of n images drawn at random; where labels exist, each class gives its share."""
+        if not 0 <= n <= len(self):
+            raise InputError(f"cannot draw {n:,} images: the set has {len(self):,}")
         random = np.random.default_rng(seed)
-        groups = [np.arange(len(self))]
-        if stratified and self.labels is not None:
-            groups = [np.flatnonzero(self.labels == label) for label in np.unique(self.labels)]
-        shares = _shares([len(group) for group in groups], n_second)
-        second = np.zeros(len(self), dtype=bool)
-        for group, share in zip(groups, shares, strict=True):
-            second[random.permutation(group)[:share]] = True
+        labels = np.zeros(len(self), np.int64) if self.labels is None else self.labels
+        kinds, sizes = np.unique(labels, return_counts=True)
+        shares, rest = np.divmod(sizes * n, max(len(self), 1))
+        shares[np.argsort(-rest, kind="stable")[: n - shares.sum()]] += 1  # the largest remainders
+        drawn = np.zeros(len(self), dtype=bool)
+        for kind, share in zip(kinds, shares, strict=True):
+            drawn[random.permutation(np.flatnonzero(labels == kind))[:share]] = True
+        return drawn
+
+    def split(self, n_second: int, *, seed: int) -> tuple["ImageSet", "ImageSet"]:
+        """Two parts in old order, the second of `n_second` images; where labels exist, each class keeps its share."""
+        second = self.draw(n_second, seed=seed)
         return self.take(~second), self.take(second)
 
     def fingerprint(self) -> str:
-        """16 hex digits that tell one set of images from another: shape, names and the pixels of up to 64 images."""
+        """16 hex digits of the shape, the names and the pixels of up to 64 images; other images give other digits."""
         digest = hashlib.sha256(repr(self.images.shape).encode())
         for name in self.names:
             digest.update(name.encode("utf-8", "backslashreplace") + b"\0")
@@ -159,12 +164,12 @@ class ImageSet:
             given = np.asarray(images)
         except ValueError:  # of rows that differ in length
             raise InputError("the images differ in size: give an array (n, h, w, c), or a folder") from None
-        pixels = _as_embeddings(given) if given.ndim == 2 else _as_bytes(_channels_last(given))
-        checked = _checked_names(names, len(pixels))
+        pixels = _as_embeddings(given) if given.ndim == 2 else pixels_of(given)
+        words = _check_names(names, len(pixels))
         if labels is None:
-            return cls(pixels, checked)
-        numbers, found = _checked_labels(np.asarray(labels), len(pixels), _as_words(classes))
-        return cls(pixels, checked, numbers, found)
+            return cls(pixels, words)
+        of_classes = None if classes is None else tuple(map(str, classes))
+        return cls(pixels, words, *_check_labels(np.asarray(labels), len(pixels), of_classes))
 
     @classmethod
     def from_folder(
@@ -181,29 +186,33 @@ class ImageSet:
     ) -> "ImageSet":
         """The images below a folder, named by relative path and sorted by name.
 
-        Each image is turned as its EXIF says, laid on white where it is transparent, resized so that its shorter side
-        is `side`, and cropped to the central square; one that has that size already keeps its pixels. Without `side`:
-        the common size of equal squares of at most 96 pixels, else the largest of 96, 64, 32, 16, 8 not over the median
-        shorter side; `max_side`, where given, if it would be larger. Without `channels`: 1 when every file is grey,
-        else 3.
+        Each image is turned as its EXIF says, put on white where it is transparent, resized so that its shorter side is
+        `side`, and cropped to the central square; one that has that size already keeps its pixels. Without `side`: the
+        common size of equal squares of at most 96 pixels, else the largest of 96, 64, 32, 16, 8 not over the median
+        shorter side; at most `max_side`, where given. Without `channels`: 1 when every file is grey, else 3.
 
         `class_folders`: the first part of each path is the image's class (for evaluation only); "auto" does so when all
-        images lie in two or more sub-folders. Files that cannot be read are listed in `skipped`; with `strict` they
+        images are in two or more sub-folders. Files that cannot be read are listed in `skipped`; with `strict` they
         are an error. Decoded images are kept in `cache` (True: the user's cache folder, False: nowhere) until a file in
         the folder changes; `progress(done, total)` is called while files are decoded, not when the cache serves.
         """
         folder = Path(folder)
         _check_size(side, max_side, channels)
-        _check_folder(folder)
+        if folder.is_file():
+            raise InputError("a file", folder, "give a folder of images, or a .npy or .npz file")
+        if not folder.is_dir():
+            raise InputError("no such folder", folder)
         files, unread = find_files(folder)
         if not files and not unread:
-            raise InputError(f"{folder}: no images there (looked for {', '.join(sorted(SUFFIXES))} at any depth)")
+            raise InputError(f"no images there (looked for {', '.join(sorted(SUFFIXES))} at any depth)", folder)
         request = FolderRequest(folder, tuple(files), side, None if side else max_side, channels, progress)
-        decoded = decode_cached(request, cache_place(cache, request))
-        skipped = tuple(sorted([*unread, *decoded.skipped()], key=lambda skip: skip.name))
-        _check_decoded(folder, len(decoded.names), skipped, strict)
-        labels, classes = _labels_from_paths(folder, decoded.names, class_folders)
-        return cls(decoded.images, decoded.names, labels, classes, skipped)
+        images, names, broken = decode_cached(request, cache)
+        skipped = tuple(sorted([*unread, *broken], key=lambda skip: skip.name))
+        if skipped and (strict or not names):
+            others = f" (and {len(skipped) - 1:,} more)" if len(skipped) > 1 else ""
+            fix = "repair or remove it, or read without strict" if strict else "no image could be read"
+            raise InputError(f"{skipped[0].name}: {skipped[0].reason}{others}", folder, fix)
+        return cls(images, names, *_labels_from_paths(folder, names, class_folders), skipped)
 
     @classmethod
     def from_file(
@@ -219,16 +228,20 @@ class ImageSet:
         try:
             found = cls.from_arrays(arrays.pop("images"), **arrays)
         except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+            raise error.at(path) from None
         if found.embedded:
-            _check_embedded(path, found.channels, side, channels)
+            has = f"has {kind_of(1, found.channels)}"
+            if side not in (None, 1):
+                raise InputError(f"{has}, not images of {side} px", path, "leave side out, or give images")
+            if side == 1 and channels not in (None, found.channels):
+                raise InputError(f"{has}, the model takes {channels:,}", path, "give those it was trained on")
             return found
         _check_size(side, max_side, channels)
         side = side or min(found.side, max_side or found.side)
         channels = channels or found.channels
         if (side, channels) == (found.side, found.channels):
             return found
-        return cls(_fit_all(found.images, side, channels), found.names, found.labels, found.classes)
+        return cls(fit_squares(found.images, side, channels), found.names, found.labels, found.classes)
 
 
 def load_images(
@@ -237,24 +250,12 @@ def load_images(
     side: int | None = None,
     max_side: int | None = None,
     channels: int | None = None,
-    class_folders: _ClassFolders = "auto",
-    strict: bool = False,
-    cache: bool | Path | str = True,
-    progress: Progress | None = None,
+    **of_folders: Any,
 ) -> ImageSet:
-    """The images of a folder, or of a .npy or .npz file (where only `side`, `max_side` and `channels` matter)."""
+    """The images of a .npy or .npz file, or of a folder, where the other options of `ImageSet.from_folder` count."""
     if Path(source).is_file() or (Path(source).suffix.lower() in _ARRAYS and not Path(source).exists()):
         return ImageSet.from_file(source, side=side, max_side=max_side, channels=channels)
-    return ImageSet.from_folder(
-        source,
-        side=side,
-        max_side=max_side,
-        channels=channels,
-        class_folders=class_folders,
-        strict=strict,
-        cache=cache,
-        progress=progress,
-    )
+    return ImageSet.from_folder(source, side=side, max_side=max_side, channels=channels, **of_folders)
 
 
 def kind_of(side: int, channels: int) -> str:
@@ -274,87 +275,33 @@ def _as_embeddings(embeddings: NDArray[Any]) -> NDArray[np.float32]:
         raise InputError(f"embeddings of shape {embeddings.shape}: there is none in it")
     if embeddings.dtype.kind not in "fiu":
         raise InputError(f"embeddings of type {embeddings.dtype}: give numbers, one row for each image")
-    with np.errstate(over="ignore", invalid="ignore"):  # what does not fit becomes infinite, and is told
+    with np.errstate(over="ignore", invalid="ignore"):  # what does not fit becomes infinite, an error below
         numbers = np.ascontiguousarray(embeddings, dtype=np.float32)
     for start in range(0, n, 4_096):
         odd = np.flatnonzero(~np.isfinite(numbers[start : start + 4_096]).all(axis=1))
         if len(odd):
             row = start + int(odd[0])
             finite = bool(np.isfinite(embeddings[row]).all())
-            what = "too large for 32 bits; scale them down" if finite else "NaN or infinite; leave it out"
-            raise InputError(f"the embedding in row {row:,} has a number that is {what}")
+            what = ("too large for 32 bits", "scale them down") if finite else ("NaN or infinite", "leave it out")
+            raise InputError(f"the embedding in row {row:,} has a number that is {what[0]}", fix=what[1])
     return numbers.reshape(n, 1, 1, width)
 
 
-def _check_embedded(path: Path, width: int, side: int | None, channels: int | None) -> None:
-    """An InputError unless embeddings are what is asked for."""
-    if side not in (None, 1):
-        raise InputError(f"{path}: has {kind_of(1, width)}, not images of {side} px; leave side out, or give images")
-    if side == 1 and channels not in (None, width):
-        raise InputError(f"{path}: has {kind_of(1, width)}, the model takes {channels:,}; give those it was trained on")
-
-
-def _channels_last(images: NDArray[Any]) -> NDArray[Any]:
-    """The images as (n, side, side, channels); the channel axis is found by its length."""
-    shape = images.shape
-    if images.ndim == 3:
-        images = images[..., None]
-    elif images.ndim != 4:
-        raise InputError(
-            f"images of shape {shape}: expected (n, h, w), (n, h, w, c) or (n, c, h, w), or embeddings (n, d)"
-        )
-    elif not _is_square(images.shape) and shape[1] in (1, 3):
-        images = images.transpose(0, 2, 3, 1)
-    if 0 in images.shape:
-        raise InputError(f"images of shape {shape}: there is no image in it")
-    if images.shape[3] not in (1, 3):
-        raise InputError(f"images of shape {shape}: expected 1 or 3 channels; drop alpha with images[..., :3]")
-    if not _is_square(images.shape):
-        raise InputError(f"images of shape {shape}: they are not square; crop or resize them first")
-    if images.shape[1] == 1:
-        raise InputError(f"images of shape {shape}: they have one pixel each; embeddings are given as (n, d)")
-    return images
-
-
-def _is_square(shape: tuple[int, ...]) -> bool:
-    return shape[3] in (1, 3) and shape[1] == shape[2]
-
-
-def _as_bytes(images: NDArray[Any]) -> NDArray[np.uint8]:
-    """The images as contiguous uint8; floats in [0, 1] become round(255 x). A mapped uint8 array stays mapped."""
-    if images.dtype == np.uint8:
-        return np.ascontiguousarray(images)
-    if not np.issubdtype(images.dtype, np.floating):
-        raise InputError(f"images of type {images.dtype}: give uint8 (0 to 255) or floats in [0, 1]")
-    pixels = np.empty(images.shape, np.uint8)
-    low, high = np.inf, -np.inf
-    for row, image in enumerate(images):  # one at a time: no float copy of the whole set
-        low, high = np.minimum(low, image.min()), np.maximum(high, image.max())
-        if low >= 0 and high <= 1:
-            pixels[row] = np.rint(image * 255.0)
-    if not (low >= 0 and high <= 1):  # NaN fails too
-        right = "divide them by the most that a pixel can have (255 as a rule)"  # the same for every batch
-        mend = right if low >= 0 and np.isfinite(high) else "scale them"
-        raise InputError(
-            f"images with values from {low:g} to {high:g}: floats must lie in [0, 1]; {mend} or give uint8"
-        )
-    return pixels
-
-
-def _checked_names(names: Sequence[str] | None, n_images: int) -> tuple[str, ...]:
+def _check_names(names: Sequence[str] | None, n_images: int) -> tuple[str, ...]:
+    """The names as words, unique, one for each image; without any, row numbers."""
     if names is None:
-        return tuple(str(row) for row in range(n_images))
-    checked = tuple(str(name) for name in names)
-    if len(checked) != n_images:
-        raise InputError(f"{len(checked):,} names for {n_images:,} images: give one name for each image")
+        return tuple(map(str, range(n_images)))
+    words = tuple(map(str, names))
+    if len(words) != n_images:
+        raise InputError(f"{len(words):,} names for {n_images:,} images: give one name for each image")
     rows: dict[str, int] = {}
-    for row, name in enumerate(checked):
+    for row, name in enumerate(words):
         if rows.setdefault(name, row) != row:
-            raise InputError(f"the name {name!r} stands at rows {rows[name]:,} and {row:,}: names must be unique")
-    return checked
+            raise InputError(f"the name {name!r} is at rows {rows[name]:,} and {row:,}: names must be unique")
+    return words
 
 
-def _checked_labels(
+def _check_labels(
     labels: NDArray[Any], n_images: int, classes: tuple[str, ...] | None
 ) -> tuple[NDArray[np.int64], tuple[str, ...] | None]:
     """Labels as int64 and their classes; words are numbered in the order of `classes`, else in alphabetic order."""
@@ -362,111 +309,68 @@ def _checked_labels(
         raise InputError(f"labels of shape {labels.shape} for {n_images:,} images: give one label for each image")
     labels = labels.reshape(-1)
     if labels.dtype.kind in "US":
-        return _number_words([str(word) for word in labels.astype(str)], classes)
+        return _number_words(labels.astype(str).tolist(), classes)
     whole = labels.dtype.kind in "iu" or (labels.dtype.kind == "f" and bool(np.all(labels == np.floor(labels))))
     if not whole or labels.min() < 0:
-        raise InputError("labels must be whole numbers from 0, or words; leave labels out when they are not known")
+        fix = "leave labels out when they are not known"
+        raise InputError("labels must be whole numbers from 0, or words", fix=fix)
     if classes is not None and labels.max() >= len(classes):
         raise InputError(f"label {labels.max():g} has no name: there are {len(classes):,} classes")
     return labels.astype(np.int64), classes
 
 
-def _as_words(words: Sequence[str] | None) -> tuple[str, ...] | None:
-    return None if words is None else tuple(str(word) for word in words)
-
-
 def _number_words(words: list[str], classes: tuple[str, ...] | None) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     classes = tuple(sorted(set(words))) if classes is None else classes
     numbers = {word: number for number, word in enumerate(classes)}
-    unknown = next((word for word in words if word not in numbers), None)
-    if unknown is not None:
+    if (unknown := next((word for word in words if word not in numbers), None)) is not None:
         raise InputError(f"label {unknown!r} is not one of the classes {', '.join(classes)}")
     return np.array([numbers[word] for word in words], np.int64), classes
 
 
-def _shares(sizes: list[int], n_chosen: int) -> list[int]:
-    """How many to draw from each group: proportional to its size, with largest remainders, summing to `n_chosen`."""
-    total = sum(sizes)
-    if total == 0:
-        return [0 for _ in sizes]
-    shares = [size * n_chosen // total for size in sizes]
-    by_remainder = sorted(range(len(sizes)), key=lambda group: (-(sizes[group] * n_chosen % total), group))
-    for group in by_remainder[: n_chosen - sum(shares)]:
-        shares[group] += 1
-    return shares
+# Files and folders
 
 
 def _read_arrays(path: Path) -> dict[str, Any]:
     """The arrays of a file by our names for them; never unpickles."""
-    if path.suffix.lower() not in _ARRAYS:
-        raise InputError(f"{path}: not a .npy or .npz file; give one of these or a folder of images")
+    suffix = path.suffix.lower()
+    if suffix not in _ARRAYS:
+        raise InputError("not a .npy or .npz file", path, "give one of these or a folder of images")
     if not path.is_file():
-        raise InputError(f"{path}: no such file")
+        raise InputError("no such file", path)
+    begins, made_by = _ARRAYS[suffix]
     try:
-        _check_beginning(path)
-        if path.suffix.lower() == ".npy":
+        with path.open("rb") as file:
+            known = file.read(6).startswith(begins)
+        if not known:  # NumPy would take it for a pickle
+            raise InputError(f"cannot be read: it is no {suffix} file", path, f"write it with {made_by}")
+        if suffix == ".npy":
             return {"images": np.load(path, mmap_mode="r", allow_pickle=False)}
         with np.load(path, allow_pickle=False) as arrays:
             return _known_arrays(path, arrays)
     except InputError:
         raise
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path}: cannot be read as arrays of numbers ({_reason(error)})") from None
-
-
-def _reason(error: Exception) -> str:
-    """Why NumPy gave up, without its advice to unpickle."""
-    if any(said in str(error) for said in ("allow_pickle", "Python objects")):
-        return "it holds Python objects"
-    return getattr(error, "strerror", None) or one_line(error)
-
-
-def _check_beginning(path: Path) -> None:
-    """An InputError where a file is not what its suffix says; NumPy would take it for a pickle."""
-    suffix = path.suffix.lower()
-    with path.open("rb") as file:
-        if not file.read(6).startswith(_ARRAYS[suffix]):
-            made_by = "numpy.save" if suffix == ".npy" else "numpy.savez"
-            raise InputError(f"{path}: cannot be read: it is no {suffix} file; write it with {made_by}")
+        reason = getattr(error, "strerror", None) or one_line(error)
+        if "allow_pickle" in reason or "Python objects" in reason:  # without the advice to unpickle
+            reason = "it holds Python objects"
+        raise InputError(f"cannot be read as arrays of numbers ({reason})", path) from None
 
 
 def _known_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     keys = {key.lower(): key for key in arrays}
-    spellings = {
-        "images": ("images", "embeddings", "features", "x", "data"),
-        "labels": ("labels", "y"),
-        "names": ("names",),
-        "classes": ("classes",),
-    }
+    spellings = {"images": ("images", "embeddings", "features", "x", "data"), "labels": ("labels", "y")}
+    spellings |= {"names": ("names",), "classes": ("classes",)}
     found = {ours: next((keys[key] for key in theirs if key in keys), None) for ours, theirs in spellings.items()}
     if found["images"] is None:
-        raise InputError(
-            f"{path}: no array named images, embeddings, x or data in it (it has {', '.join(keys) or 'none'})"
-        )
+        has = ", ".join(keys) or "none"
+        raise InputError(f"no array named images, embeddings, x or data in it (it has {has})", path)
     chosen = {ours: arrays[key] for ours, key in found.items() if key is not None}
     return {ours: array.astype(str) if array.dtype.kind == "S" else array for ours, array in chosen.items()}
 
 
-def _fit_all(images: NDArray[np.uint8], side: int, channels: int) -> NDArray[np.uint8]:
-    fitted = np.empty((len(images), side, side, channels), np.uint8)
-    for row, image in enumerate(images):
-        fitted[row] = fit_square(Image.fromarray(image if image.shape[2] == 3 else image[..., 0]), side, channels)
-    return fitted
-
-
-# Folders
-
-
-def _check_folder(folder: Path) -> None:
-    if folder.is_file():
-        raise InputError(f"{folder}: a file; give a folder of images, or a .npy or .npz file")
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder")
-
-
 def _check_size(side: int | None, max_side: int | None, channels: int | None) -> None:
     if side == 1 and channels is not None:  # a model's size
-        raise InputError(f"the model takes {kind_of(1, channels)}; give a .npy or .npz file of them, not images")
+        raise InputError(f"the model takes {kind_of(1, channels)}", fix="give a .npy or .npz file of them, not images")
     for name, pixels in (("side", side), ("max_side", max_side)):
         if pixels is not None and pixels < 8:
             raise InputError(f"{name} {pixels}: images need at least 8 pixels a side")
@@ -480,20 +384,10 @@ def _labels_from_paths(
     folder: Path, names: tuple[str, ...], class_folders: _ClassFolders
 ) -> tuple[NDArray[np.int64] | None, tuple[str, ...] | None]:
     """Labels and classes from the first part of each path, or none."""
-    if class_folders is False:
-        return None, None
     outside = next((name for name in names if "/" not in name), None)
-    classes = sorted({name.split("/", 1)[0] for name in names})
-    if class_folders == "auto" and (outside is not None or len(classes) < 2):
+    words = [name.split("/", 1)[0] for name in names]
+    if class_folders is False or (class_folders == "auto" and (outside is not None or len(set(words)) < 2)):
         return None, None
     if outside is not None:
-        raise InputError(f"{folder}: {outside} lies in no class folder; move it into one or do without class folders")
-    return _number_words([name.split("/", 1)[0] for name in names], tuple(classes))
-
-
-def _check_decoded(folder: Path, n_images: int, skipped: tuple[Skipped, ...], strict: bool) -> None:
-    if skipped and (strict or not n_images):
-        first = f"{skipped[0].name}: {skipped[0].reason}"
-        others = f" (and {len(skipped) - 1:,} more)" if len(skipped) > 1 else ""
-        mend = "mend or remove it, or read without strict" if strict else "no image could be read"
-        raise InputError(f"{folder}: {first}{others}; {mend}")
+        raise InputError(f"{outside} is in no class folder", folder, "move it into one or do without class folders")
+    return _number_words(words, None)

@@ -94,8 +94,8 @@ def run_cells(cells: Sequence[Cell], place: Place) -> list[Path]:
             place.reporter.say(f"{name}: another process is working at it")
             elsewhere.append(cell)
         except NonFinite as error:
-            place.reporter.say(f"{cell.name}: {error}")
-            diverged.append(f"{cell.name}: {error}")
+            diverged.append(str(error.at(cell.name)))
+            place.reporter.say(diverged[-1])
         except KeyboardInterrupt as stop:
             raise KeyboardInterrupt(
                 f"{cell.name}: {str(stop) or 'stopped'}; the same command goes on from there"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import check_folder, mend
+from constraintmatch._internal.files import check_folder, write_error
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.evaluation.metrics import Predictions
 from constraintmatch.pipeline.sources import Data
@@ -46,8 +46,8 @@ def sort_images(data: Data, predictions: Predictions, folder: Path, *, link: boo
     except BaseException as error:
         for begun in folder.glob("cluster-*/"):
             shutil.rmtree(begun, ignore_errors=True)
-        if isinstance(error, OSError) and (helps := mend(error)):
-            raise InputError(f"{folder}: {helps}") from None
+        if isinstance(error, OSError) and (found := write_error(error, folder)):
+            raise found from None
         raise
 
 

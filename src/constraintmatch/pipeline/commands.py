@@ -167,8 +167,7 @@ def check_pairs(
 
 
 def _closed_counts(pairs: Constraints) -> tuple[int, int]:
-    view = pairs.component_constraints()
-    return graph.n_pairs_within(view.component), graph.n_pairs_between(view.component, view.cannot)
+    return graph.n_pairs(*pairs.component_constraints())
 
 
 # Training

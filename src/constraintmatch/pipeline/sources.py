@@ -108,7 +108,7 @@ def _with_pictures(
     try:
         return images.with_pictures(pictures)
     except InputError as error:
-        raise InputError(f"{path} and {folder}: {error}") from None
+        raise error.at(f"{path} and {folder}") from None
 
 
 def _open_dataset(
@@ -180,7 +180,7 @@ def open_pairs(
     try:
         kept = read.resolve(on_conflict, names=images.names)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+        raise error.at(path) from None
     if len(kept) < len(read) and reporter is not None:
         reporter.say(f"{len(read) - len(kept):,} of {len(read):,} pairs contradict others and are left out")
     held_out = None
@@ -191,14 +191,8 @@ def open_pairs(
 
 def read_pairs(path: Path | str, images: ImageSet, *, columns: str | None = None) -> Constraints:
     """The pairs of a file over these images, at least one; a pair with an image that was skipped says so."""
-    try:
-        read = Constraints.read(path, names=images.names, columns=columns)
-    except InputError as error:
-        skip = next((skip for skip in images.skipped if f"no image is named {skip.name!r} (" in str(error)), None)
-        if skip is None:
-            raise
-        where, mend = str(error).split(": no image is named ")[0], "mend that file, or take its pairs out"
-        raise InputError(f"{where}: image {skip.name!r} could not be read ({skip.reason}); {mend}") from None
+    unread = {skip.name: skip.reason for skip in images.skipped}
+    read = Constraints.read(path, names=images.names, columns=columns, unread=unread)
     if not len(read):
         raise InputError(f"{path}: there are no pairs in it; sample or answer some first")
     return read
