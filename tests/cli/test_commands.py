@@ -25,7 +25,7 @@ from constraintmatch import cli
 from constraintmatch.cli.flags import METHODS, STAGES, read_settings, setting_tables, settings_of
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.models.cluster_model import load_model
-from constraintmatch.pipeline import recipes
+from constraintmatch.pipeline import config
 from constraintmatch.training.run_folder import RunFolder, read_log
 
 COMMANDS = list(get_command(cli.app).commands)  # type: ignore[attr-defined]
@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, stripes: ImageSet) -> Path:
 def quick() -> Iterator[None]:
     """A short start of three epochs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipes, "short_start", lambda *_, **__: {"simclr": {"epochs": 3}, "linear_scan": {"n_tries": 2}})
+        patch.setattr(config, "short_start", lambda *_, **__: {"simclr": {"epochs": 3}, "linear_scan": {"n_tries": 2}})
         yield
 
 
@@ -809,7 +809,7 @@ def test_a_command_has_at_most_twenty_flags(command: str) -> None:
 
 def test_pretrain_names_the_stages_of_its_chains() -> None:
     said = " ".join(CliRunner().invoke(cli.app, ["pretrain", "--help"], env={"COLUMNS": "200"}).stdout.split())
-    for chain, stages in recipes.CHAINS.items():
+    for chain, stages in config.CHAINS.items():
         assert f"{chain}: {','.join(stages)}" in said
 
 

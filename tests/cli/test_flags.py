@@ -12,14 +12,13 @@ import pytest
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.cli import flags
-from constraintmatch.cli.flags import SETTINGS, STAGES, Range, new_spelling, read_settings, settings_of
+from constraintmatch.cli.flags import SETTINGS, STAGES, Setting, new_spelling, read_settings, settings_of
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods import METHODS
 from constraintmatch.methods.parts.linear_heads import best_linear_head
 from constraintmatch.models.cluster_model import build_model
-from constraintmatch.pipeline.config import method_arguments, method_settings
-from constraintmatch.pipeline.recipes import ORDER
+from constraintmatch.pipeline.config import ORDER, method_arguments, method_settings
 from constraintmatch.training.loop import TrainSettings, fit
 
 NO_SETTINGS = {"n_clusters", "pseudo_error_rate"}
@@ -79,10 +78,10 @@ def accepts(monkeypatch: pytest.MonkeyPatch, stripes: ImageSet) -> Callable[[str
     return accepts
 
 
-def inside_and_outside(allowed: Any) -> tuple[list[Any], list[Any]]:
+def inside_and_outside(allowed: Setting) -> tuple[list[Any], list[Any]]:
     """Values at the ends of what is allowed, and just beyond."""
-    if not isinstance(allowed, Range):
-        return list(allowed.values()), ["another"]
+    if allowed.words:
+        return list(allowed.words.values()), ["another"]
     step = 1 if allowed.whole else 1e-9
     inside, outside = [allowed.low + step * allowed.above], [allowed.low - step * (not allowed.above)]
     if math.isinf(allowed.low):
@@ -102,7 +101,7 @@ def test_what_is_allowed_is_what_the_method_checks(
     method: str, name: str, accepts: Callable[[str, str, Any], bool]
 ) -> None:
     setting = SETTINGS.get(f"{method}.{name}") or SETTINGS[name]
-    inside, outside = inside_and_outside(setting.allowed)
+    inside, outside = inside_and_outside(setting)
     assert [value for value in inside if not accepts(method, name, value)] == []
     if (method, name) not in UNCHECKED:
         assert [value for value in outside if accepts(method, name, value)] == []
@@ -114,8 +113,8 @@ def test_what_is_allowed_is_what_the_method_checks(
 
 @pytest.mark.parametrize("name", [name for name, value in asdict(TrainSettings()).items() if name != "device"])
 def test_what_is_allowed_is_what_the_training_settings_check(name: str) -> None:
-    allowed = SETTINGS[name].allowed
-    if not isinstance(allowed, Range) and set(allowed) == {"yes", "no"}:
+    allowed = SETTINGS[name]
+    if set(allowed.words) == {"yes", "no"}:
         assert isinstance(getattr(TrainSettings(), name), bool | None)
         return
     inside, outside = inside_and_outside(allowed)

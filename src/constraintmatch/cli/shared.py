@@ -12,26 +12,10 @@ from typer.core import TyperCommand, TyperGroup
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import mend
-from constraintmatch._internal.progress import Quiet, Reporter, console_reporter, say_error
+from constraintmatch._internal.progress import Quiet, console_reporter, say_error
 from constraintmatch.cli.flags import new_spelling
 
-__all__ = [
-    "Images",
-    "Model",
-    "QuietFlag",
-    "Sets",
-    "Source",
-    "about",
-    "add_flags",
-    "app",
-    "flag",
-    "opened",
-    "option",
-    "print_rows",
-    "reporter",
-    "shared",
-    "words",
-]
+__all__ = ["Images", "Model", "Sets", "Source", "app", "command", "flag", "option", "print_rows", "shared"]
 
 
 class _Command(TyperCommand):
@@ -133,38 +117,35 @@ app = typer.Typer(
 )
 
 
-def about(panel: str, *lines: str) -> dict[str, Any]:
-    """How a command is shown: the heading it stands under, and the lines of an example."""
-    example = "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
-    return {"cls": _Command, "rich_help_panel": panel, "epilog": example}
+def command(panel: str, **groups: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that adds a command to the app, under a heading of the help.
 
+    Each group of flags arrives as one dictionary of the flags that are given, `--quiet` as a reporter. The docstring
+    ends with an example.
+    """
+    groups = {**groups, "reporter": {"quiet": flag(bool, "No progress and no remarks.", "--quiet", "-q")}}
 
-def add_flags(**groups: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator for commands with many flags: each group of flags arrives as one dictionary of those given."""
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        kind, parameters = inspect.Parameter.KEYWORD_ONLY, list[inspect.Parameter]()
+        own = inspect.signature(function, eval_str=True).parameters
+        for name, parameter in own.items():
+            flags = groups.get(name, {}).items()
+            parameters += [inspect.Parameter(name, kind, default=None, annotation=a) for name, a in flags]
+            parameters += [] if name in groups else [parameter.replace(kind=kind)]
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        kind, parameters = inspect.Parameter.KEYWORD_ONLY, []
-        for own in inspect.signature(command, eval_str=True).parameters.values():
-            flags = groups.get(own.name)
-            new = (
-                None
-                if flags is None
-                else [inspect.Parameter(n, kind, default=None, annotation=a) for n, a in flags.items()]
-            )
-            parameters += [own.replace(kind=kind)] if new is None else new
+        def run(**values: Any) -> None:
+            for group in groups.keys() & own:
+                given = {name: value for name in groups[group] if (value := values.pop(name)) is not None}
+                values[group] = given if group != "reporter" else Quiet() if given.get("quiet") else console_reporter()
+            function(**values)
 
-        def wrapper(**values: Any) -> None:
-            given = {
-                group: {name: value for name in flags if (value := values.pop(name)) is not None}
-                for group, flags in groups.items()
-            }
-            command(**values, **given)
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        text, mark, example = str(inspect.getdoc(function)).partition("\n\nExample:\n")
+        name = function.__name__.replace("_", "-")
+        app.command(name, cls=_Command, rich_help_panel=panel, help=text, epilog=f"\b{mark[1:]}{example}")(run)
+        return function
 
-        wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
-        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return wrapper
-
-    return decorate
+    return add
 
 
 def option(text: str, *names: str, panel: str | None = None) -> Any:
@@ -173,7 +154,7 @@ def option(text: str, *names: str, panel: str | None = None) -> Any:
 
 
 def flag(kind: Any, text: str, *names: str, panel: str | None = None) -> Any:
-    """A flag of a group of `add_flags`, which may be left out."""
+    """A flag of a group of `command`, which may be left out."""
     return Annotated[kind | None, option(text, *names, panel=panel)]
 
 
@@ -201,23 +182,7 @@ _SET = "Any other setting; may be repeated. (constraintmatch settings lists them
 Source = Annotated[str, typer.Argument(metavar="DATA", help=_DATA)]
 Images = Annotated[str | None, typer.Argument(metavar="DATA", help=_DATA)]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder or a run folder.")]
-QuietFlag = Annotated[bool, option("No progress and no remarks.", "--quiet", "-q")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=_SET, show_default=False)]
-
-
-def opened(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of images under the names that the library has for them."""
-    renamed = {"labels": "class_folders"}
-    found = {renamed.get(name, name): value for name, value in given.items()}
-    return found | ({"without": words(given["without"])} if "without" in given else {})
-
-
-def words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
-
-
-def reporter(quiet: bool) -> Reporter:
-    return Quiet() if quiet else console_reporter()
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:
