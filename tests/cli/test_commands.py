@@ -713,7 +713,7 @@ def test_what_may_not_be_read_is_not_called_unwritable(monkeypatch: pytest.Monke
     def closed(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "runs/a")
 
-    monkeypatch.setattr("constraintmatch.pipeline.commands.check_pairs", closed)
+    monkeypatch.setattr("constraintmatch.pipeline.sources.check_pairs", closed)
     assert "error: runs/a: no permission to read or write it; change that" in refused("check", "pairs.csv")
 
 
@@ -747,7 +747,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def bug(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("constraintmatch.pipeline.commands.check_pairs", bug)
+    monkeypatch.setattr("constraintmatch.pipeline.sources.check_pairs", bug)
     with pytest.raises(ZeroDivisionError):
         run("check", "pairs.csv")
 
@@ -858,7 +858,7 @@ def test_every_command_line_of_the_documents_can_be_typed() -> None:
         command = get_command(cli.app).commands[name]  # type: ignore[attr-defined]
         if len(words) > 1:  # else the command is only named
             given = command.make_context(name, list(words)).params
-            read_settings((given["sets"] or []) if settings_of(name) else [], settings_of(name), name)
+            read_settings(name, given.get("sets") if settings_of(name) else [])
 
 
 def test_demo_prints_what_it_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.cli import flags
-from constraintmatch.cli.flags import SETTINGS, STAGES, Setting, new_spelling, read_settings, settings_of
+from constraintmatch.cli.flags import SETTINGS, STAGES, Setting, new_spelling, read_settings
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods import METHODS
@@ -108,7 +108,7 @@ def test_what_is_allowed_is_what_the_method_checks(
     command, spelled = ("pretrain", f"{method}.{name}") if method in STAGES else ("train", name)
     for value in outside:
         with pytest.raises(InputError, match=f"{spelled} must be "):
-            read_settings([f"{spelled}={value}"], settings_of(command, method), method)
+            read_settings(command, [f"{spelled}={value}"], method)
 
 
 @pytest.mark.parametrize("name", [name for name, value in asdict(TrainSettings()).items() if name != "device"])
@@ -124,7 +124,7 @@ def test_what_is_allowed_is_what_the_training_settings_check(name: str) -> None:
         with pytest.raises(InputError, match=name):
             TrainSettings(**{name: value})
         with pytest.raises(InputError, match=f"{name} must be "):
-            read_settings([f"{name}={value}"], settings_of("train"), "train")
+            read_settings("train", [f"{name}={value}"])
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "abc", ""])
@@ -139,7 +139,7 @@ def test_what_is_no_number_is_refused(text: str) -> None:
 
 def test_values_have_the_kind_of_their_setting_and_the_last_one_counts() -> None:
     texts = ["steps=5", "lr = 1e-3", "merge=yes", "compile=False", "links=hard", "head-steps=3", "steps=7"]
-    assert read_settings(texts, settings_of("train", "constraintmatch"), "constraintmatch") == {
+    assert read_settings("train", texts, "constraintmatch") == {
         **{"steps": 7, "lr": 1e-3, "merge": True, "compile": False},
         **{"links": "hard", "head_steps": 3},
     }
@@ -164,7 +164,7 @@ def test_values_have_the_kind_of_their_setting_and_the_last_one_counts() -> None
 )
 def test_a_wrong_setting_is_answered_with_what_is_right(command: str, method: str | None, text: str, said: str) -> None:
     with pytest.raises(InputError) as refusal:
-        read_settings([text], settings_of(command, method), method or command)
+        read_settings(command, [text], method)
     assert said in str(refusal.value)
 
 

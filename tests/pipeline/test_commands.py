@@ -18,7 +18,7 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions
 from constraintmatch.models.cluster_model import build_model, load_model, save_model
-from constraintmatch.pipeline import commands
+from constraintmatch.pipeline import commands, sources
 from constraintmatch.pipeline import plan as planning
 from constraintmatch.pipeline.plan import Train, plan_training
 from constraintmatch.pipeline.sources import open_data, open_pairs
@@ -140,7 +140,7 @@ def test_dropped_contradictions_are_told(stripes: ImageSet, tmp_path: Path) -> N
 
 def test_sampled_pairs_are_the_papers_sample(tmp_path: Path) -> None:
     out = tmp_path / "p.csv"
-    commands.sample_pairs("digits", out, n=50, seed=3)
+    sources.sample_pairs("digits", out, n=50, seed=3)
     images = open_data("digits").images
     assert images.labels is not None
     ours, papers = Constraints.read(out, names=images.names), Constraints.sample(images.labels, 50, seed=3)
@@ -151,22 +151,22 @@ def test_sampled_pairs_are_the_papers_sample(tmp_path: Path) -> None:
 def test_sampling_never_overwrites_a_pairs_file(tmp_path: Path) -> None:
     out = write_pairs(tmp_path / "p.csv", [(0, 1, 1)])
     with pytest.raises(InputError, match="exists already"):
-        commands.sample_pairs("digits", out, n=5)
+        sources.sample_pairs("digits", out, n=5)
     assert out.read_text().count("\n") == 2
 
 
 @pytest.mark.parametrize("number", [0, -4])
 def test_a_sample_of_no_pairs_is_refused(tmp_path: Path, number: int) -> None:
     with pytest.raises(InputError, match=f"--n {number}: a file without pairs is of no use; ask for 1 or more"):
-        commands.sample_pairs("digits", tmp_path / "p.csv", n=number)
+        sources.sample_pairs("digits", tmp_path / "p.csv", n=number)
     with pytest.raises(InputError, match=f"--per-image {number}: "):
-        commands.sample_pairs("digits", tmp_path / "p.csv", per_image=number)
+        sources.sample_pairs("digits", tmp_path / "p.csv", per_image=number)
     assert not (tmp_path / "p.csv").exists()
 
 
 def test_flipped_samples_have_wrong_must_links_only(tmp_path: Path) -> None:
-    plain = commands.sample_pairs("digits", tmp_path / "a.csv", n=200, balanced=True)
-    noisy = commands.sample_pairs("digits", tmp_path / "b.csv", n=200, balanced=True, flip=0.5, flip_only="must-link")
+    plain = sources.sample_pairs("digits", tmp_path / "a.csv", n=200, balanced=True)
+    noisy = sources.sample_pairs("digits", tmp_path / "b.csv", n=200, balanced=True, flip=0.5, flip_only="must-link")
     assert plain.n_must_links == 100
     assert noisy.n_must_links == 50
     assert not (noisy.link > plain.link).any()
@@ -176,7 +176,7 @@ def test_a_check_counts_what_a_file_holds(tmp_path: Path, stripes: ImageSet) -> 
     write_images(tmp_path / "a", stripes, 6)
     rows = [("00.png", "01.png", 1), ("01.png", "00.png", 1), ("02.png", "02.png", 1), ("03.png", "04.png", 0)]
     path = write_pairs(tmp_path / "p.csv", [*rows, ("01.png", "03.png", 1)])
-    found, contradictions = commands.check_pairs(path, tmp_path / "a", close=True)
+    found, contradictions = sources.check_pairs(path, tmp_path / "a", close=True)
     assert (found["pairs"], found["must-links"], found["cannot-links"]) == ("4", "3", "1")
     assert (found["duplicates"], found["links to itself, ignored"]) == ("1", "1")
     assert (found["images"], found["images without a constraint"]) == ("6", "2")
@@ -187,7 +187,7 @@ def test_a_check_counts_what_a_file_holds(tmp_path: Path, stripes: ImageSet) -> 
 
 def test_a_check_without_images_shows_the_chain_of_a_contradiction(tmp_path: Path) -> None:
     path = write_pairs(tmp_path / "p.csv", [("a", "b", "same"), ("b", "c", "same"), ("a", "c", "different")])
-    found, contradictions = commands.check_pairs(path)
+    found, contradictions = sources.check_pairs(path)
     assert found["contradictions"] == "1"
     assert "a – b – c" in contradictions[0]
 
@@ -319,7 +319,7 @@ def test_without_a_gpu_a_folder_is_decoded_once(asked: Train, tmp_path: Path) ->
 
 
 def test_a_data_sets_row_gives_clusters_views_and_tuned_settings(tmp_path: Path) -> None:
-    commands.sample_pairs("digits", tmp_path / "p.csv", n=20)
+    sources.sample_pairs("digits", tmp_path / "p.csv", n=20)
     plan = plan_training(Train("digits", tmp_path / "p.csv", out=tmp_path / "run", settings={"device": "cpu"}), Quiet())
     assert plan.config.n_clusters == 10
     assert plan.config.views.request() == {"flip": False, "without": ["solarize"]}
@@ -328,7 +328,7 @@ def test_a_data_sets_row_gives_clusters_views_and_tuned_settings(tmp_path: Path)
 
 
 def test_what_was_given_wins_over_the_row(tmp_path: Path) -> None:
-    commands.sample_pairs("digits", tmp_path / "p.csv", n=20)
+    sources.sample_pairs("digits", tmp_path / "p.csv", n=20)
     request = Train("digits", tmp_path / "p.csv", 12, tmp_path / "run", flip=True, without=("rotate",))
     given = {"arguments": {"max_entropy": 0.1}, "settings": {"device": "cpu", "lr": 0.5, "steps": 7}}
     plan = plan_training(replace(request, **given), Quiet())
@@ -458,7 +458,7 @@ def test_pairs_that_look_wrong_are_written_as_a_pairs_file(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("few_digits", "small_batches")
 def test_training_on_digits_says_what_was_kept(tmp_path: Path) -> None:
-    commands.sample_pairs("digits", tmp_path / "p.csv", n=60)
+    sources.sample_pairs("digits", tmp_path / "p.csv", n=60)
     model = build_model(n_clusters=10, side=8, channels=1, backbone="tiny")
     save_model(model, tmp_path / "start")
     request = Train("digits", tmp_path / "p.csv", out=tmp_path / "run", model=tmp_path / "start")

@@ -173,7 +173,7 @@ def test_a_stage_that_comes_again_is_made_anew_in_a_folder_of_its_own(stripes: I
     quick = {"self_label": {"min_confidence": 0.3, "epochs": 2}, "linear_scan": {"n_tries": 1}}
     options = {"recipe": quick, "settings": CPU}
     plain = pretrain(fresh(), stripes, 3, stages=twice, **options)
-    kept = {**options, "context": Context(tmp_path / "runs"), "results": tmp_path / "results"}
+    kept = {**options, "context": Context(tmp_path / "runs"), "results": tmp_path / "results" / "start"}
     for _ in range(2):  # the second time all is finished
         model = pretrain(fresh(), stripes, 3, stages=twice, **kept)
         assert [entry["method"] for entry in model.config.trained] == list(twice)

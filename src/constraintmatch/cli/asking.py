@@ -7,7 +7,7 @@ import typer
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Reporter, print_line
-from constraintmatch.cli.flags import read_settings, settings_of
+from constraintmatch.cli.flags import read_settings
 from constraintmatch.cli.shared import Images, Sets, Source, command, flag, option, print_rows, shared
 
 __all__ = ["annotate", "check", "loop"]
@@ -67,7 +67,7 @@ def loop(
     from constraintmatch.pipeline.plan import Train
 
     _check_who(**who)
-    given = read_settings(sets or [], settings_of("loop"), "loop")
+    given = read_settings("loop", sets)
     rounds = {name: given.pop(name) for name in ("every", "steps", "last_steps", "choose", "seed") if name in given}
     if "terminal" in who:
         asked.setdefault("kind", "pair")  # y and n need no other keys, and two pictures fit a narrow terminal
@@ -171,9 +171,9 @@ def check(
     Example:
       constraintmatch check pairs.csv photos
     """
-    from constraintmatch.pipeline import commands
+    from constraintmatch.pipeline import sources
 
-    counts, contradictions = commands.check_pairs(pairs, data, close=close, **how, reporter=reporter)
+    counts, contradictions = sources.check_pairs(pairs, data, close=close, **how, reporter=reporter)
     print_rows(counts.items())
     for text in contradictions:
         print_line(f"contradiction: {text}")

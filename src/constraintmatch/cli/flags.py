@@ -21,7 +21,6 @@ __all__ = [
     "SETTINGS",
     "STAGES",
     "Setting",
-    "check_names",
     "method_defaults",
     "new_spelling",
     "read_settings",
@@ -246,15 +245,20 @@ def _stage_settings(stage: str) -> dict[str, Any]:
     return own | {name: value for name, value in training.items() if name != "steps" or "epochs" not in own}
 
 
-def read_settings(texts: Iterable[str], known: Sequence[str], title: str) -> dict[str, Any]:
-    """The values of `name=value` texts, checked, by the library's names; of a name that comes again the last."""
-    found: dict[str, Any] = {}
-    for text in texts:
+def read_settings(
+    command: str, texts: Iterable[str] | None, method: str | None = None, flags: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The values of `name=value` texts, checked, by the library's names; of a name that comes again the last.
+
+    `flags` are settings that have a flag of their own; a setting is given once.
+    """
+    known, title, found = settings_of(command, method), method or command, dict[str, Any]()
+    for text in texts or ():
         name, mark, value = (part.strip() for part in text.partition("="))
         if not mark:
             raise InputError(f"--set {text}: write a name, = and a value, for example --set {known[0]}=VALUE")
         name = name.replace("-", "_")
-        check_names([name], known, title)
+        _check_name(name, known, title)
         setting = _setting(name)
         try:
             read = setting.read(value)
@@ -262,7 +266,11 @@ def read_settings(texts: Iterable[str], known: Sequence[str], title: str) -> dic
             kind = "a whole number, " if setting.whole else ""
             raise InputError(f"--set {name}={value}: {name} must be {kind}{setting.form}") from None
         found[_RENAMED.get(name, name)] = words(read) if name == "without" else read
-    return found
+    for name in flags or ():
+        _check_name(name, known, title)
+        if name in found:
+            raise InputError(f"--{name.replace('_', '-')} and --set {name}: give one of them")
+    return {**(flags or {}), **found}
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -280,14 +288,13 @@ def _setting(name: str) -> Setting:
     return SETTINGS.get(name) or SETTINGS[name.rpartition(".")[2]]
 
 
-def check_names(names: Iterable[str], known: Sequence[str], title: str) -> None:
+def _check_name(name: str, known: Sequence[str], title: str) -> None:
     """A name that is not known is an InputError that names the nearest ones."""
-    for name in names:
-        if name not in known:
-            near = [one for one in known if one.endswith(f".{name}")] or difflib.get_close_matches(name, known, n=1)
-            lists = f"constraintmatch settings{f' {title}' if title in METHODS else ''} lists what there is"
-            said = f"did you mean {' or '.join(near)}?" if near else lists
-            raise InputError(f"{title} has no setting {name!r}; {said}")
+    if name not in known:
+        near = [one for one in known if one.endswith(f".{name}")] or difflib.get_close_matches(name, known, n=1)
+        lists = f"constraintmatch settings{f' {title}' if title in METHODS else ''} lists what there is"
+        said = f"did you mean {' or '.join(near)}?" if near else lists
+        raise InputError(f"{title} has no setting {name!r}; {said}")
 
 
 # Flags of earlier versions

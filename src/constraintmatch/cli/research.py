@@ -8,7 +8,7 @@ import typer
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target, write_json
 from constraintmatch._internal.progress import Reporter
-from constraintmatch.cli.flags import read_settings, settings_of, words
+from constraintmatch.cli.flags import read_settings, words
 from constraintmatch.cli.shared import Model, Sets, Source, command, flag, option, print_rows, shared
 
 __all__ = ["card", "embed", "evaluate", "import_scan", "join", "paper", "report", "sample", "search"]
@@ -160,9 +160,9 @@ def sample(
       constraintmatch sample photos-by-class --n 1000 \
         --seed 0 --wrong 0.1 --out pairs.csv
     """
-    from constraintmatch.pipeline import commands
+    from constraintmatch.pipeline import sources
 
-    drawn = commands.sample_pairs(data, out, **how, reporter=reporter)
+    drawn = sources.sample_pairs(data, out, **how, reporter=reporter)
     kinds = f"{drawn.n_must_links:,} must-links, {drawn.n_cannot_links:,} cannot-links"
     print_rows([("pairs", f"{out} ({len(drawn):,}: {kinds})")])
 
@@ -215,8 +215,7 @@ def search(
     """
     from constraintmatch.pipeline import search as searching
 
-    more = read_settings(sets or [], settings_of("search"), "search")
-    given = {**asked, **pairs, **more, "settings": settings}
+    given = {**asked, **pairs, **read_settings("search", sets), "settings": settings}
     request = searching.Search(data=data, model=model, values=_values(grid or []), **given)
     print_rows(searching.search(request, reporter)[1])
 

@@ -19,14 +19,14 @@ __all__ = ["Images", "Model", "Sets", "Source", "app", "command", "flag", "optio
 
 
 class _Command(TyperCommand):
-    """A command whose help has a heading for each panel, and that knows how its flags of before are spelled now."""
+    """A command whose help has a heading for each panel, and that knows the new spelling of old flags."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
-            if record is not None and parameter.name != "help":  # whoever reads this has found it
+            if record is not None and parameter.name != "help":  # who reads this has found it
                 groups.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
         for heading, records in groups.items():
             with formatter.section(heading):
@@ -48,7 +48,7 @@ class _Command(TyperCommand):
 
 
 class _Commands(TyperGroup):
-    """The commands under a heading for what people want; whatever a user can fix is one line and exit code 2."""
+    """The commands under a heading for what people want; an error that a user can fix is one line and exit code 2."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 (click's)
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -68,10 +68,10 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt as stop:
             code = say_error(str(stop) or "stopped", 130)
         except OSError as error:  # writes that are not atomic (the log), and what is looked at in passing
-            helps = _NO_PERMISSION if isinstance(error, PermissionError) else mend(error)
-            if helps is None:
+            fix = _NO_PERMISSION if isinstance(error, PermissionError) else mend(error)
+            if fix is None:
                 raise
-            code = say_error(f"error: {error.filename}: {helps}" if error.filename else f"error: {helps}", 2)
+            code = say_error(f"error: {error.filename}: {fix}" if error.filename else f"error: {fix}", 2)
         raise typer.Exit(code)
 
     def main(self, *arguments: Any, **options: Any) -> Any:
@@ -186,7 +186,7 @@ Sets = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", h
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:
-    """Two columns: names, and values that wrap beside them in a terminal and stay whole in a pipe."""
+    """Print two columns: names, and values that wrap in a terminal and stay whole in a pipe."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
 from constraintmatch._internal.progress import Reporter
 from constraintmatch.cli import flags
@@ -89,7 +88,7 @@ def train(
 
     recorded = request.keys() & {"resume", "from_run"}  # a method that is known only when the record is read
     method = request.get("method", None if recorded else "constraintmatch")
-    arguments, settings, more = flags.split_settings(_settings("train", method, sets, chosen))
+    arguments, settings, more = flags.split_settings(flags.read_settings("train", sets, method, chosen))
     asked = plan.Train(data=data, **request, **images, **more, arguments=arguments, settings=settings)
     job = plan.plan_training(asked, reporter)
     try:
@@ -98,16 +97,6 @@ def train(
         said = f"{stop}; the same command with --resume --out {job.context.out} goes on from there"
         raise Interrupted(said) from None
     print_rows(commands.finish_training(job, trained))
-
-
-def _settings(title: str, method: str | None, sets: list[str] | None, chosen: dict[str, Any]) -> dict[str, Any]:
-    """The settings of `--set` and those that have a flag of their own; each is given once."""
-    known, title = flags.settings_of(title, method), method or title
-    found = flags.read_settings(sets or [], known, title)
-    flags.check_names(chosen, known, title)
-    if twice := sorted(found.keys() & chosen):
-        raise InputError(f"--{twice[0].replace('_', '-')} and --set {twice[0]}: give one of them")
-    return {**chosen, **found}
 
 
 @command(_PANEL, how=shared("device", "split", "data_dir", "strict", "pictures"))
@@ -181,7 +170,7 @@ def pretrain(
     from constraintmatch.pipeline import commands
     from constraintmatch.pipeline.plan import Train
 
-    given = _settings("pretrain", None, sets, chosen)
+    given = flags.read_settings("pretrain", sets, flags=chosen)
     recipe: dict[str, dict[str, Any]] = {}
     for name in [name for name in given if "." in name]:
         stage, _, own = name.partition(".")

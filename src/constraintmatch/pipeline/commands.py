@@ -1,7 +1,4 @@
-"""What the commands do, as plain functions: sample, check, predict, sort, evaluate, report, and the ends of a training.
-
-torch is imported by the functions that need it, so that drawing and checking pairs start at once.
-"""
+"""What the commands do with a model: predict, evaluate, report, sort; and what comes before and after a training."""
 
 from __future__ import annotations
 
@@ -11,16 +8,14 @@ import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_folder, check_target, mend, read_json, write_atomically, write_json
 from constraintmatch._internal.progress import Quiet, Reporter, watched
-from constraintmatch.constraints import graph
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.constraints.pairs_file import names_in
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation import metrics as evaluation
@@ -32,7 +27,6 @@ if TYPE_CHECKING:
     from constraintmatch.pipeline.plan import Plan, Train
 
 __all__ = [
-    "check_pairs",
     "check_sort_folder",
     "evaluate_images",
     "evaluate_model",
@@ -40,7 +34,6 @@ __all__ = [
     "finish_training",
     "predict_images",
     "pretrain_model",
-    "sample_pairs",
     "sort_images",
     "write_clusters",
     "write_run_report",
@@ -48,89 +41,16 @@ __all__ = [
 
 Rows = list[tuple[str, str]]  # of a table that a command prints
 
-# Pairs
-
-
-def sample_pairs(
-    source: Path | str,
-    out: Path | str,
-    *,
-    n: int | None = None,
-    per_image: int | None = None,
-    balanced: bool = False,
-    seed: int = 0,
-    flip: float | None = None,
-    flip_only: Literal["must-link", "cannot-link"] | None = None,
-    **how: Any,
-) -> Constraints:
-    """Pairs drawn from the labels of images, written by name; an existing file is not overwritten.
-
-    `how` is for `open_data`, here and below.
-    """
-    if (n is None) == (per_image is None):
-        raise InputError("say how many pairs: --n PAIRS or --per-image PARTNERS, and not both")
-    if (few := (n or 0) + (per_image or 0)) < 1:
-        flag = "--n" if per_image is None else "--per-image"
-        raise InputError(f"{flag} {few}: a file without pairs is of no use; ask for 1 or more")
-    if balanced and per_image is not None:
-        raise InputError("--balanced goes with --n; --per-image draws its partners from all images")
-    if flip_only is not None and flip is None:
-        raise InputError(f"--wrong-only {flip_only} goes with --wrong SHARE")
-    if Path(out).exists():
-        raise InputError(f"{out}: exists already; remove it or choose another --out")
-    check_target(out)
-    images = open_at(source, None, "train", **how).images
-    if images.labels is None:
-        raise InputError(f"{source}: sampling needs labels; give one sub-folder for each class, or a data set")
-    if per_image is not None:
-        drawn = Constraints.sample_partners(images.labels, per_image, seed=seed)
-    else:
-        drawn = Constraints.sample(images.labels, n or 0, seed=seed, balanced=balanced)
-    if flip is not None:
-        drawn = drawn.flip(flip, seed=seed, only=flip_only)
-    drawn.write(out, names=images.names)
-    return drawn
-
-
-def check_pairs(
-    path: Path | str, source: Path | str | None = None, *, columns: str | None = None, close: bool = False, **how: Any
-) -> tuple[dict[str, str], list[str]]:
-    """Counts of a pairs file, alone or over images, and its first contradictions with their chains."""
-    if source is None:
-        names: Sequence[str] | None = names_in(path, columns=columns)
-        pairs = Constraints.read(path, names=names, columns=columns)
-    else:
-        images = open_at(source, None, "train", **how).images
-        names, pairs = images.names, read_pairs(path, images, columns=columns)
-    sizes = np.bincount(pairs.components()) if pairs.n_images else np.zeros(1, np.int64)  # of groups by must-links
-    counts = {
-        "pairs": len(pairs),
-        "must-links": pairs.n_must_links,
-        "cannot-links": pairs.n_cannot_links,
-        "soft links at 1/2": len(pairs) - pairs.n_must_links - pairs.n_cannot_links,
-        "duplicates": len(pairs) - len(pairs.merged()),
-        "links to itself, ignored": pairs.ignored_self_links,
-        "must-link groups": int((sizes > 1).sum()),
-        "images": pairs.n_images,
-        "images without a constraint": pairs.n_images - len(np.union1d(pairs.left, pairs.right)),
-        "contradictions": len(pairs.conflict_rows()),
-    }
-    rows = {name: f"{count:,}" for name, count in counts.items()}
-    rows["must-link groups"] += f" (largest: {sizes.max():,} images)"
-    if close:
-        view = pairs.component_constraints()
-        closed = graph.n_pairs_within(view.component), graph.n_pairs_between(view.component, view.cannot)
-        rows["after closing"] = f"{closed[0]:,} must-links, {closed[1]:,} cannot-links"
-    return rows, [conflict.describe(names, pairs.places) for conflict in pairs.conflicts(limit=10)]
-
-
 # A trained model
 
 
 def predict_images(
     model: Path | str, source: Path | str, *, device: str | None = None, reporter: Reporter | None = None, **how: Any
 ) -> tuple[Data, Predictions]:
-    """The images, opened at the model's size, and their clusters; the model is a model folder or a run folder."""
+    """The images, opened at the model's size, and their clusters; the model is a model folder or a run folder.
+
+    `how` is for `open_data`, here and below.
+    """
     from constraintmatch.methods.parts.preparation import check_images
     from constraintmatch.models.cluster_model import load_model
     from constraintmatch.training.loop import choose_device
@@ -357,8 +277,8 @@ def _verdict(log: Sequence[Mapping[str, Any]], images: ImageSet, out: Path) -> d
     if found := log[-1]["doubtful"]:
         columns = ([pair[key] for pair in found] for key in ("left", "right", "link"))
         Constraints.from_arrays(*columns, n_images=len(images)).write(out / "doubtful.csv", names=images.names)
-    told = {key: log[-1][key] for key in ("kept", "why", "wrong_must_links", "wrong_cannot_links")}
-    return told | {"doubtful": len(found)}
+    verdict = {key: log[-1][key] for key in ("kept", "why", "wrong_must_links", "wrong_cannot_links")}
+    return verdict | {"doubtful": len(found)}
 
 
 def pretrain_model(

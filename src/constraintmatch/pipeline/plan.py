@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_folder, check_target, folder_lock, read_json
 from constraintmatch._internal.progress import Reporter
@@ -121,7 +119,7 @@ def plan_training(request: Train, reporter: Reporter) -> Plan:
         data=data.record | _start_record(request),
     )
     plan = Plan(data, pairs, held_out, config, context)
-    _rehearse(plan)
+    rehearse(config, data.images, pairs=pairs is not None)  # before the start is made
     _say_plan(plan, out, automatic=start.cpu and request.from_run is None)
     if held_out is not None:
         held_out.write(out / "held-out-pairs.csv", names=data.images.names)
@@ -310,16 +308,6 @@ def _start_record(request: Train) -> dict[str, Any]:
     return {"start": {"model": model, "pretrained": request.pretrained}, "test": test}
 
 
-def _rehearse(plan: Plan) -> None:
-    """One step of the method on a few images, so that a wrong argument shows now and not after the start is made."""
-    images = plan.data.images
-    rows = np.arange(min(len(images), max(2, plan.config.n_clusters)))
-    if images.labels is not None:
-        rows = np.union1d(rows, images.labels.argmax())  # the largest label must fit the clusters
-    pair = None if plan.pairs is None else Constraints.from_lists(n_images=len(rows), must_link=[(0, 1)])
-    rehearse(plan.config, images.take(rows), pair)
-
-
 def _say_plan(plan: Plan, out: Path, *, automatic: bool) -> None:
     images, config, say = plan.data.images, plan.config, plan.context.reporter.say
     pairs = f", {len(plan.pairs):,} pairs ({plan.pairs.n_must_links:,} must-links)" if plan.pairs is not None else ""
@@ -362,32 +350,28 @@ def _complete(request: Train) -> Train:
 
 def _fill(request: Train, asked: Mapping[str, Any], pairs: Path) -> Train:
     data, model, start = asked["data"], asked["model"], asked["data"].get("start", {})
-    same_method = request.method in (None, asked["method"])
     method = request.method or asked["method"]
-    recorded_pairs = request.pairs is None and pairs.is_file() and _needs_pairs(method)
-    own_model = request.model or (Path(start["model"]) if start.get("model") else None)
+    if request.model is None and start.get("model"):
+        request = replace(request, model=Path(start["model"]))
+    if request.pairs is None and pairs.is_file() and _needs_pairs(method):
+        request = replace(request, pairs=pairs, on_conflict="keep")  # settled when the run was made
     arguments: dict[str, Any] = {}
-    if same_method:
+    if method == asked["method"]:
         has_recipe = "recipe" in method_arguments(method)  # a run of before there were recipes has the paper's
         arguments = ({"recipe": "paper"} if has_recipe else {}) | asked["arguments"]
+    recorded = {name: data.get(name) for name in ("data_dir", "test", "pictures", "side", "channels")} | {
+        "data": data.get("source"),
+        "clusters": model["n_clusters"] or None,
+        "backbone": None if request.model else model["backbone"],
+        "pretrained": bool(start.get("pretrained")),
+        "without": tuple(asked["views"]["without"]),
+    }
     return replace(
         request,
+        **{name: getattr(request, name) or value for name, value in recorded.items()},
         method=method,
-        data=request.data or data.get("source"),
-        data_dir=request.data_dir or data.get("data_dir"),
         class_folders=request.class_folders if request.class_folders != "auto" else data.get("class_folders", "auto"),
-        test=request.test or data.get("test"),
-        pictures=request.pictures or data.get("pictures"),
-        side=request.side or data.get("side"),
-        channels=request.channels or data.get("channels"),
-        clusters=request.clusters or model["n_clusters"] or None,
-        model=own_model,
-        backbone=request.backbone or (None if own_model else model["backbone"]),
-        pretrained=request.pretrained or bool(start.get("pretrained")),
-        pairs=pairs if recorded_pairs else request.pairs,
-        on_conflict="keep" if recorded_pairs else request.on_conflict,  # settled when the run was made
         flip=request.flip if request.flip is not None else asked["views"]["flip"],
-        without=request.without or tuple(asked["views"]["without"]),
         arguments={**arguments, **request.arguments},
         settings={**asked["settings"], **request.settings},
     )

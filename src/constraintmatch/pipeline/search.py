@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
 from constraintmatch._internal.progress import Quiet, Reporter, say_error
@@ -130,25 +128,11 @@ def _open_task(request: Search, reporter: Reporter) -> tuple[Plan, Space, dict[s
     config = make_config(request.method, options, start=model, views=views)
     context = Context(None, True, reporter, judged, judges, data.record)
     plan = Plan(data, constraints, judges, config, context)
-    _rehearse(plan, space, base)
+    for name, value in [(name, value) for name, values in space.values.items() for value in values]:
+        if name in config.arguments and value not in PAPER_VALUES[request.method].get(name, ()):  # those are right
+            with suppress(NonFinite):  # a trial that diverges is part of a search
+                rehearse(replace(config, arguments={**config.arguments, name: value}), data.images, pairs=True)
     return plan, space, base
-
-
-def _rehearse(plan: Plan, space: Space, base: Mapping[str, Any]) -> None:
-    """One step on a few images for each value of the method's own arguments, so that a wrong one shows before a trial.
-
-    One argument at a time, and not with the paper's values: those are known to be right.
-    """
-    method, known = plan.config.method, method_arguments(plan.config.method)
-    batches = {key: min(value, 4) for key, value in base.items() if key in known}
-    for name, values in space.values.items():
-        for value in values if name in known else ():
-            if value not in PAPER_VALUES[method].get(name, ()):
-                few = plan.data.images.take(np.arange(min(len(plan.data.images), 4)))
-                pairs = Constraints.from_lists(n_images=len(few), must_link=[(0, 1)])
-                arguments = {**plan.config.arguments, **batches, name: value}
-                with suppress(NonFinite):  # a trial that diverges is part of a search
-                    rehearse(replace(plan.config, arguments=arguments, n_clusters=2), few, pairs)
 
 
 def _draw_pairs(request: Search) -> tuple[Data, Constraints, ImageSet, Constraints]:

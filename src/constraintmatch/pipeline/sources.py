@@ -14,8 +14,11 @@ from numpy.typing import NDArray
 from scipy.sparse import issparse
 
 from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import check_target
 from constraintmatch._internal.progress import Quiet, Reporter
+from constraintmatch.constraints import graph
 from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.constraints.pairs_file import names_in
 from constraintmatch.data.datasets import DATASETS, DataSet, load_dataset
 from constraintmatch.data.image_set import ImageSet, load_images
 
@@ -24,11 +27,13 @@ __all__ = [
     "Data",
     "Pairs",
     "as_constraints",
+    "check_pairs",
     "choose_pairs",
     "open_at",
     "open_data",
     "open_pairs",
     "read_pairs",
+    "sample_pairs",
 ]
 
 ClassFolders = bool | Literal["auto"]
@@ -208,6 +213,82 @@ def read_pairs(path: Path | str, images: ImageSet, *, columns: str | None = None
     if not len(read):
         raise InputError(f"{path}: there are no pairs in it; sample or answer some first")
     return read
+
+
+# Pairs of labels, and what a file of pairs holds
+
+
+def sample_pairs(
+    source: Path | str,
+    out: Path | str,
+    *,
+    n: int | None = None,
+    per_image: int | None = None,
+    balanced: bool = False,
+    seed: int = 0,
+    flip: float | None = None,
+    flip_only: Literal["must-link", "cannot-link"] | None = None,
+    **how: Any,
+) -> Constraints:
+    """Pairs drawn from the labels of images, written by name; an existing file is not overwritten.
+
+    `how` is for `open_data`.
+    """
+    if (n is None) == (per_image is None):
+        raise InputError("say how many pairs: --n PAIRS or --per-image PARTNERS, and not both")
+    if (few := (n or 0) + (per_image or 0)) < 1:
+        flag = "--n" if per_image is None else "--per-image"
+        raise InputError(f"{flag} {few}: a file without pairs is of no use; ask for 1 or more")
+    if balanced and per_image is not None:
+        raise InputError("--balanced goes with --n; --per-image draws its partners from all images")
+    if flip_only is not None and flip is None:
+        raise InputError(f"--wrong-only {flip_only} goes with --wrong SHARE")
+    if Path(out).exists():
+        raise InputError(f"{out}: exists already; remove it or choose another --out")
+    check_target(out)
+    images = open_at(source, None, "train", **how).images
+    if images.labels is None:
+        raise InputError(f"{source}: sampling needs labels; give one sub-folder for each class, or a data set")
+    if per_image is not None:
+        drawn = Constraints.sample_partners(images.labels, per_image, seed=seed)
+    else:
+        drawn = Constraints.sample(images.labels, n or 0, seed=seed, balanced=balanced)
+    if flip is not None:
+        drawn = drawn.flip(flip, seed=seed, only=flip_only)
+    drawn.write(out, names=images.names)
+    return drawn
+
+
+def check_pairs(
+    path: Path | str, source: Path | str | None = None, *, columns: str | None = None, close: bool = False, **how: Any
+) -> tuple[dict[str, str], list[str]]:
+    """Counts of a pairs file, alone or over images, and its first contradictions with their chains."""
+    if source is None:
+        names: Sequence[str] | None = names_in(path, columns=columns)
+        pairs = Constraints.read(path, names=names, columns=columns)
+    else:
+        images = open_at(source, None, "train", **how).images
+        names, pairs = images.names, read_pairs(path, images, columns=columns)
+    sizes = np.bincount(pairs.components()) if pairs.n_images else np.zeros(1, np.int64)  # of groups by must-links
+    counts = {
+        "pairs": len(pairs),
+        "must-links": pairs.n_must_links,
+        "cannot-links": pairs.n_cannot_links,
+        "soft links at 1/2": len(pairs) - pairs.n_must_links - pairs.n_cannot_links,
+        "duplicates": len(pairs) - len(pairs.merged()),
+        "links to itself, ignored": pairs.ignored_self_links,
+        "must-link groups": int((sizes > 1).sum()),
+        "images": pairs.n_images,
+        "images without a constraint": pairs.n_images - len(np.union1d(pairs.left, pairs.right)),
+        "contradictions": len(pairs.conflict_rows()),
+    }
+    rows = {name: f"{count:,}" for name, count in counts.items()}
+    rows["must-link groups"] += f" (largest: {sizes.max():,} images)"
+    if close:
+        view = pairs.component_constraints()
+        closed = graph.n_pairs_within(view.component), graph.n_pairs_between(view.component, view.cannot)
+        rows["after closing"] = f"{closed[0]:,} must-links, {closed[1]:,} cannot-links"
+    return rows, [conflict.describe(names, pairs.places) for conflict in pairs.conflicts(limit=10)]
 
 
 # Pairs in memory

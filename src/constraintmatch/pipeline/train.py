@@ -60,7 +60,7 @@ def train(
                 run.log(entry)
         log = read_log(run.path)  # of earlier parts too, where the run was resumed
         save_model(_note(trained, request, log), run.model)
-    run.checkpoint.unlink(missing_ok=True)  # not before the run is noted as finished: it would begin anew
+    run.checkpoint.unlink(missing_ok=True)  # not before the run is noted as finished: it would begin again
     return Trained(trained, log)
 
 
@@ -225,16 +225,21 @@ def _check_variety(images: ImageSet) -> None:
 # Rehearsals
 
 
-def rehearse(config: TrainConfig, images: ImageSet, constraints: Constraints | None) -> None:
+def rehearse(config: TrainConfig, images: ImageSet, *, pairs: bool) -> None:
     """One step of a training on a few images with a small network: a wrong argument shows, and nothing is kept."""
-    start = _small_model(config.n_clusters or config.start.config.n_clusters, images)
+    n_clusters = config.n_clusters or config.start.config.n_clusters
+    rows = np.arange(min(len(images), max(2, n_clusters)))
+    if images.labels is not None:
+        rows = np.union1d(rows, images.labels.argmax())  # the largest label must fit the clusters
+    few = images.take(rows)
     arguments = {key: value for key, value in config.arguments.items() if key != "merge"}  # too few images for that
     if arguments.get("recipe") == "safe":
         arguments["recipe"] = "paper"  # which trains, however few the pairs
     if arguments.get("head_steps", 0) > 1:
         arguments["head_steps"] = 1
     settings = replace(config.settings, steps=1, **_QUICK)
-    train(images, constraints, replace(config, arguments=arguments, settings=settings, start=start, stages=()))
+    short = replace(config, arguments=arguments, settings=settings, start=_small_model(n_clusters, few), stages=())
+    train(few, Constraints.from_lists(n_images=len(few), must_link=[(0, 1)]) if pairs else None, short)
 
 
 def rehearse_stages(

@@ -244,7 +244,7 @@ def _connect(place: str) -> Any:
         check_target(file)
         file.parent.mkdir(parents=True, exist_ok=True)
     url = _with_driver(place) if file is None else f"sqlite:///{file}"
-    # a worker waits for the others' writes, and finds out by itself when the server has hung up
+    # a worker waits for the others' writes, and notices when the server has hung up
     how: dict[str, Any] = {"pool_pre_ping": True} if file is None else {"connect_args": {"timeout": 60}}
     how = {"engine_kwargs": how, "heartbeat_interval": BEAT, "grace_period": GRACE}
     for left in reversed(range(8)):
@@ -282,12 +282,12 @@ def _sqlite_file(place: str) -> Path | None:
 
 
 def runs_folder(storage: str, study: str, protocol: Mapping[str, Any]) -> Path | None:
-    """Where trials at work keep their checkpoints: beside a SQLite file. Other storages have no place of their own."""
+    """Where trials at work keep their checkpoints: next to a SQLite file. Other storages have no place of their own."""
     file = _sqlite_file(storage)
     if file is None:
         return None
-    told = f"{study}\n{json.dumps(protocol, sort_keys=True)}"
-    return file.with_name(f"{file.name}.runs") / hashlib.blake2b(told.encode(), digest_size=6).hexdigest()
+    what = f"{study}\n{json.dumps(protocol, sort_keys=True)}"
+    return file.with_name(f"{file.name}.runs") / hashlib.blake2b(what.encode(), digest_size=6).hexdigest()
 
 
 def _shown(place: str) -> str:
