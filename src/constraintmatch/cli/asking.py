@@ -1,14 +1,14 @@
 """Ask people: loop, annotate, check."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Reporter, print_line
 from constraintmatch.cli.flags import read_settings
-from constraintmatch.cli.shared import Images, Sets, Source, command, flag, option, print_rows, shared
+from constraintmatch.cli.shared import Flags, Images, Sets, Source, command, flag, option, print_rows, shared
 
 __all__ = ["annotate", "check", "loop"]
 
@@ -42,14 +42,7 @@ _SERVER = {
     door=_SERVER,
 )
 def loop(
-    data: Source,
-    *,
-    asked: dict[str, Any],
-    who: dict[str, Any],
-    sets: Sets = None,
-    reporter: Reporter,
-    door: dict[str, Any],
-    images: dict[str, Any],
+    data: Source, *, asked: Flags, who: Flags, sets: Sets = None, reporter: Reporter, door: Flags, images: Flags
 ) -> None:
     r"""Ask, train in the background, and ask better questions.
 
@@ -116,15 +109,7 @@ def _check_who(terminal: bool = False, oracle: str | None = None, wrong: float =
     },
     images=shared("split", "data_dir", "strict", "pictures"),
 )
-def annotate(
-    data: Source,
-    *,
-    asked: dict[str, Any],
-    reporter: Reporter,
-    exchange: dict[str, Any],
-    door: dict[str, Any],
-    images: dict[str, Any],
-) -> None:
+def annotate(data: Source, *, asked: Flags, reporter: Reporter, exchange: Flags, door: Flags, images: Flags) -> None:
     r"""Ask people about images, on a page in the browser.
 
     Every answer is saved as it is given; Ctrl-C ends, and the same command goes on. Several people may answer at once.
@@ -159,7 +144,7 @@ def check(
     pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="The pairs file.")],
     data: Images = None,
     *,
-    how: dict[str, Any],
+    how: Flags,
     close: Annotated[bool, option("Count the pairs that these imply.", "--close")] = False,
     reporter: Reporter,
 ) -> None:

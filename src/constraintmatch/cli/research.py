@@ -9,7 +9,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target, write_json
 from constraintmatch._internal.progress import Reporter
 from constraintmatch.cli.flags import read_settings, words
-from constraintmatch.cli.shared import Model, Sets, Source, command, flag, option, print_rows, shared
+from constraintmatch.cli.shared import Flags, Model, Sets, Source, command, flag, option, print_rows, shared
 
 __all__ = ["card", "embed", "evaluate", "import_scan", "join", "paper", "report", "sample", "search"]
 
@@ -22,7 +22,7 @@ def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     data: Annotated[str | None, typer.Argument(metavar="DATA", help="Other images. (the run's own)")] = None,
     *,
-    how: dict[str, Any],
+    how: Flags,
     reporter: Reporter,
 ) -> None:
     """Write report.html of a run again.
@@ -40,16 +40,10 @@ def report(
     how={
         "pairs": flag(Path, "Pairs that were not trained on."),
         **shared("columns", "device", "split", "data_dir", "class_folders"),
+        "json": flag(Path, "Write the numbers to this file too."),
     },
 )
-def evaluate(
-    model: Model,
-    data: Source,
-    *,
-    how: dict[str, Any],
-    json: Annotated[Path | None, option("Write the numbers to this file too.")] = None,
-    reporter: Reporter,
-) -> None:
+def evaluate(model: Model, data: Source, *, how: Flags, reporter: Reporter) -> None:
     r"""Score a model on images.
 
     With labels: accuracy (Hungarian matching), NMI, ARI and calibration error. With --pairs: the share of must-links
@@ -62,7 +56,7 @@ def evaluate(
     """
     from constraintmatch.pipeline import commands
 
-    if json is not None:
+    if (json := how.pop("json", None)) is not None:
         check_target(json)
     found = commands.evaluate_model(model, data, **how, reporter=reporter)
     if json is not None:
@@ -82,7 +76,7 @@ def embed(
     data: Source,
     *,
     out: Annotated[Path, option("The .npz file: embeddings, names, labels. (embeddings.npz)")] = Path("embeddings.npz"),
-    how: dict[str, Any],
+    how: Flags,
     reporter: Reporter,
 ) -> None:
     r"""Turn images into embeddings: seconds for all that follows.
@@ -110,7 +104,7 @@ def join(
     data: Source,
     *,
     out: Annotated[Path, option("New model folder.")],
-    how: dict[str, Any],
+    how: Flags,
     reporter: Reporter,
 ) -> None:
     r"""Join trained networks into one model.
@@ -143,15 +137,10 @@ def _print_model(out: Path, model: Any) -> None:
         "flip_only": flag(Literal["must-link", "cannot-link"], "Make only these wrong. (both)", "--wrong-only"),
         "seed": flag(int, "The same seed draws the same pairs. (0)"),
         **shared("split", "data_dir"),
+        "out": flag(Path, "The pairs file: .csv, .parquet or .jsonl. (pairs.csv)"),
     },
 )
-def sample(
-    data: Source,
-    *,
-    how: dict[str, Any],
-    out: Annotated[Path, option("The pairs file: .csv, .parquet or .jsonl. (pairs.csv)")] = Path("pairs.csv"),
-    reporter: Reporter,
-) -> None:
+def sample(data: Source, *, how: Flags, reporter: Reporter) -> None:
     r"""Draw pairs from the labels of images.
 
     The images are in class folders, one for each class, or are a data set.
@@ -162,6 +151,7 @@ def sample(
     """
     from constraintmatch.pipeline import sources
 
+    out = how.pop("out", Path("pairs.csv"))
     drawn = sources.sample_pairs(data, out, **how, reporter=reporter)
     kinds = f"{drawn.n_must_links:,} must-links, {drawn.n_cannot_links:,} cannot-links"
     print_rows([("pairs", f"{out} ({len(drawn):,}: {kinds})")])
@@ -195,9 +185,9 @@ def search(
     grid: Annotated[
         list[str] | None, option("Other values of a setting, may be repeated: lr=0.03,0.01. (the paper's)")
     ] = None,
-    pairs: dict[str, Any],
-    asked: dict[str, Any],
-    settings: dict[str, Any],
+    pairs: Flags,
+    asked: Flags,
+    settings: Flags,
     sets: Sets = None,
     reporter: Reporter,
 ) -> None:
@@ -264,12 +254,12 @@ def paper(
         ),
     ],
     *,
-    cuts: dict[str, Any],
+    cuts: Flags,
     list_cells: Annotated[bool, option("Only list the cells there are and which are finished.", "--list")] = False,
-    folders: dict[str, Any],
-    settings: dict[str, Any],
+    folders: Flags,
+    settings: Flags,
     reporter: Reporter,
-    images: dict[str, Any],
+    images: Flags,
 ) -> None:
     r"""Run tables and figures of the paper.
 

@@ -15,7 +15,7 @@ from constraintmatch._internal.files import mend
 from constraintmatch._internal.progress import Quiet, console_reporter, say_error
 from constraintmatch.cli.flags import new_spelling
 
-__all__ = ["Images", "Model", "Sets", "Source", "app", "command", "flag", "option", "print_rows", "shared"]
+__all__ = ["Flags", "Images", "Model", "Sets", "Source", "app", "command", "flag", "option", "print_rows", "shared"]
 
 
 class _Command(TyperCommand):
@@ -179,6 +179,7 @@ _SHARED = {
 }
 _DATA = "A folder of images, a .npy or .npz file of images or embeddings, or a data set: digits, cifar10, cifar100-20."
 _SET = "Any other setting; may be repeated. (constraintmatch settings lists them)"
+Flags = dict[str, Any]  # those of a group that are given
 Source = Annotated[str, typer.Argument(metavar="DATA", help=_DATA)]
 Images = Annotated[str | None, typer.Argument(metavar="DATA", help=_DATA)]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder or a run folder.")]

@@ -10,7 +10,7 @@ from constraintmatch._internal.files import check_target
 from constraintmatch._internal.progress import Reporter
 from constraintmatch.cli import flags
 from constraintmatch.cli.flags import METHODS, STAGES
-from constraintmatch.cli.shared import Images, Model, Sets, Source, command, flag, option, print_rows, shared
+from constraintmatch.cli.shared import Flags, Images, Model, Sets, Source, command, flag, option, print_rows, shared
 
 __all__ = ["demo", "predict", "pretrain", "settings", "train"]
 
@@ -62,13 +62,7 @@ def demo(
     },
 )
 def train(
-    data: Images = None,
-    *,
-    request: dict[str, Any],
-    sets: Sets = None,
-    reporter: Reporter,
-    chosen: dict[str, Any],
-    images: dict[str, Any],
+    data: Images = None, *, request: Flags, sets: Sets = None, reporter: Reporter, chosen: Flags, images: Flags
 ) -> None:
     r"""Train a clustering model on images and pairs.
 
@@ -99,17 +93,16 @@ def train(
     print_rows(commands.finish_training(job, trained))
 
 
-@command(_PANEL, how=shared("device", "split", "data_dir", "strict", "pictures"))
-def predict(
-    model: Model,
-    data: Source,
-    *,
-    out: Annotated[Path, option("File for name,cluster,confidence. (clusters.csv)")] = Path("clusters.csv"),
-    sort_into: Annotated[Path | None, option("New folder for one folder of images per cluster.")] = None,
-    link: Annotated[bool, option("Sorted images are links or copies. (links)", "--link/--copy")] = True,
-    how: dict[str, Any],
-    reporter: Reporter,
-) -> None:
+@command(
+    _PANEL,
+    files={
+        "out": flag(Path, "File for name,cluster,confidence. (clusters.csv)"),
+        "sort_into": flag(Path, "New folder for one folder of images per cluster."),
+        "link": flag(bool, "Sorted images are links or copies. (links)", "--link/--copy"),
+    },
+    how=shared("device", "split", "data_dir", "strict", "pictures"),
+)
+def predict(model: Model, data: Source, *, files: Flags, how: Flags, reporter: Reporter) -> None:
     r"""Place images in the clusters of a trained model.
 
     Example:
@@ -118,6 +111,7 @@ def predict(
     """
     from constraintmatch.pipeline import commands
 
+    out, sort_into = files.get("out", Path("clusters.csv")), files.get("sort_into")
     check_target(out)
     if sort_into is not None:
         commands.check_sort_folder(sort_into, data, out)
@@ -125,7 +119,7 @@ def predict(
     commands.write_clusters(out, images.images.names, found)
     rows = [("clusters", f"{out} ({len(found):,} images in {found.n_clusters} clusters)")]
     if sort_into is not None:
-        commands.sort_images(images, found, sort_into, link=link)
+        commands.sort_images(images, found, sort_into, link=files.get("link", True))
         rows.append(("sorted", str(sort_into)))
     print_rows(rows)
 
@@ -151,9 +145,9 @@ def pretrain(
     data: Source,
     *,
     out: Annotated[Path, option("Folder for the stages and for the model they leave.")],
-    images: dict[str, Any],
-    start: dict[str, Any],
-    chosen: dict[str, Any],
+    images: Flags,
+    start: Flags,
+    chosen: Flags,
     sets: Sets = None,
     reporter: Reporter,
 ) -> None:

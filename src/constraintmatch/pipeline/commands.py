@@ -1,14 +1,12 @@
 """What the commands do with a model: predict, evaluate, report, sort; and what comes before and after a training."""
 
-from __future__ import annotations
-
 import csv
 import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +18,15 @@ from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation import metrics as evaluation
 from constraintmatch.evaluation.metrics import Predictions
+from constraintmatch.evaluation.report import check_run, why_no_report, write_report
+from constraintmatch.methods import Context, Trained
+from constraintmatch.methods.parts.preparation import check_images
+from constraintmatch.models.cluster_model import load_model, model_folder, save_model
+from constraintmatch.pipeline.config import chain_stages
+from constraintmatch.pipeline.plan import Plan, Train, plan_pretraining
 from constraintmatch.pipeline.sources import Data, open_at, read_pairs
-
-if TYPE_CHECKING:
-    from constraintmatch.methods import Trained
-    from constraintmatch.pipeline.plan import Plan, Train
+from constraintmatch.pipeline.train import pretrain, rehearse_stages
+from constraintmatch.training.loop import Interrupted, choose_device
 
 __all__ = [
     "check_sort_folder",
@@ -51,10 +53,6 @@ def predict_images(
 
     `how` is for `open_data`, here and below.
     """
-    from constraintmatch.methods.parts.preparation import check_images
-    from constraintmatch.models.cluster_model import load_model
-    from constraintmatch.training.loop import choose_device
-
     place, reporter = choose_device(device), reporter or Quiet()
     network = load_model(model)
     if network.config.n_clusters == 0:
@@ -132,9 +130,6 @@ def write_run_report(
     reporter: Reporter | None = None,
 ) -> Path:
     """Write report.html again from a run folder and its images, or other images."""
-    from constraintmatch.evaluation.report import check_run, write_report
-    from constraintmatch.models.cluster_model import model_folder
-
     run, reporter = Path(run), reporter or Quiet()
     check_run(run)
     model_folder(run)
@@ -231,9 +226,6 @@ def _place_image(data: Data, row: int, target: Path, link: bool) -> None:
 
 def finish_training(plan: Plan, trained: Trained) -> Rows:
     """Write what the run found: clusters.csv, evaluation.json and, last, the report; its summary as rows of a table."""
-    from constraintmatch.evaluation.report import why_no_report, write_report
-    from constraintmatch.training.loop import choose_device
-
     model, images, held_out, out = trained.model, plan.data.images, plan.data.held_out, plan.context.out
     assert out is not None
     device = choose_device(plan.config.settings.device)
@@ -295,13 +287,6 @@ def pretrain_model(
     No `stages`: those of the chain; no chain: the paper's for its data sets, the stronger one for others. `pretext`
     takes the place of theirs. `recipe` has the settings of each stage.
     """
-    from constraintmatch.methods import Context
-    from constraintmatch.models.cluster_model import save_model
-    from constraintmatch.pipeline.config import chain_stages
-    from constraintmatch.pipeline.plan import plan_pretraining
-    from constraintmatch.pipeline.train import pretrain, rehearse_stages
-    from constraintmatch.training.loop import Interrupted
-
     chosen = chain_stages(chain or ("scan" if request.data in DATASETS else "own"), stages, pretext)
     assert request.out is not None
     reporter = reporter or Quiet()
