@@ -232,11 +232,11 @@ def rehearse(config: TrainConfig, images: ImageSet, *, pairs: bool) -> None:
     if images.labels is not None:
         rows = np.union1d(rows, images.labels.argmax())  # the largest label must fit the clusters
     few = images.take(rows)
-    arguments = {key: value for key, value in config.arguments.items() if key != "merge"}  # too few images for that
+    most = {"pairs_per_step": 4, "images_per_step": 4, "head_steps": 1}
+    arguments = {key: min(value, most[key]) if key in most else value for key, value in config.arguments.items()}
+    arguments.pop("merge", None)  # too few images for that
     if arguments.get("recipe") == "safe":
         arguments["recipe"] = "paper"  # which trains, however few the pairs
-    if arguments.get("head_steps", 0) > 1:
-        arguments["head_steps"] = 1
     settings = replace(config.settings, steps=1, **_QUICK)
     short = replace(config, arguments=arguments, settings=settings, start=_small_model(n_clusters, few), stages=())
     train(few, Constraints.from_lists(n_images=len(few), must_link=[(0, 1)]) if pairs else None, short)
