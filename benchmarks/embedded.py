@@ -8,8 +8,7 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.pipeline import train as running
-from constraintmatch.pipeline.config import make_config
-from constraintmatch.pipeline.recipes import training_size
+from constraintmatch.pipeline.config import make_config, training_size
 
 __all__ = ["parser_of", "trained"]
 

@@ -31,8 +31,7 @@ from constraintmatch.methods import ViewChoice
 from constraintmatch.methods.parts.head_training import put_back, taken_off
 from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models.cluster_model import ClusterModel, load_model
-from constraintmatch.pipeline.config import make_config
-from constraintmatch.pipeline.recipes import round_size
+from constraintmatch.pipeline.config import make_config, round_size
 from constraintmatch.pipeline.train import train, weights_hash
 from constraintmatch.questions.answers import Answer, Question
 from constraintmatch.questions.belief import Belief

@@ -41,8 +41,7 @@ from constraintmatch.methods import Context, Trained, ViewChoice
 from constraintmatch.methods.parts.linear_heads import best_linear_head
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pipeline import train as running
-from constraintmatch.pipeline.config import make_config, method_arguments, method_settings, split_options
-from constraintmatch.pipeline.recipes import PRETEXTS
+from constraintmatch.pipeline.config import PRETEXTS, make_config, method_arguments, method_settings, split_options
 from constraintmatch.training import views
 from constraintmatch.training.batches import Shuffled, derive_seed
 from constraintmatch.training.loop import choose_device

@@ -22,8 +22,7 @@ from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods import Context
 from constraintmatch.models.cluster_model import build_model, load_model, save_model
-from constraintmatch.pipeline.config import make_config, method_settings, split_options
-from constraintmatch.pipeline.recipes import STAGES
+from constraintmatch.pipeline.config import STAGES, make_config, method_settings, split_options
 from constraintmatch.pipeline.train import pretrain, train
 from constraintmatch.training.batches import derive_seed
 
@@ -119,8 +118,7 @@ def main() -> None:
         recipe=recipe_of(arguments.set),
         settings={"seed": arguments.seed, "checkpoint_every": 5000, "log_every": 500},
         context=context,
-        results=arguments.out / "results",
-        name=arguments.name_of_results or f"start-{arguments.name}",
+        results=arguments.out / "results" / (arguments.name_of_results or f"start-{arguments.name}"),
     )
     save_model(done, arguments.out / "model", half=True)
 

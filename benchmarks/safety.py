@@ -22,8 +22,7 @@ from constraintmatch.evaluation.metrics import predict, scores
 from constraintmatch.methods import ViewChoice
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model
 from constraintmatch.pipeline import train as running
-from constraintmatch.pipeline.config import make_config
-from constraintmatch.pipeline.recipes import training_size
+from constraintmatch.pipeline.config import make_config, training_size
 from constraintmatch.training.loop import choose_device
 from constraintmatch.training.run_folder import write_result
 

@@ -20,8 +20,7 @@ from constraintmatch.evaluation.metrics import predict, scores
 from constraintmatch.methods import ViewChoice
 from constraintmatch.models.cluster_model import build_model
 from constraintmatch.pipeline import train as running
-from constraintmatch.pipeline.config import make_config
-from constraintmatch.pipeline.recipes import SHORT_STAGES, short_start
+from constraintmatch.pipeline.config import SHORT_STAGES, make_config, short_start
 from constraintmatch.training.batches import derive_seed
 from constraintmatch.training.run_folder import write_result
 

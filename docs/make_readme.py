@@ -11,7 +11,7 @@ from typing import Any
 
 from constraintmatch.paper.published import TABLE_1, TABLE_3, published
 from constraintmatch.paper.reproduction import readme_part
-from constraintmatch.pipeline.recipes import PRETEXTS
+from constraintmatch.pipeline.config import PRETEXTS
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = {  # titles of the demo's rows; a row without one is called as the file calls it

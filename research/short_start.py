@@ -21,7 +21,7 @@ from constraintmatch.evaluation.metrics import embed, predict, scores
 from constraintmatch.methods import ViewChoice
 from constraintmatch.methods.parts.linear_heads import regression_head
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_head
-from constraintmatch.pipeline.recipes import short_start
+from constraintmatch.pipeline.config import short_start
 from constraintmatch.pipeline.train import pretrain
 from constraintmatch.training.batches import derive_seed
 from constraintmatch.training.run_folder import write_result

@@ -21,7 +21,7 @@ from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.judge import hide_images
 from constraintmatch.methods import METHODS
 from constraintmatch.models.cluster_model import build_model
-from constraintmatch.pipeline import recipes
+from constraintmatch.pipeline import config
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.rounds import Asking, anchored, ask_until, closure_pairs
 from constraintmatch.questions.simulated_annotator import LabelOracle
@@ -138,7 +138,7 @@ def test_a_small_run_finds_the_same_clusters(
     stripes: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its start; of every image the cluster by its number, and the run is sure of it: rounding changes none."""
-    monkeypatch.setattr(recipes, "short_start", lambda *_, **__: {"simclr": {"epochs": 15}, "linear_scan": {}})
+    monkeypatch.setattr(config, "short_start", lambda *_, **__: {"simclr": {"epochs": 15}, "linear_scan": {}})
     images = stripes.take(np.arange(36))
     assert images.labels is not None
     np.save(tmp_path / "stripes.npy", images.images)

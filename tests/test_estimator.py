@@ -14,7 +14,7 @@ from sklearn.preprocessing import FunctionTransformer
 
 from constraintmatch import ConstraintMatch, Constraints, ImageSet, InputError, load_model
 from constraintmatch.models.cluster_model import build_model, save_model
-from constraintmatch.pipeline.recipes import SHORT_STAGES, short_start, training_size
+from constraintmatch.pipeline.config import SHORT_STAGES, short_start, training_size
 from constraintmatch.training.views import from_function
 
 SMALL = {"pairs_per_step": 10, "images_per_step": 20, "recipe": "paper"}  # which trains on any pairs

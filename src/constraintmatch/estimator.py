@@ -22,9 +22,16 @@ from constraintmatch.evaluation.metrics import Predictions, accuracy, collapse_w
 from constraintmatch.methods import METHODS, Context, ViewChoice
 from constraintmatch.methods.parts.preparation import check_images
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
-from constraintmatch.pipeline.config import TrainConfig, default_options, make_config, method_arguments
-from constraintmatch.pipeline.pair_forms import Pairs, as_constraints, choose_pairs
-from constraintmatch.pipeline.recipes import ORDER, PRETEXTS, short_start
+from constraintmatch.pipeline.config import (
+    ORDER,
+    PRETEXTS,
+    TrainConfig,
+    default_options,
+    make_config,
+    method_arguments,
+    short_start,
+)
+from constraintmatch.pipeline.sources import Pairs, as_constraints, choose_pairs
 from constraintmatch.pipeline.train import train
 from constraintmatch.training.batches import derive_seed
 from constraintmatch.training.loop import TrainSettings, choose_device

@@ -32,9 +32,8 @@ from constraintmatch.methods.parts.head_training import put_back, seen_by, taken
 from constraintmatch.methods.parts.linear_heads import regression_head
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model, with_head
 from constraintmatch.pipeline import train as running
-from constraintmatch.pipeline.config import TrainConfig, method_settings
+from constraintmatch.pipeline.config import SHORT_STAGES, TrainConfig, method_settings
 from constraintmatch.pipeline.plan import Train
-from constraintmatch.pipeline.recipes import SHORT_STAGES
 from constraintmatch.pipeline.train import weights_hash
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question
 from constraintmatch.questions.rounds import Asking, ask_until, closure_pairs, image_belief

@@ -138,7 +138,7 @@ def test_a_model_that_does_not_match_is_told(tmp_path: Path) -> None:
             "--columns goes with a pairs file, not with export.json",
         ),
         (("--same", "", "--import", "in.csv"), "go with an export of Label Studio"),
-        (("--export", "a.csv", "--import", "b.csv"), "one after the other"),
+        (("--export", "a.csv", "--import", "b.csv"), "do not go together"),
         (("--import", "missing.csv"), "no such file"),
         (("--split", "test"), "goes with a data set"),
         (("--port", "99999"), "ports go from"),

@@ -25,7 +25,7 @@ from constraintmatch import cli
 from constraintmatch.cli.flags import METHODS, STAGES, read_settings, setting_tables, settings_of
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.models.cluster_model import load_model
-from constraintmatch.pipeline import recipes
+from constraintmatch.pipeline import config
 from constraintmatch.training.run_folder import RunFolder, read_log
 
 COMMANDS = list(get_command(cli.app).commands)  # type: ignore[attr-defined]
@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, stripes: ImageSet) -> Path:
 def quick() -> Iterator[None]:
     """A short start of three epochs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipes, "short_start", lambda *_, **__: {"simclr": {"epochs": 3}, "linear_scan": {"n_tries": 2}})
+        patch.setattr(config, "short_start", lambda *_, **__: {"simclr": {"epochs": 3}, "linear_scan": {"n_tries": 2}})
         yield
 
 
@@ -713,7 +713,7 @@ def test_what_may_not_be_read_is_not_called_unwritable(monkeypatch: pytest.Monke
     def closed(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "runs/a")
 
-    monkeypatch.setattr("constraintmatch.pipeline.commands.check_pairs", closed)
+    monkeypatch.setattr("constraintmatch.pipeline.sources.check_pairs", closed)
     assert "error: runs/a: no permission to read or write it; change that" in refused("check", "pairs.csv")
 
 
@@ -747,7 +747,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def bug(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("constraintmatch.pipeline.commands.check_pairs", bug)
+    monkeypatch.setattr("constraintmatch.pipeline.sources.check_pairs", bug)
     with pytest.raises(ZeroDivisionError):
         run("check", "pairs.csv")
 
@@ -809,7 +809,7 @@ def test_a_command_has_at_most_twenty_flags(command: str) -> None:
 
 def test_pretrain_names_the_stages_of_its_chains() -> None:
     said = " ".join(CliRunner().invoke(cli.app, ["pretrain", "--help"], env={"COLUMNS": "200"}).stdout.split())
-    for chain, stages in recipes.CHAINS.items():
+    for chain, stages in config.CHAINS.items():
         assert f"{chain}: {','.join(stages)}" in said
 
 
@@ -858,7 +858,7 @@ def test_every_command_line_of_the_documents_can_be_typed() -> None:
         command = get_command(cli.app).commands[name]  # type: ignore[attr-defined]
         if len(words) > 1:  # else the command is only named
             given = command.make_context(name, list(words)).params
-            read_settings((given["sets"] or []) if settings_of(name) else [], settings_of(name), name)
+            read_settings(name, given.get("sets") if settings_of(name) else [])
 
 
 def test_demo_prints_what_it_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,14 +12,13 @@ import pytest
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.cli import flags
-from constraintmatch.cli.flags import SETTINGS, STAGES, Range, new_spelling, read_settings, settings_of
+from constraintmatch.cli.flags import SETTINGS, STAGES, Setting, new_spelling, read_settings
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods import METHODS
 from constraintmatch.methods.parts.linear_heads import best_linear_head
 from constraintmatch.models.cluster_model import build_model
-from constraintmatch.pipeline.config import method_arguments, method_settings
-from constraintmatch.pipeline.recipes import ORDER
+from constraintmatch.pipeline.config import ORDER, method_arguments, method_settings
 from constraintmatch.training.loop import TrainSettings, fit
 
 NO_SETTINGS = {"n_clusters", "pseudo_error_rate"}
@@ -79,10 +78,10 @@ def accepts(monkeypatch: pytest.MonkeyPatch, stripes: ImageSet) -> Callable[[str
     return accepts
 
 
-def inside_and_outside(allowed: Any) -> tuple[list[Any], list[Any]]:
+def inside_and_outside(allowed: Setting) -> tuple[list[Any], list[Any]]:
     """Values at the ends of what is allowed, and just beyond."""
-    if not isinstance(allowed, Range):
-        return list(allowed.values()), ["another"]
+    if allowed.words:
+        return list(allowed.words.values()), ["another"]
     step = 1 if allowed.whole else 1e-9
     inside, outside = [allowed.low + step * allowed.above], [allowed.low - step * (not allowed.above)]
     if math.isinf(allowed.low):
@@ -102,20 +101,20 @@ def test_what_is_allowed_is_what_the_method_checks(
     method: str, name: str, accepts: Callable[[str, str, Any], bool]
 ) -> None:
     setting = SETTINGS.get(f"{method}.{name}") or SETTINGS[name]
-    inside, outside = inside_and_outside(setting.allowed)
+    inside, outside = inside_and_outside(setting)
     assert [value for value in inside if not accepts(method, name, value)] == []
     if (method, name) not in UNCHECKED:
         assert [value for value in outside if accepts(method, name, value)] == []
     command, spelled = ("pretrain", f"{method}.{name}") if method in STAGES else ("train", name)
     for value in outside:
         with pytest.raises(InputError, match=f"{spelled} must be "):
-            read_settings([f"{spelled}={value}"], settings_of(command, method), method)
+            read_settings(command, [f"{spelled}={value}"], method)
 
 
 @pytest.mark.parametrize("name", [name for name, value in asdict(TrainSettings()).items() if name != "device"])
 def test_what_is_allowed_is_what_the_training_settings_check(name: str) -> None:
-    allowed = SETTINGS[name].allowed
-    if not isinstance(allowed, Range) and set(allowed) == {"yes", "no"}:
+    allowed = SETTINGS[name]
+    if set(allowed.words) == {"yes", "no"}:
         assert isinstance(getattr(TrainSettings(), name), bool | None)
         return
     inside, outside = inside_and_outside(allowed)
@@ -125,7 +124,7 @@ def test_what_is_allowed_is_what_the_training_settings_check(name: str) -> None:
         with pytest.raises(InputError, match=name):
             TrainSettings(**{name: value})
         with pytest.raises(InputError, match=f"{name} must be "):
-            read_settings([f"{name}={value}"], settings_of("train"), "train")
+            read_settings("train", [f"{name}={value}"])
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "abc", ""])
@@ -140,7 +139,7 @@ def test_what_is_no_number_is_refused(text: str) -> None:
 
 def test_values_have_the_kind_of_their_setting_and_the_last_one_counts() -> None:
     texts = ["steps=5", "lr = 1e-3", "merge=yes", "compile=False", "links=hard", "head-steps=3", "steps=7"]
-    assert read_settings(texts, settings_of("train", "constraintmatch"), "constraintmatch") == {
+    assert read_settings("train", texts, "constraintmatch") == {
         **{"steps": 7, "lr": 1e-3, "merge": True, "compile": False},
         **{"links": "hard", "head_steps": 3},
     }
@@ -165,7 +164,7 @@ def test_values_have_the_kind_of_their_setting_and_the_last_one_counts() -> None
 )
 def test_a_wrong_setting_is_answered_with_what_is_right(command: str, method: str | None, text: str, said: str) -> None:
     with pytest.raises(InputError) as refusal:
-        read_settings([text], settings_of(command, method), method or command)
+        read_settings(command, [text], method)
     assert said in str(refusal.value)
 
 

@@ -18,10 +18,11 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions
 from constraintmatch.models.cluster_model import build_model, load_model, save_model
-from constraintmatch.pipeline import cluster_folders, commands
+from constraintmatch.pipeline import commands, sources
 from constraintmatch.pipeline import plan as planning
 from constraintmatch.pipeline.plan import Train, plan_training
 from constraintmatch.pipeline.sources import open_data, open_pairs
+from constraintmatch.pipeline.train import train
 
 
 def write_images(folder: Path, images: ImageSet, n: int, suffix: str = "png") -> None:
@@ -94,20 +95,18 @@ def test_pairs_set_aside_are_in_no_other_part(stripes: ImageSet, tmp_path: Path)
     path = tmp_path / "p.csv"
     assert stripes.labels is not None
     Constraints.sample(stripes.labels, 200, seed=0).write(path)
-    pairs = open_pairs(path, stripes, holdout=0.25, close=False)
-    assert pairs.held_out is not None
-    keys = [
-        {(min(a, b), max(a, b)) for a, b in zip(c.left, c.right, strict=True)} for c in (pairs.training, pairs.held_out)
-    ]
+    pairs, held_out = open_pairs(path, stripes, holdout=0.25, close=False)
+    assert held_out is not None
+    keys = [{(min(a, b), max(a, b)) for a, b in zip(c.left, c.right, strict=True)} for c in (pairs, held_out)]
     assert not keys[0] & keys[1]
-    assert len(pairs.held_out) == round(0.25 * (len(pairs.training) + len(pairs.held_out)))
+    assert len(held_out) == round(0.25 * (len(pairs) + len(held_out)))
 
 
 def test_closing_happens_after_pairs_are_set_aside(stripes: ImageSet, tmp_path: Path) -> None:
     path = write_pairs(tmp_path / "p.csv", [(i, i + 1, 1) for i in range(10)])
-    pairs = open_pairs(path, stripes, holdout=0.1, close=True)
-    kept = open_pairs(path, stripes, holdout=0.1).training
-    assert len(pairs.training) == len(kept.close()) > len(kept)
+    pairs, _ = open_pairs(path, stripes, holdout=0.1, close=True)
+    kept, _ = open_pairs(path, stripes, holdout=0.1)
+    assert len(pairs) == len(kept.close()) > len(kept)
 
 
 def test_a_share_that_leaves_no_pairs_is_refused(stripes: ImageSet, tmp_path: Path) -> None:
@@ -132,7 +131,7 @@ def test_a_folder_that_is_not_there_may_be_a_data_set_misspelt(tmp_path: Path) -
 
 def test_dropped_contradictions_are_told(stripes: ImageSet, tmp_path: Path) -> None:
     path, told = write_pairs(tmp_path / "p.csv", [(0, 1, 1), (1, 2, 1), (0, 2, 0)]), Told()
-    assert len(open_pairs(path, stripes, on_conflict="drop", reporter=told).training) == 2
+    assert len(open_pairs(path, stripes, on_conflict="drop", reporter=told)[0]) == 2
     assert told.lines == ["1 of 3 pairs contradict others and are left out"]
 
 
@@ -141,7 +140,7 @@ def test_dropped_contradictions_are_told(stripes: ImageSet, tmp_path: Path) -> N
 
 def test_sampled_pairs_are_the_papers_sample(tmp_path: Path) -> None:
     out = tmp_path / "p.csv"
-    commands.sample_pairs("digits", out, n=50, seed=3)
+    sources.sample_pairs("digits", out, n=50, seed=3)
     images = open_data("digits").images
     assert images.labels is not None
     ours, papers = Constraints.read(out, names=images.names), Constraints.sample(images.labels, 50, seed=3)
@@ -152,22 +151,22 @@ def test_sampled_pairs_are_the_papers_sample(tmp_path: Path) -> None:
 def test_sampling_never_overwrites_a_pairs_file(tmp_path: Path) -> None:
     out = write_pairs(tmp_path / "p.csv", [(0, 1, 1)])
     with pytest.raises(InputError, match="exists already"):
-        commands.sample_pairs("digits", out, n=5)
+        sources.sample_pairs("digits", out, n=5)
     assert out.read_text().count("\n") == 2
 
 
 @pytest.mark.parametrize("number", [0, -4])
 def test_a_sample_of_no_pairs_is_refused(tmp_path: Path, number: int) -> None:
     with pytest.raises(InputError, match=f"--n {number}: a file without pairs is of no use; ask for 1 or more"):
-        commands.sample_pairs("digits", tmp_path / "p.csv", n=number)
+        sources.sample_pairs("digits", tmp_path / "p.csv", n=number)
     with pytest.raises(InputError, match=f"--per-image {number}: "):
-        commands.sample_pairs("digits", tmp_path / "p.csv", per_image=number)
+        sources.sample_pairs("digits", tmp_path / "p.csv", per_image=number)
     assert not (tmp_path / "p.csv").exists()
 
 
 def test_flipped_samples_have_wrong_must_links_only(tmp_path: Path) -> None:
-    plain = commands.sample_pairs("digits", tmp_path / "a.csv", n=200, balanced=True)
-    noisy = commands.sample_pairs("digits", tmp_path / "b.csv", n=200, balanced=True, flip=0.5, flip_only="must-link")
+    plain = sources.sample_pairs("digits", tmp_path / "a.csv", n=200, balanced=True)
+    noisy = sources.sample_pairs("digits", tmp_path / "b.csv", n=200, balanced=True, flip=0.5, flip_only="must-link")
     assert plain.n_must_links == 100
     assert noisy.n_must_links == 50
     assert not (noisy.link > plain.link).any()
@@ -177,18 +176,20 @@ def test_a_check_counts_what_a_file_holds(tmp_path: Path, stripes: ImageSet) -> 
     write_images(tmp_path / "a", stripes, 6)
     rows = [("00.png", "01.png", 1), ("01.png", "00.png", 1), ("02.png", "02.png", 1), ("03.png", "04.png", 0)]
     path = write_pairs(tmp_path / "p.csv", [*rows, ("01.png", "03.png", 1)])
-    found = commands.check_pairs(path, tmp_path / "a", close=True)
-    assert (found.n_pairs, found.n_must_links, found.n_cannot_links) == (4, 3, 1)
-    assert (found.n_duplicates, found.n_self_links, found.n_unconstrained) == (1, 1, 2)
-    assert (found.n_groups, found.largest_group, found.n_contradictions) == (1, 3, 0)
-    assert found.closed == (3, 3)
+    found, contradictions = sources.check_pairs(path, tmp_path / "a", close=True)
+    assert (found["pairs"], found["must-links"], found["cannot-links"]) == ("4", "3", "1")
+    assert (found["duplicates"], found["links to itself, ignored"]) == ("1", "1")
+    assert (found["images"], found["images without a constraint"]) == ("6", "2")
+    assert (found["must-link groups"], found["contradictions"]) == ("1 (largest: 3 images)", "0")
+    assert found["after closing"] == "3 must-links, 3 cannot-links"
+    assert contradictions == []
 
 
 def test_a_check_without_images_shows_the_chain_of_a_contradiction(tmp_path: Path) -> None:
     path = write_pairs(tmp_path / "p.csv", [("a", "b", "same"), ("b", "c", "same"), ("a", "c", "different")])
-    found = commands.check_pairs(path)
-    assert found.n_contradictions == 1
-    assert "a – b – c" in found.contradictions[0]
+    found, contradictions = sources.check_pairs(path)
+    assert found["contradictions"] == "1"
+    assert "a – b – c" in contradictions[0]
 
 
 # Sorting
@@ -204,7 +205,7 @@ def test_sorted_images_never_collide(tmp_path: Path, stripes: ImageSet) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(stripes.images[0, ..., 0]).save(path)
     data = open_data(tmp_path / "in")
-    cluster_folders.sort_images(data, predictions([1, 1, 1], 11), tmp_path / "out")
+    commands.sort_images(data, predictions([1, 1, 1], 11), tmp_path / "out")
     links = sorted((tmp_path / "out" / "cluster-01").iterdir())
     assert len(links) == 3
     assert {link.resolve() for link in links} == {tmp_path / "in" / name for name in data.images.names}
@@ -212,7 +213,7 @@ def test_sorted_images_never_collide(tmp_path: Path, stripes: ImageSet) -> None:
 
 def test_copies_are_files_of_their_own(tmp_path: Path, stripes: ImageSet) -> None:
     write_images(tmp_path / "in", stripes, 2)
-    cluster_folders.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "out", link=False)
+    commands.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "out", link=False)
     copy = tmp_path / "out" / "cluster-1" / "01.png"
     assert not copy.is_symlink()
     assert copy.read_bytes() == (tmp_path / "in" / "01.png").read_bytes()
@@ -220,7 +221,7 @@ def test_copies_are_files_of_their_own(tmp_path: Path, stripes: ImageSet) -> Non
 
 def test_images_of_an_array_are_sorted_as_pictures(tmp_path: Path, stripes: ImageSet) -> None:
     np.save(tmp_path / "x.npy", stripes.images[:2])
-    cluster_folders.sort_images(open_data(tmp_path / "x.npy"), predictions([0, 1], 2), tmp_path / "out")
+    commands.sort_images(open_data(tmp_path / "x.npy"), predictions([0, 1], 2), tmp_path / "out")
     np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "out/cluster-1/1.png")), stripes.images[1, ..., 0])
 
 
@@ -234,33 +235,39 @@ def test_a_sorting_that_fails_leaves_nothing_behind(
             raise OSError(errno.ENOSPC, "No space left on device")
         (tmp_path / "out/cluster-0/00.png").write_bytes(b"x")
 
-    monkeypatch.setattr(cluster_folders, "_place_image", full)
+    monkeypatch.setattr(commands, "_place_image", full)
     with pytest.raises(InputError, match="out: no space left"):
-        cluster_folders.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "out")
+        commands.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize("place", ["sorted", "a/sorted"])
 def test_images_are_not_sorted_into_their_own_folder(tmp_path: Path, stripes: ImageSet, place: str) -> None:
     write_images(tmp_path / "in", stripes, 2)
-    with pytest.raises(InputError, match="lies among the images"):
-        cluster_folders.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "in" / place)
+    with pytest.raises(InputError, match="is among the images"):
+        commands.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "in" / place)
 
 
 @pytest.mark.parametrize(("folder", "out"), [("s", "s/c.csv"), ("s", "s/deep/c.csv"), ("s", "s"), ("s/in", "s")])
 def test_the_file_of_clusters_lies_outside_the_sorted_images(tmp_path: Path, folder: str, out: str) -> None:
     with pytest.raises(InputError, match="only sorted images go there; choose another --out"):
-        cluster_folders.check_sort_folder(tmp_path / folder, "digits", tmp_path / out)
-    cluster_folders.check_sort_folder(tmp_path / "s", "digits", tmp_path / "s.csv")
+        commands.check_sort_folder(tmp_path / folder, "digits", tmp_path / out)
+    commands.check_sort_folder(tmp_path / "s", "digits", tmp_path / "s.csv")
 
 
 def test_a_folder_that_holds_something_is_not_sorted_into(tmp_path: Path, stripes: ImageSet) -> None:
     write_images(tmp_path / "in", stripes, 2)
     with pytest.raises(InputError, match="not an empty folder"):
-        cluster_folders.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "in")
+        commands.sort_images(open_data(tmp_path / "in"), predictions([0, 1], 2), tmp_path / "in")
 
 
 # Choices of a training
+
+
+def run(request: Train) -> list[tuple[str, str]]:
+    """What the command `train` does and prints."""
+    plan = plan_training(request, Quiet())
+    return commands.finish_training(plan, train(plan.data.images, plan.pairs, plan.config, plan.context))
 
 
 @pytest.fixture
@@ -312,7 +319,7 @@ def test_without_a_gpu_a_folder_is_decoded_once(asked: Train, tmp_path: Path) ->
 
 
 def test_a_data_sets_row_gives_clusters_views_and_tuned_settings(tmp_path: Path) -> None:
-    commands.sample_pairs("digits", tmp_path / "p.csv", n=20)
+    sources.sample_pairs("digits", tmp_path / "p.csv", n=20)
     plan = plan_training(Train("digits", tmp_path / "p.csv", out=tmp_path / "run", settings={"device": "cpu"}), Quiet())
     assert plan.config.n_clusters == 10
     assert plan.config.views.request() == {"flip": False, "without": ["solarize"]}
@@ -321,7 +328,7 @@ def test_a_data_sets_row_gives_clusters_views_and_tuned_settings(tmp_path: Path)
 
 
 def test_what_was_given_wins_over_the_row(tmp_path: Path) -> None:
-    commands.sample_pairs("digits", tmp_path / "p.csv", n=20)
+    sources.sample_pairs("digits", tmp_path / "p.csv", n=20)
     request = Train("digits", tmp_path / "p.csv", 12, tmp_path / "run", flip=True, without=("rotate",))
     given = {"arguments": {"max_entropy": 0.1}, "settings": {"device": "cpu", "lr": 0.5, "steps": 7}}
     plan = plan_training(replace(request, **given), Quiet())
@@ -394,7 +401,7 @@ def test_merged_clusters_raise_the_question_of_wrong_pairs(
     save_model(merged, tmp_path / "merged")
     still = {"device": "cpu", "steps": 1, "lr": 1e-9}
     request = replace(asked, model=tmp_path / "merged", method="constrained", arguments=arguments, settings=still)
-    rows = commands.train(request).lines()
+    rows = run(request)
     assert any("2 of 3 clusters are empty" in text for _, text in rows)
     said = any("leave --recipe out" in text for name, text in rows if name == "warning")
     assert said == (arguments == {"recipe": "paper"})
@@ -409,9 +416,9 @@ def test_without_jinja2_a_training_ends_well_and_says_how_to_get_the_report(
     request = Train(str(tmp_path / "x.npy"), tmp_path / "p.csv", 2, tmp_path / "run", model=tmp_path / "start")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     settings = {"device": "cpu", "steps": 1}
-    result = commands.train(replace(request, method="constrained", arguments={"recipe": "paper"}, settings=settings))
+    rows = run(replace(request, method="constrained", arguments={"recipe": "paper"}, settings=settings))
     wanted = f"the report needs jinja2: pip install jinja2, then constraintmatch report {tmp_path / 'run'}"
-    assert dict(result.lines())["report"] == wanted
+    assert dict(rows)["report"] == wanted
     assert (tmp_path / "run" / "clusters.csv").exists()
     with pytest.raises(InputError, match="the report needs jinja2"):
         commands.write_run_report(tmp_path / "run")
@@ -434,7 +441,7 @@ def test_pairs_that_look_wrong_are_written_as_a_pairs_file(tmp_path: Path) -> No
         head.head.bias.zero_()
     save_model(head, tmp_path / "start")
     request = Train(str(tmp_path / "x.npz"), tmp_path / "p.csv", 3, tmp_path / "run", model=tmp_path / "start")
-    result = commands.train(replace(request, settings={"device": "cpu", "steps": 2, "lr": 1e-9}, on_conflict="keep"))
+    rows = dict(run(replace(request, settings={"device": "cpu", "steps": 2, "lr": 1e-9}, on_conflict="keep")))
     doubtful = Constraints.read(tmp_path / "run" / "doubtful.csv", names=names)
     wrong = np.flatnonzero(right.link != turned.link)
     planted, found = (
@@ -442,7 +449,6 @@ def test_pairs_that_look_wrong_are_written_as_a_pairs_file(tmp_path: Path) -> No
         for pairs in (turned.take(wrong), doubtful)
     )
     assert planted == found
-    rows = dict(result.lines())
     assert rows["kept"].startswith("the start: no step of the training was surely better")
     assert "doubtful.csv" in rows["look again"]
     told = json.loads((tmp_path / "run" / "evaluation.json").read_text())["verdict"]
@@ -452,11 +458,11 @@ def test_pairs_that_look_wrong_are_written_as_a_pairs_file(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("few_digits", "small_batches")
 def test_training_on_digits_says_what_was_kept(tmp_path: Path) -> None:
-    commands.sample_pairs("digits", tmp_path / "p.csv", n=60)
+    sources.sample_pairs("digits", tmp_path / "p.csv", n=60)
     model = build_model(n_clusters=10, side=8, channels=1, backbone="tiny")
     save_model(model, tmp_path / "start")
     request = Train("digits", tmp_path / "p.csv", out=tmp_path / "run", model=tmp_path / "start")
-    rows = dict(commands.train(replace(request, settings={"device": "cpu", "steps": 2})).lines())
+    rows = dict(run(replace(request, settings={"device": "cpu", "steps": 2})))
     assert rows["kept"].startswith("the start: ")
     assert "to judge a training" in rows["kept"]
     assert "(in %, on " in rows["scores"]
@@ -464,7 +470,7 @@ def test_training_on_digits_says_what_was_kept(tmp_path: Path) -> None:
         assert torch.equal(value, model.state_dict()[name])
     paper = {"arguments": {"recipe": "paper"}, "out": tmp_path / "paper"}
     request = replace(request, **paper, settings={"device": "cpu", "steps": 1})
-    assert "kept" not in dict(commands.train(request).lines())
+    assert "kept" not in dict(run(request))
 
 
 def test_contradictions_are_dropped_by_the_safe_recipe_alone(asked: Train, tmp_path: Path) -> None:
@@ -473,7 +479,7 @@ def test_contradictions_are_dropped_by_the_safe_recipe_alone(asked: Train, tmp_p
     plan = plan_training(asked, told)
     assert plan.config.arguments["recipe"] == "safe"
     assert plan.pairs is not None
-    assert len(plan.pairs.training) == 2
+    assert len(plan.pairs) == 2
     assert "1 of 3 pairs contradict others and are left out" in told.lines
     for strict in ({"arguments": {"recipe": "paper"}}, {"on_conflict": "error"}):
         with pytest.raises(InputError, match="--set on_conflict=drop"):

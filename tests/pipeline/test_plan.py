@@ -62,6 +62,6 @@ def test_contradictions_are_left_out_by_the_safe_recipe_and_refused_by_the_paper
         file.write(",".join([first[0], first[1], str(1 - float(first[2])), *first[3:]]) + "\n")
     kept = planned(pairs).pairs
     assert kept is not None
-    assert len(kept.training) == 60
+    assert len(kept) == 60
     with pytest.raises(InputError, match="contradict"):
         planned(pairs, arguments={"recipe": "paper"})

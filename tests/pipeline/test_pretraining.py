@@ -17,16 +17,16 @@ from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
 from constraintmatch.methods.starts.linear_scan import linear_scan
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, with_clusters, with_projection
-from constraintmatch.pipeline.config import method_arguments, split_options
-from constraintmatch.pipeline.recipes import (
+from constraintmatch.pipeline.config import (
     CHAINS,
     ORDER,
     SHORT_STAGES,
     STAGES,
     chain_stages,
+    method_arguments,
     short_start,
+    split_options,
     training_size,
-    with_pretext,
 )
 from constraintmatch.pipeline.train import pretrain, stage_summary
 from constraintmatch.training.loop import TrainSettings
@@ -47,7 +47,7 @@ def fresh(n_clusters: int = 0) -> ClusterModel:
 
 def pretrained(stripes: ImageSet, place: Path, stages: tuple[str, ...] = STAGES) -> ClusterModel:
     context = Context(place / "runs", held_out=stripes, data={"name": "stripes"})
-    options = {"recipe": FEW, "settings": CPU, "context": context, "results": place / "results", "name": "x"}
+    options = {"recipe": FEW, "settings": CPU, "context": context, "results": place / "results" / "x"}
     return pretrain(fresh(), stripes, 3, stages=stages, **options)
 
 
@@ -103,10 +103,10 @@ def test_results_of_finished_stages_stay_as_they_were_measured(
 
 
 def test_another_pretext_task_takes_the_place_of_the_first() -> None:
-    assert with_pretext(STAGES, "byol") == ("byol", "scan", "self_label")
-    assert with_pretext(("linear_scan",), "byol") == ("linear_scan",)
+    assert chain_stages("scan", pretext="byol") == ("byol", "scan", "self_label")
+    assert chain_stages("scan", ("linear_scan",), "byol") == ("linear_scan",)
     with pytest.raises(InputError, match="unknown pretext task 'moco'; known are simclr, byol"):
-        with_pretext(STAGES, "moco")
+        chain_stages("scan", pretext="moco")
 
 
 def test_chains_have_names_and_scan_is_the_papers() -> None:
@@ -173,7 +173,7 @@ def test_a_stage_that_comes_again_is_made_anew_in_a_folder_of_its_own(stripes: I
     quick = {"self_label": {"min_confidence": 0.3, "epochs": 2}, "linear_scan": {"n_tries": 1}}
     options = {"recipe": quick, "settings": CPU}
     plain = pretrain(fresh(), stripes, 3, stages=twice, **options)
-    kept = {**options, "context": Context(tmp_path / "runs"), "results": tmp_path / "results"}
+    kept = {**options, "context": Context(tmp_path / "runs"), "results": tmp_path / "results" / "start"}
     for _ in range(2):  # the second time all is finished
         model = pretrain(fresh(), stripes, 3, stages=twice, **kept)
         assert [entry["method"] for entry in model.config.trained] == list(twice)

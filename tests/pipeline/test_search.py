@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 
 from constraintmatch import cli
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.progress import Quiet, Reporter
+from constraintmatch._internal.progress import Quiet
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
@@ -38,12 +38,11 @@ from constraintmatch.methods import ViewChoice
 from constraintmatch.models.cluster_model import build_model, load_model, save_model
 from constraintmatch.pipeline import trials
 from constraintmatch.pipeline.config import method_arguments, method_settings
-from constraintmatch.pipeline.search import Search, _open_task, _shared, search
+from constraintmatch.pipeline.search import Search, _next_commands, _open_task, search
 from constraintmatch.pipeline.trials import (
     PAPER_VALUES,
     Space,
-    Tried,
-    _rounded,
+    _round,
     finished_trials,
     open_storage,
     open_study,
@@ -51,7 +50,7 @@ from constraintmatch.pipeline.trials import (
 )
 
 GRID = Space({"lr": (0.1, 0.01), "weight_decay": (1e-3, 1e-4)})
-Train = Callable[[dict[str, float], Path | None, Reporter], dict[str, Any]]
+Train = Callable[[dict[str, float], Path | None], dict[str, Any]]
 
 
 pytestmark = pytest.mark.usefixtures("small_batches", "impatient")
@@ -81,7 +80,7 @@ def study_at(place: Path, protocol: dict[str, Any] | None = None) -> Iterator[An
         yield open_study(storage, "s", protocol or {"steps": 1}, str(place))
 
 
-def work_at(place: Path, space: Space, train: Train) -> list[Tried]:
+def work_at(place: Path, space: Space, train: Train) -> list[dict[str, Any]]:
     with study_at(place) as study:
         return work(study, space, train, runs=None, reporter=Quiet())
 
@@ -131,7 +130,7 @@ def test_workers_that_race_finish_every_point(tmp_path: Path) -> None:
     assert len(tried) <= 4 + 2  # who looks at the same moment as another may get a point that is begun
     with study_at(tmp_path / "s.db") as study:
         found = finished_trials(study, GRID)
-    assert [one.loss for one in found] == sorted(squares(point)["loss"] for point in points(GRID))
+    assert [one["loss"] for one in found] == sorted(squares(point)["loss"] for point in points(GRID))
 
 
 @pytest.mark.filterwarnings("ignore:Heartbeat of storage is supposed")
@@ -208,7 +207,7 @@ def test_a_worker_waits_for_trials_that_others_are_at(tmp_path: Path) -> None:
         other = begin_elsewhere(study)
         found = work(study, GRID, squares, runs=None, reporter=Listener())
         assert said[-1].startswith("nothing is left to begin; waiting for trials at work (1); one without a sign")
-        assert found[0].loss == -5.0
+        assert found[0]["loss"] == -5.0
         assert len(study.get_trials()) == 4
 
 
@@ -233,7 +232,7 @@ def test_a_worker_whose_trial_was_taken_up_keeps_its_late_result_to_itself(tmp_p
     with study_at(tmp_path / "s.db") as study:
         found = work(study, GRID, slow, runs=None, reporter=Listener())
     assert len(found) == 4
-    assert all(one.loss != -1.0 for one in found)
+    assert all(one["loss"] != -1.0 for one in found)
     assert any("another worker took it up" in text for text in said)
 
 
@@ -250,7 +249,7 @@ def test_a_search_of_the_version_with_slots_goes_on(tmp_path: Path) -> None:
         return squares(chosen)
 
     found = work_at(tmp_path / "s.db", GRID, train)
-    assert found[0] == Tried(done, -3.0, {"seconds": 1.0})
+    assert found[0] == {"settings": done, "loss": -3.0, "seconds": 1.0}
     assert sorted(map(str, trained)) == sorted(str(point) for point in points(GRID) if point != done)
 
 
@@ -268,17 +267,17 @@ def test_tpe_makes_as_many_trials_as_asked_the_same_ones_again_and_more_when_mor
 
     whole = work_at(tmp_path / "whole.db", Space(values, 13), squares)  # the first ten draws are random
     assert len(whole) == 13
-    assert len({one.settings["lr"] for one in whole}) == 13
-    assert all(1e-4 <= one.settings["lr"] <= 0.03 and 0.05 <= one.settings["max_entropy"] <= 0.3 for one in whole)
+    assert len({one["settings"]["lr"] for one in whole}) == 13
+    assert all(1e-4 <= one["settings"]["lr"] <= 0.03 and 0.05 <= one["settings"]["max_entropy"] <= 0.3 for one in whole)
     with pytest.raises(KeyboardInterrupt):
         work_at(tmp_path / "parts.db", Space(values, 8), stopped_once)
     with study_at(tmp_path / "parts.db") as study:
         broken_off = study.trials[5].params
     parts = work_at(tmp_path / "parts.db", Space(values, 8), stopped_once)
     assert len(parts) == 8
-    again = [one for one in parts if one.settings in [other.settings for other in whole]]
+    again = [one for one in parts if one["settings"] in [other["settings"] for other in whole]]
     assert len(again) >= 6  # five, and the one that was broken off
-    assert any(one.settings["lr"] == pytest.approx(broken_off["lr"], rel=0.01) for one in parts)
+    assert any(one["settings"]["lr"] == pytest.approx(broken_off["lr"], rel=0.01) for one in parts)
     assert len(work_at(tmp_path / "parts.db", Space(values, 13), stopped_once)) == 13
 
 
@@ -287,23 +286,23 @@ def test_tpe_makes_as_many_trials_as_asked_the_same_ones_again_and_more_when_mor
 def test_a_rounded_draw_stays_in_its_range_and_near_what_was_drawn(low: float, width: float, at: float) -> None:
     high = low + width * low
     value = min(low + at * (high - low), high)
-    rounded = _rounded(value, low, high)
+    rounded = _round(value, low, high)
     assert low <= rounded <= high
     assert abs(rounded - value) <= (high - low) / 100
 
 
 def test_a_draw_of_a_wide_range_is_rounded_to_three_digits_and_a_single_value_is_kept() -> None:
-    assert _rounded(0.0123456, 1e-4, 0.03) == 0.0123
-    assert _rounded(0.99976543, 0.9996, 0.9999) == 0.999765
-    assert _rounded(0.123456, 0.123456, 0.123456) == 0.123456
+    assert _round(0.0123456, 1e-4, 0.03) == 0.0123
+    assert _round(0.99976543, 0.9996, 0.9999) == 0.999765
+    assert _round(0.123456, 0.123456, 0.123456) == 0.123456
 
 
 def test_tpe_draws_from_a_narrow_range_and_not_beside_it(stripes: ImageSet, tmp_path: Path) -> None:
     (tmp_path / "search.db").write_bytes(empty_storage())
     values = {"momentum": [0.9996, 0.9999], "lr": [0.1], "weight_decay": [0.0]}
     tpe = {"sampler": "tpe", "trials": 3, "steps": 1}
-    found = search(stripes_search(stripes, tmp_path, method="constrained", values=values, **tpe))
-    drawn = {one.settings["momentum"] for one in found.tried}
+    found, _ = search(stripes_search(stripes, tmp_path, method="constrained", values=values, **tpe))
+    drawn = {one["settings"]["momentum"] for one in found["trials"]}
     assert len(drawn) == 3
     assert all(0.9996 <= momentum <= 0.9999 for momentum in drawn)
 
@@ -454,14 +453,14 @@ def test_two_workers_share_a_grid_and_one_that_is_killed_leaves_no_gap(
 
     other.stdin.write(b"go\n")
     other.stdin.flush()
-    found = search(request, Killer())
+    found, _ = search(request, Killer())
     assert killed_after[0] in (1, 2)  # by the other: we had none
-    assert len({str(one.settings) for one in found.tried}) == 4
+    assert len({str(one["settings"]) for one in found["trials"]}) == 4
     assert not (tmp_path / "search.db.runs").exists()
 
 
 def test_the_loss_is_the_papers_on_constraints_of_the_validation_split(start: Path, tmp_path: Path) -> None:
-    found = search(digits(start, tmp_path, values={**VALUES, "lr": [0.1]}, out=tmp_path / "best.json"))
+    found, _ = search(digits(start, tmp_path, values={**VALUES, "lr": [0.1]}, out=tmp_path / "best.json"))
     images, judged, row = load_dataset("digits", "train"), load_dataset("digits", "val"), DATASETS["digits"]
     batch = {"pairs_per_step": row.pairs_per_step, "images_per_step": row.images_per_step}
     assert images.labels is not None
@@ -479,11 +478,10 @@ def test_the_loss_is_the_papers_on_constraints_of_the_validation_split(start: Pa
     asked = Constraints.sample(judged.labels, row.n_validation_constraints, seed=0)
     same = (p[asked.left] * p[asked.right]).sum(1)
     expected = -np.mean(np.where(asked.link == 1, np.log(same), np.log(1 - same)))
-    ours = next(one for one in found.tried if one.settings["max_entropy"] == 0.9)
-    assert ours.loss == pytest.approx(expected, rel=1e-5)
+    ours = next(one for one in found["trials"] if one["settings"]["max_entropy"] == 0.9)
+    assert ours["loss"] == pytest.approx(expected, rel=1e-5)
     written = json.loads((tmp_path / "best.json").read_text())
-    assert found.best is not None
-    assert written["best"]["loss"] == found.best.loss == min(one.loss for one in found.tried if one.loss is not None)
+    assert written["best"]["loss"] == found["best"]["loss"] == min(one["loss"] for one in found["trials"])
     assert written["cut"] is True
     assert written["paper_values"] is False
     assert len(written["trials"]) == 2
@@ -508,19 +506,19 @@ def test_a_trial_that_was_broken_off_goes_on_from_its_checkpoint(
     request = digits(start, tmp_path, steps=5, values=one, settings={"device": "cpu", "checkpoint_every": 2})
     with pytest.raises(OSError, match="went away"):
         search(request)
-    resumed = search(request)
+    resumed, _ = search(request)
     assert len(steps) == 4 + 3  # from step 2
     (tmp_path / "whole.db").write_bytes(empty_storage())
-    whole = search(replace(request, storage=str(tmp_path / "whole.db")))
-    assert resumed.tried[0].loss == whole.tried[0].loss
+    whole, _ = search(replace(request, storage=str(tmp_path / "whole.db")))
+    assert resumed["trials"][0]["loss"] == whole["trials"][0]["loss"]
 
 
 def test_a_search_that_diverges_goes_on_and_ranks_it_last(start: Path, tmp_path: Path) -> None:
     request = digits(start, tmp_path, method="constrained", values={"weight_decay": [0.0], "lr": [1e30, 0.01]}, steps=4)
-    found = search(request)
-    assert [one.loss is None for one in found.tried] == [False, True]
-    assert "not finite" in found.tried[1].told["note"]
-    rows = dict(found.lines())
+    found, lines = search(request)
+    assert [one["loss"] is None for one in found["trials"]] == [False, True]
+    assert "not finite" in found["trials"][1]["note"]
+    rows = dict(lines)
     assert rows["diverged"] == "--set weight_decay=0.0 --set lr=1e+30"
     assert rows["best"] == "--set weight_decay=0.0 --set lr=0.01"
     assert rows["pairs"] == "constraintmatch sample digits --n 300 --out pairs.csv"
@@ -530,9 +528,9 @@ def test_a_finished_search_is_shown_and_not_run_again(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = digits(start, tmp_path, values={**VALUES, "lr": [0.1], "max_entropy": [0.3]}, workers=2)
-    first = search(request)  # the second worker is ended before it finds work, or finds none
+    first, _ = search(request)  # the second worker is ended before it finds work, or finds none
     monkeypatch.setattr("constraintmatch.pipeline.search.train", lambda *_, **__: pytest.fail("trained again"))
-    assert search(replace(request, workers=1)).tried == first.tried
+    assert search(replace(request, workers=1))[0]["trials"] == first["trials"]
 
 
 def test_another_start_is_another_search(start: Path, tmp_path: Path) -> None:
@@ -594,11 +592,13 @@ def test_the_next_command_asks_for_all_that_decided_the_trials(tmp_path: Path, s
 def test_the_next_command_has_the_batch_of_a_bound_and_steps_beyond_the_usual(start: Path, tmp_path: Path) -> None:
     values = {"weight_decay": [0.0], "lr": [0.01]}
     request = digits(start, tmp_path, method="fully_constrained", values=values, data_dir=Path("my data"), flip=True)
-    found = search(request)
-    asked = asked_by(dict(found.lines())["next"])
+    found, rows = search(request)
+    asked = asked_by(dict(rows)["next"])
     assert (asked["sets"][0], asked["data_dir"], asked["flip"]) == ("images_per_step=20", Path("my data"), True)
     assert "pairs" not in asked
-    assert _shared(request, replace(_open_task(request, Quiet()), usual_steps=1))["steps"] == 2
+    plan, _, base = _open_task(request, Quiet())
+    longer = _next_commands(request, plan, {**base, "steps": 1}, found["best"])
+    assert asked_by(dict(longer)["next"])["steps"] == 2
 
 
 def test_values_of_a_grid_that_comes_again_are_added(start: Path, tmp_path: Path) -> None:
@@ -636,8 +636,8 @@ def test_the_papers_values_which_are_not_rehearsed_are_right(stripes: ImageSet) 
 
 def test_a_value_that_may_diverge_is_tried_all_the_same(start: Path, tmp_path: Path) -> None:
     values = {name: [of[0]] for name, of in VALUES.items()} | {"pseudo_weight": [1e300], "max_entropy": [1.0]}
-    found = search(digits(start, tmp_path, values=values))
-    assert [one.loss for one in found.tried] == [None]
+    found, _ = search(digits(start, tmp_path, values=values))
+    assert [one["loss"] for one in found["trials"]] == [None]
 
 
 @pytest.mark.parametrize(

@@ -345,8 +345,7 @@ def round_start(
     """
     if start.config.n_clusters:
         return informed(start, frozen, answers)
-    from constraintmatch.pipeline.config import make_config
-    from constraintmatch.pipeline.recipes import SHORT_STAGES
+    from constraintmatch.pipeline.config import SHORT_STAGES, make_config
     from constraintmatch.pipeline.train import train
 
     finds_clusters = SHORT_STAGES[-1]

@@ -219,7 +219,7 @@ def _start(loop: Loop, reporter: Reporter, check: Callable[[Data], object]) -> t
     """The images and the model that every round begins with: given, or made once by the missing stages."""
     from constraintmatch.methods import Context
     from constraintmatch.models.cluster_model import with_clusters
-    from constraintmatch.pipeline.recipes import SHORT_STAGES, short_start
+    from constraintmatch.pipeline.config import SHORT_STAGES, short_start
     from constraintmatch.pipeline.train import pretrain
     from constraintmatch.training.loop import choose_device
 
@@ -257,7 +257,7 @@ def _request(loop: Loop) -> tuple[Train, bool]:
 
     A start that is there already is used as it is, even if images have come or gone since.
     """
-    from constraintmatch.pipeline.recipes import SHORT_STAGES
+    from constraintmatch.pipeline.config import SHORT_STAGES
     from constraintmatch.training.run_folder import is_finished
 
     place, model = loop.out / "start", loop.model
@@ -305,7 +305,7 @@ def _head_learner(loop: Loop, data: Data, start: ClusterModel, store: Store, rep
 
 def _learning(loop: Loop, data: Data, *, cpu: bool) -> Learning:
     """A round: the setting of the paper for its data sets, else what fits the number of images; always short."""
-    from constraintmatch.pipeline.recipes import MOST_LR, round_size
+    from constraintmatch.pipeline.config import MOST_LR, round_size
 
     size = round_size(len(data.images), cpu=cpu)
     arguments = {key: size[key] for key in ("images_per_step", "pairs_per_step", "warm_up")}

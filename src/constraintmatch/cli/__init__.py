@@ -4,13 +4,13 @@ import sys
 
 try:
     # a module has the commands under one heading of the help, which lists them in this order
-    from constraintmatch.cli import training, asking, looking, research  # noqa: I001
+    from constraintmatch.cli import training, asking, research  # noqa: I001
     from constraintmatch.cli.shared import app
-except KeyboardInterrupt:  # the program has hardly begun: it ends as it does later
+except KeyboardInterrupt:  # as later in a run
     print("stopped", file=sys.stderr)
     sys.exit(130)
 
-__all__ = ["app", "asking", "looking", "main", "research", "training"]
+__all__ = ["app", "asking", "main", "research", "training"]
 
 
 def main() -> None:

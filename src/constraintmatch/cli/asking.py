@@ -1,33 +1,19 @@
 """Ask people: loop, annotate, check."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.progress import print_line
-from constraintmatch.cli.flags import read_settings, settings_of
-from constraintmatch.cli.shared import (
-    Images,
-    QuietFlag,
-    Sets,
-    Source,
-    about,
-    add_flags,
-    app,
-    flag,
-    opened,
-    option,
-    print_rows,
-    reporter,
-    shared,
-)
+from constraintmatch._internal.progress import Reporter, print_line
+from constraintmatch.cli.flags import read_settings
+from constraintmatch.cli.shared import Flags, Images, Sets, Source, command, flag, option, print_rows, shared
 
-__all__ = ["PANEL", "way_of_asking"]
+__all__ = ["annotate", "check", "loop"]
 
-PANEL = "Ask people"
-_KIND = "which: which of these is the same? pair: same or different? (which)"
+_PANEL = "Ask people"
+_KIND = flag(Literal["which", "pair"], "which: which of these is the same? pair: same or different? (which)")
 _SERVER = {
     "host": flag(str, "Address to listen on. (127.0.0.1: this machine only)", panel="Server"),
     "port": flag(int, "Port to listen on, 0 for a free one. (8765)", panel="Server"),
@@ -36,22 +22,14 @@ _SERVER = {
 }
 
 
-@app.command(
-    **about(
-        PANEL,
-        "constraintmatch loop photos --clusters 10 \\",
-        "  --questions 200 --out loops/photos",
-        "constraintmatch loop digits --clusters 10 \\",
-        "  --oracle labels --wrong 0.05",
-    )
-)
-@add_flags(
+@command(
+    _PANEL,
     asked={
         "clusters": flag(int, "Number of clusters. (as many as the answers show)"),
         "questions": flag(int, "Number of questions in all. (200)"),
         "out": flag(Path, "Folder for the start, the answers and the models. (loop)"),
         "model": flag(Path, "Model or run folder to begin with. (makes a short start)"),
-        "kind": flag(Literal["which", "pair"], _KIND),
+        "kind": _KIND,
         "frozen": flag(bool, "The head learns and the network stays: seconds a round, on a CPU too.", "--frozen"),
         **shared("device"),
     },
@@ -64,43 +42,40 @@ _SERVER = {
     door=_SERVER,
 )
 def loop(
-    data: Source,
-    *,
-    asked: dict[str, Any],
-    who: dict[str, Any],
-    sets: Sets = None,
-    quiet: QuietFlag = False,
-    door: dict[str, Any],
-    images: dict[str, Any],
+    data: Source, *, asked: Flags, who: Flags, sets: Sets = None, reporter: Reporter, door: Flags, images: Flags
 ) -> None:
-    """Ask, train in the background, and ask better questions.
+    r"""Ask, train in the background, and ask better questions.
 
     A start is made once; then every few answers a short round of training makes a new model, which chooses the next
     questions. Stop at any time: the same command goes on.
+
+    Example:
+      constraintmatch loop photos --clusters 10 \
+        --questions 200 --out loops/photos
+      constraintmatch loop digits --clusters 10 \
+        --oracle labels --wrong 0.05
     """
     from constraintmatch.annotate import loop as loops
     from constraintmatch.annotate.server import Door
     from constraintmatch.pipeline.plan import Train
 
-    way = way_of_asking(**who)
-    given = read_settings(sets or [], settings_of("loop"), "loop")
+    _check_who(**who)
+    given = read_settings("loop", sets)
     rounds = {name: given.pop(name) for name in ("every", "steps", "last_steps", "choose", "seed") if name in given}
-    if way == "terminal":
+    if "terminal" in who:
         asked.setdefault("kind", "pair")  # y and n need no other keys, and two pictures fit a narrow terminal
-    request = loops.Loop(data=data, images=Train(**images, **opened(given)), **{"out": Path("loop"), **asked}, **rounds)
-    if way == "labels":
-        rows = loops.ask_labels(request, who.get("wrong", 0.0), reporter(quiet))
-    elif way == "terminal":
-        rows = loops.ask_in_terminal(request, reporter=reporter(quiet))
+    request = loops.Loop(data=data, images=Train(**images, **given), **{"out": Path("loop"), **asked}, **rounds)
+    if "oracle" in who:
+        rows = loops.ask_labels(request, who.get("wrong", 0.0), reporter)
+    elif "terminal" in who:
+        rows = loops.ask_in_terminal(request, reporter=reporter)
     else:
-        rows = loops.ask_on_page(request, Door(**door), reporter(quiet))
+        rows = loops.ask_on_page(request, Door(**door), reporter)
     print_rows(rows)
 
 
-def way_of_asking(
-    terminal: bool = False, oracle: str | None = None, wrong: float = 0.0
-) -> Literal["page", "terminal", "labels"]:
-    """Who answers; what contradicts itself is an InputError."""
+def _check_who(terminal: bool = False, oracle: str | None = None, wrong: float = 0.0) -> None:
+    """Flags that contradict each other are an InputError."""
     if oracle not in (None, "labels"):
         raise InputError(f"--oracle {oracle}: known is labels")
     if terminal and oracle:
@@ -109,23 +84,14 @@ def way_of_asking(
         raise InputError("--wrong goes with --oracle labels")
     if not 0 <= wrong <= 1:
         raise InputError(f"--wrong is {wrong}; it is a share, from 0 to 1")
-    return "labels" if oracle else "terminal" if terminal else "page"
 
 
-@app.command(
-    **about(
-        PANEL,
-        "constraintmatch annotate photos --model runs/photos",
-        "constraintmatch annotate photos --export pairs.csv",
-        "constraintmatch train photos --pairs pairs.csv \\",
-        "  --model runs/photos --out runs/better",
-    )
-)
-@add_flags(
+@command(
+    _PANEL,
     asked={
         "db": flag(Path, "The database of answers, made if need be. (answers.db)"),
         "model": flag(Path, "Model or run folder that chooses the questions. (pixels do)"),
-        "kind": flag(Literal["which", "pair"], _KIND),
+        "kind": _KIND,
         "choose": flag(Literal["recommended", "uncertain", "random"], "How questions are chosen. (recommended)"),
         "again": flag(Path, "Ask the pairs of this file first: doubtful.csv of a run, say."),
         "seed": flag(int, "Seed of random questions. (0)"),
@@ -143,58 +109,58 @@ def way_of_asking(
     },
     images=shared("split", "data_dir", "strict", "pictures"),
 )
-def annotate(
-    data: Source,
-    *,
-    asked: dict[str, Any],
-    quiet: QuietFlag = False,
-    exchange: dict[str, Any],
-    door: dict[str, Any],
-    images: dict[str, Any],
-) -> None:
-    """Ask people about images, on a page in the browser.
+def annotate(data: Source, *, asked: Flags, reporter: Reporter, exchange: Flags, door: Flags, images: Flags) -> None:
+    r"""Ask people about images, on a page in the browser.
 
     Every answer is saved as it is given; Ctrl-C ends, and the same command goes on. Several people may answer at once.
+
+    Example:
+      constraintmatch annotate photos --model runs/photos
+      constraintmatch annotate photos --export pairs.csv
+      constraintmatch train photos --pairs pairs.csv \
+        --model runs/photos --out runs/better
     """
     from constraintmatch.annotate import server
 
     export, import_ = (exchange.pop(name, None) for name in ("export", "import_"))
     if export is not None and import_ is not None:
-        raise InputError("--export and --import go one after the other; give one of them")
+        raise InputError("--export and --import do not go together; give one of them")
     if import_ is None and exchange.keys() & {"same", "different"}:
         raise InputError("--same and --different go with --import EXPORT.json")
     if import_ is None and "columns" in exchange:
         raise InputError("--columns goes with --import PAIRS.csv")
     sitting = server.Sitting(data, **{"db": Path("answers.db"), **asked}, **images)
     if export is not None:
-        print_rows([("pairs", f"{export} ({server.export_answers(sitting, export, reporter(quiet)).describe()})")])
+        print_rows([("pairs", f"{export} ({server.export_answers(sitting, export, reporter).describe()})")])
     elif import_ is not None:
-        taken = server.import_file(sitting, import_, reporter(quiet), **exchange)
+        taken = server.import_file(sitting, import_, reporter, **exchange)
         print_rows([("answers", f"{sitting.db} ({taken.describe()})")])
     else:
-        print_rows(server.serve_page(sitting, server.Door(**door), reporter(quiet)))
+        print_rows(server.serve_page(sitting, server.Door(**door), reporter))
 
 
-@app.command(**about(PANEL, "constraintmatch check pairs.csv photos"))
-@add_flags(how=shared("columns", "split", "data_dir"))
+@command(_PANEL, how=shared("columns", "split", "data_dir"))
 def check(
     pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="The pairs file.")],
     data: Images = None,
     *,
-    how: dict[str, Any],
+    how: Flags,
     close: Annotated[bool, option("Count the pairs that these imply.", "--close")] = False,
-    quiet: QuietFlag = False,
+    reporter: Reporter,
 ) -> None:
     """Look at a pairs file, and for contradictions in it.
 
     Shows counts, duplicates, groups of must-links, images without a pair, and contradictions with the chains that prove
     them. The exit code is 2 when there are contradictions.
-    """
-    from constraintmatch.pipeline import commands
 
-    found = commands.check_pairs(pairs, data, close=close, **how, reporter=reporter(quiet))
-    print_rows(found.lines())
-    for text in found.contradictions:
+    Example:
+      constraintmatch check pairs.csv photos
+    """
+    from constraintmatch.pipeline import sources
+
+    counts, contradictions = sources.check_pairs(pairs, data, close=close, **how, reporter=reporter)
+    print_rows(counts.items())
+    for text in contradictions:
         print_line(f"contradiction: {text}")
-    if found.n_contradictions:
+    if contradictions:
         raise typer.Exit(2)

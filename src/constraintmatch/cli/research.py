@@ -1,4 +1,4 @@
-"""For researchers: sample, search, paper, card, import-scan."""
+"""Look and reuse: report, evaluate, embed, join. For researchers: sample, search, paper, card, import-scan."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -6,34 +6,129 @@ from typing import Annotated, Any, Literal
 import typer
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch.cli.flags import read_settings, settings_of
-from constraintmatch.cli.shared import (
-    Model,
-    QuietFlag,
-    Sets,
-    Source,
-    about,
-    add_flags,
-    app,
-    flag,
-    opened,
-    option,
-    print_rows,
-    reporter,
-    shared,
-    words,
-)
+from constraintmatch._internal.files import check_target, write_json
+from constraintmatch._internal.progress import Reporter
+from constraintmatch.cli.flags import read_settings, words
+from constraintmatch.cli.shared import Flags, Model, Sets, Source, command, flag, option, print_rows, shared
 
-__all__ = ["PANEL", "numbers"]
+__all__ = ["card", "embed", "evaluate", "import_scan", "join", "paper", "report", "sample", "search"]
 
-PANEL = "For researchers"
+_LOOK, _RESEARCH = "Look and reuse", "For researchers"
 _DIGITS = 18  # Python refuses numbers of some thousands
 
 
-@app.command(
-    **about(PANEL, "constraintmatch sample photos-by-class --n 1000 \\", "  --seed 0 --wrong 0.1 --out pairs.csv")
+@command(_LOOK, how=shared("pictures"))
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    data: Annotated[str | None, typer.Argument(metavar="DATA", help="Other images. (the run's own)")] = None,
+    *,
+    how: Flags,
+    reporter: Reporter,
+) -> None:
+    """Write report.html of a run again.
+
+    Example:
+      constraintmatch report runs/photos
+    """
+    from constraintmatch.pipeline import commands
+
+    print_rows([("report", str(commands.write_run_report(run, data, **how, reporter=reporter)))])
+
+
+@command(
+    _LOOK,
+    how={
+        "pairs": flag(Path, "Pairs that were not trained on."),
+        **shared("columns", "device", "split", "data_dir", "class_folders"),
+        "json": flag(Path, "Write the numbers to this file too."),
+    },
 )
-@add_flags(
+def evaluate(model: Model, data: Source, *, how: Flags, reporter: Reporter) -> None:
+    r"""Score a model on images.
+
+    With labels: accuracy (Hungarian matching), NMI, ARI and calibration error. With --pairs: the share of must-links
+    and of cannot-links it keeps. Always: cluster sizes and warnings of collapse.
+
+    Example:
+      constraintmatch evaluate runs/photos labelled
+      constraintmatch evaluate runs/c10 cifar10 \
+        --data-dir data --json scores.json
+    """
+    from constraintmatch.pipeline import commands
+
+    if (json := how.pop("json", None)) is not None:
+        check_target(json)
+    found = commands.evaluate_model(model, data, **how, reporter=reporter)
+    if json is not None:
+        write_json(json, found)
+    print_rows(commands.evaluation_rows(found))
+
+
+@command(
+    _LOOK,
+    how={
+        "side": flag(int, "Pixels a side to resize images to. (fits MODEL)", panel="Images"),
+        **shared("device", "split", "data_dir", "class_folders", "strict"),
+    },
+)
+def embed(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a run folder, or timm:NAME.")],
+    data: Source,
+    *,
+    out: Annotated[Path, option("The .npz file: embeddings, names, labels. (embeddings.npz)")] = Path("embeddings.npz"),
+    how: Flags,
+    reporter: Reporter,
+) -> None:
+    r"""Turn images into embeddings: seconds for all that follows.
+
+    Every other command takes the embeddings in the place of images. timm:NAME fetches a pretrained network and takes
+    images of the size that it was made for.
+
+    Example:
+      constraintmatch embed timm:resnet50 photos \
+        --out photos.npz
+      constraintmatch loop photos.npz --pictures photos
+    """
+    from constraintmatch.pipeline import embedding
+
+    made = embedding.embed_images(model, data, out, **how, reporter=reporter)
+    print_rows([("embeddings", f"{out} ({len(made):,} of {made.shape[1]:,} numbers)")])
+
+
+_HALF = flag(bool, "Keep the weights in half precision.", "--half")
+
+
+@command(_LOOK, how={"half": _HALF, **shared("device", "split", "data_dir", "strict")})
+def join(
+    models: Annotated[list[Path], typer.Argument(metavar="MODEL", help="Two model or run folders, or more.")],
+    data: Source,
+    *,
+    out: Annotated[Path, option("New model folder.")],
+    how: Flags,
+    reporter: Reporter,
+) -> None:
+    r"""Join trained networks into one model.
+
+    Networks that were trained differently see different things; together they need fewer answers. The model has the
+    clusters of the first one until answers (loop, annotate) or a training change them. It takes as long as all of them
+    together. DATA are images like those they were trained on; labels are not used.
+
+    Example:
+      constraintmatch join starts/photos starts/photos/byol \
+        photos --out starts/joined
+    """
+    from constraintmatch.pipeline.embedding import join_folders
+
+    _print_model(out, join_folders(models, data, out, **how, reporter=reporter))
+
+
+def _print_model(out: Path, model: Any) -> None:
+    clusters = f"{model.config.n_clusters:,}" if model.config.n_clusters else "none yet"
+    print_rows([("model", f"{out} ({model.config.backbone})"), ("clusters", clusters)])
+
+
+@command(
+    _RESEARCH,
     how={
         "n": flag(int, "Pairs to draw.", "--n"),
         "per_image": flag(int, "Partners for every image, instead of --n."),
@@ -42,37 +137,28 @@ _DIGITS = 18  # Python refuses numbers of some thousands
         "flip_only": flag(Literal["must-link", "cannot-link"], "Make only these wrong. (both)", "--wrong-only"),
         "seed": flag(int, "The same seed draws the same pairs. (0)"),
         **shared("split", "data_dir"),
-    }
+        "out": flag(Path, "The pairs file: .csv, .parquet or .jsonl. (pairs.csv)"),
+    },
 )
-def sample(
-    data: Source,
-    *,
-    how: dict[str, Any],
-    out: Annotated[Path, option("The pairs file: .csv, .parquet or .jsonl. (pairs.csv)")] = Path("pairs.csv"),
-    quiet: QuietFlag = False,
-) -> None:
-    """Draw pairs from the labels of images.
+def sample(data: Source, *, how: Flags, reporter: Reporter) -> None:
+    r"""Draw pairs from the labels of images.
 
     The images are in class folders, one for each class, or are a data set.
-    """
-    from constraintmatch.pipeline import commands
 
-    drawn = commands.sample_pairs(data, out, **how, reporter=reporter(quiet))
+    Example:
+      constraintmatch sample photos-by-class --n 1000 \
+        --seed 0 --wrong 0.1 --out pairs.csv
+    """
+    from constraintmatch.pipeline import sources
+
+    out = how.pop("out", Path("pairs.csv"))
+    drawn = sources.sample_pairs(data, out, **how, reporter=reporter)
     kinds = f"{drawn.n_must_links:,} must-links, {drawn.n_cannot_links:,} cannot-links"
     print_rows([("pairs", f"{out} ({len(drawn):,}: {kinds})")])
 
 
-@app.command(
-    **about(
-        PANEL,
-        "constraintmatch search cifar10 --data-dir data \\",
-        "  --model weights/scan-cifar10 --out best.json",
-        "constraintmatch search photos --pairs pairs.csv \\",
-        "  --model starts/photos --grid lr=0.03,0.01 \\",
-        "  --grid weight_decay=1e-4 --workers 2",
-    )
-)
-@add_flags(
+@command(
+    _RESEARCH,
     asked={
         "method": flag(str, "constraintmatch, pseudo_label, constrained or fully_constrained. (constraintmatch)"),
         "sampler": flag(
@@ -99,24 +185,29 @@ def search(
     grid: Annotated[
         list[str] | None, option("Other values of a setting, may be repeated: lr=0.03,0.01. (the paper's)")
     ] = None,
-    pairs: dict[str, Any],
-    asked: dict[str, Any],
-    settings: dict[str, Any],
+    pairs: Flags,
+    asked: Flags,
+    settings: Flags,
     sets: Sets = None,
-    quiet: QuietFlag = False,
+    reporter: Reporter,
 ) -> None:
-    """Search settings by the loss on validation pairs.
+    r"""Search settings by the loss on validation pairs.
 
     The paper's grid by default. The same command again goes on where it stopped, and several at once share the work; a
     trial whose worker died is taken up again.
-    """
-    from constraintmatch.pipeline.search import Search
-    from constraintmatch.pipeline.search import search as run_search
 
-    more = opened(read_settings(sets or [], settings_of("search"), "search"))
-    request = Search(data=data, model=model, values=_values(grid or []), **asked, **pairs, **more, settings=settings)
-    found = run_search(request, reporter(quiet))
-    print_rows(found.lines() + ([("written", str(request.out))] if request.out is not None else []))
+    Example:
+      constraintmatch search cifar10 --data-dir data \
+        --model weights/scan-cifar10 --out best.json
+      constraintmatch search photos --pairs pairs.csv \
+        --model starts/photos --grid lr=0.03,0.01 \
+        --grid weight_decay=1e-4 --workers 2
+    """
+    from constraintmatch.pipeline import search as searching
+
+    given = {**asked, **pairs, **read_settings("search", sets), "settings": settings}
+    request = searching.Search(data=data, model=model, values=_values(grid or []), **given)
+    print_rows(searching.search(request, reporter)[1])
 
 
 def _values(texts: list[str]) -> dict[str, tuple[float, ...]]:
@@ -135,17 +226,8 @@ def _values(texts: list[str]) -> dict[str, tuple[float, ...]]:
     return found
 
 
-@app.command(
-    **about(
-        PANEL,
-        "constraintmatch paper table1 --sets cifar10 \\",
-        "  --data-dir data --folds 0",
-        "constraintmatch paper table2 flip links --steps 3000 \\",
-        "  --sets cifar100-20 --data-dir data --folds 0",
-        "constraintmatch paper table1 --list",
-    )
-)
-@add_flags(
+@command(
+    _RESEARCH,
     cuts={
         "sets": flag(str, "Some of its data sets: cifar10,cifar100-20. (all)"),
         "folds": flag(str, "Which folds: 0 or 0-1 or 0,3. (0-4)"),
@@ -172,19 +254,26 @@ def paper(
         ),
     ],
     *,
-    cuts: dict[str, Any],
+    cuts: Flags,
     list_cells: Annotated[bool, option("Only list the cells there are and which are finished.", "--list")] = False,
-    folders: dict[str, Any],
-    settings: dict[str, Any],
-    quiet: QuietFlag = False,
-    images: dict[str, Any],
+    folders: Flags,
+    settings: Flags,
+    reporter: Reporter,
+    images: Flags,
 ) -> None:
-    """Run tables and figures of the paper.
+    r"""Run tables and figures of the paper.
 
     Every cell of the grids becomes one JSON, a cell that several share only once; finished cells are skipped, a stopped
     one goes on from its checkpoint. The same command started several times on one machine shares the cells: once for
     each GPU, with another CUDA_VISIBLE_DEVICES each. Then each table is shown with the paper's values next to ours.
     Without --data-dir what is finished is shown and nothing is run.
+
+    Example:
+      constraintmatch paper table1 --sets cifar10 \
+        --data-dir data --folds 0
+      constraintmatch paper table2 flip links --steps 3000 \
+        --sets cifar100-20 --data-dir data --folds 0
+      constraintmatch paper table1 --list
     """
     from constraintmatch.paper import runner
     from constraintmatch.paper.gallery import gallery_sets, make_gallery
@@ -192,14 +281,12 @@ def paper(
 
     results = folders.get("results", Path("results/paper"))
     runs, starts = folders.get("out", Path("runs/paper")), folders.get("starts", Path("weights"))
-    data_dir, models = images.get("data_dir"), folders.get("models")
-    place = runner.Place(data_dir, starts, results, runs, models, settings, reporter(quiet))
-    sets = words(cuts.get("sets", ""))
+    place = runner.Place(images.get("data_dir"), starts, results, runs, folders.get("models"), settings, reporter)
     cuts |= {name: words(cuts[name]) for name in ("sets", "methods") if name in cuts}
     if "folds" in cuts:
-        cuts["folds"] = numbers(cuts["folds"], "--folds", last=FOLDS - 1)
+        cuts["folds"] = _numbers(cuts["folds"], "--folds", last=FOLDS - 1)
     if "n_constraints" in cuts:
-        cuts["n_constraints"] = numbers(cuts["n_constraints"], "--constraints")
+        cuts["n_constraints"] = _numbers(cuts["n_constraints"], "--constraints")
     grids = [name for name in names if name != "gallery"]
     chosen = grid_cells(*grids, **cuts) if grids else []
     galleries = gallery_sets(cuts.get("sets")) if "gallery" in names else ()
@@ -210,46 +297,10 @@ def paper(
         return
     runner.run_missing(chosen, place)
     for name in grids:
-        _show(name, results, sets, cuts.get("steps"), titled=len(grids) > 1)
+        _show(name, results, cuts.get("sets", ()), cuts.get("steps"), titled=len(grids) > 1)
     if galleries:
         figures = folders.get("figures", Path("docs/figures"))
         print_rows([("gallery", str(make_gallery(dataset, place, figures))) for dataset in galleries])
-
-
-@app.command(**about(PANEL, "constraintmatch card weights/constraintmatch-cifar10"))
-def card(
-    model: Model,
-    results: Annotated[Path, option("Folder with one JSON per cell. (results/paper)")] = Path("results/paper"),
-) -> None:
-    """Write the model card of a model folder.
-
-    README.md with its scores, how to check them and how it was made, from the result that has the same weights.
-    """
-    from constraintmatch.paper.model_cards import write_card
-
-    print_rows([("card", str(write_card(model, results)))])
-
-
-@app.command(**about(PANEL, "constraintmatch import-scan scan.pth.tar cifar10 \\", "  --out starts/c10"))
-def import_scan(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The checkpoint. Nothing in it is run.")],
-    data: Annotated[
-        str,
-        typer.Argument(metavar="DATA", help="Its data set: cifar10, cifar100-20, stl10, imagenet10 or imagenet-dogs."),
-    ],
-    out: Annotated[Path, option("New model folder.")],
-    head: Annotated[int | None, option("Which of several cluster heads. (the file's best, or 0)")] = None,
-    half: Annotated[bool, option("Keep the weights in half precision.", "--half")] = False,
-) -> None:
-    """Turn a checkpoint of SCAN's code into a model folder.
-
-    It may be of any stage; after SimCLR alone it has no clusters yet.
-    """
-    from constraintmatch.models import scan_import
-
-    config = scan_import.import_scan(file, data, out, head=head, half=half).config
-    clusters = f"{config.n_clusters:,}" if config.n_clusters else "none yet"
-    print_rows([("model", f"{out} ({config.backbone})"), ("clusters", clusters)])
 
 
 def _show(name: str, results: Path, sets: tuple[str, ...], steps: int | None, *, titled: bool) -> None:
@@ -270,7 +321,7 @@ def _show(name: str, results: Path, sets: tuple[str, ...], steps: int | None, *,
         typer.echo()
 
 
-def numbers(text: str, flag: str, *, last: int | None = None) -> list[int]:
+def _numbers(text: str, flag: str, *, last: int | None = None) -> list[int]:
     """The whole numbers of a list: 0,3; where there is a last one, with ranges too: 0-2."""
     found: list[int] = []
     for word in words(text):
@@ -282,3 +333,44 @@ def numbers(text: str, flag: str, *, last: int | None = None) -> list[int]:
             raise InputError(f"{flag}: {word!r} goes too far; there are 0 to {last}")
         found += range(int(ends[0]), int(ends[-1]) + 1)
     return found
+
+
+@command(_RESEARCH)
+def card(
+    model: Model,
+    results: Annotated[Path, option("Folder with one JSON per cell. (results/paper)")] = Path("results/paper"),
+) -> None:
+    """Write the model card of a model folder.
+
+    README.md with its scores, how to check them and how it was made, from the result that has the same weights.
+
+    Example:
+      constraintmatch card weights/constraintmatch-cifar10
+    """
+    from constraintmatch.paper.model_cards import write_card
+
+    print_rows([("card", str(write_card(model, results)))])
+
+
+@command(_RESEARCH)
+def import_scan(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The checkpoint. Nothing in it is run.")],
+    data: Annotated[
+        str,
+        typer.Argument(metavar="DATA", help="Its data set: cifar10, cifar100-20, stl10, imagenet10 or imagenet-dogs."),
+    ],
+    out: Annotated[Path, option("New model folder.")],
+    head: Annotated[int | None, option("Which of several cluster heads. (the file's best, or 0)")] = None,
+    half: Annotated[bool, option("Keep the weights in half precision.", "--half")] = False,
+) -> None:
+    r"""Turn a checkpoint of SCAN's code into a model folder.
+
+    It may be of any stage; after SimCLR alone it has no clusters yet.
+
+    Example:
+      constraintmatch import-scan scan.pth.tar cifar10 \
+        --out starts/c10
+    """
+    from constraintmatch.models import scan_import
+
+    _print_model(out, scan_import.import_scan(file, data, out, head=head, half=half))

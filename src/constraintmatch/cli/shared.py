@@ -12,37 +12,21 @@ from typer.core import TyperCommand, TyperGroup
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import write_error
-from constraintmatch._internal.progress import Quiet, Reporter, console_reporter, say_error
+from constraintmatch._internal.progress import Quiet, console_reporter, say_error
 from constraintmatch.cli.flags import new_spelling
 
-__all__ = [
-    "Images",
-    "Model",
-    "QuietFlag",
-    "Sets",
-    "Source",
-    "about",
-    "add_flags",
-    "app",
-    "flag",
-    "opened",
-    "option",
-    "print_rows",
-    "reporter",
-    "shared",
-    "words",
-]
+__all__ = ["Flags", "Images", "Model", "Sets", "Source", "app", "command", "flag", "option", "print_rows", "shared"]
 
 
 class _Command(TyperCommand):
-    """A command whose help has a heading for each panel, and that knows how its flags of before are spelled now."""
+    """A command whose help has a heading for each panel, and that knows the new spelling of old flags."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
-            if record is not None and parameter.name != "help":  # whoever reads this has found it
+            if record is not None and parameter.name != "help":  # who reads this has found it
                 groups.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
         for heading, records in groups.items():
             with formatter.section(heading):
@@ -64,7 +48,7 @@ class _Command(TyperCommand):
 
 
 class _Commands(TyperGroup):
-    """The commands under a heading for what people want; whatever a user can fix is one line and exit code 2."""
+    """The commands under a heading for what people want; an error that a user can fix is one line and exit code 2."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 (click's)
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -135,38 +119,35 @@ app = typer.Typer(
 )
 
 
-def about(panel: str, *lines: str) -> dict[str, Any]:
-    """How a command is shown: the heading it stands under, and the lines of an example."""
-    example = "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
-    return {"cls": _Command, "rich_help_panel": panel, "epilog": example}
+def command(panel: str, **groups: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that adds a command to the app, under a heading of the help.
 
+    Each group of flags arrives as one dictionary of the flags that are given, `--quiet` as a reporter. The docstring
+    ends with an example.
+    """
+    groups = {**groups, "reporter": {"quiet": flag(bool, "No progress and no remarks.", "--quiet", "-q")}}
 
-def add_flags(**groups: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator for commands with many flags: each group of flags arrives as one dictionary of those given."""
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        kind, parameters = inspect.Parameter.KEYWORD_ONLY, list[inspect.Parameter]()
+        own = inspect.signature(function, eval_str=True).parameters
+        for name, parameter in own.items():
+            flags = groups.get(name, {}).items()
+            parameters += [inspect.Parameter(name, kind, default=None, annotation=a) for name, a in flags]
+            parameters += [] if name in groups else [parameter.replace(kind=kind)]
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        kind, parameters = inspect.Parameter.KEYWORD_ONLY, []
-        for own in inspect.signature(command, eval_str=True).parameters.values():
-            flags = groups.get(own.name)
-            new = (
-                None
-                if flags is None
-                else [inspect.Parameter(n, kind, default=None, annotation=a) for n, a in flags.items()]
-            )
-            parameters += [own.replace(kind=kind)] if new is None else new
+        def run(**values: Any) -> None:
+            for group in groups.keys() & own:
+                given = {name: value for name in groups[group] if (value := values.pop(name)) is not None}
+                values[group] = given if group != "reporter" else Quiet() if given.get("quiet") else console_reporter()
+            function(**values)
 
-        def wrapper(**values: Any) -> None:
-            given = {
-                group: {name: value for name in flags if (value := values.pop(name)) is not None}
-                for group, flags in groups.items()
-            }
-            command(**values, **given)
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        text, mark, example = str(inspect.getdoc(function)).partition("\n\nExample:\n")
+        name = function.__name__.replace("_", "-")
+        app.command(name, cls=_Command, rich_help_panel=panel, help=text, epilog=f"\b{mark[1:]}{example}")(run)
+        return function
 
-        wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
-        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return wrapper
-
-    return decorate
+    return add
 
 
 def option(text: str, *names: str, panel: str | None = None) -> Any:
@@ -175,7 +156,7 @@ def option(text: str, *names: str, panel: str | None = None) -> Any:
 
 
 def flag(kind: Any, text: str, *names: str, panel: str | None = None) -> Any:
-    """A flag of a group of `add_flags`, which may be left out."""
+    """A flag of a group of `command`, which may be left out."""
     return Annotated[kind | None, option(text, *names, panel=panel)]
 
 
@@ -200,30 +181,15 @@ _SHARED = {
 }
 _DATA = "A folder of images, a .npy or .npz file of images or embeddings, or a data set: digits, cifar10, cifar100-20."
 _SET = "Any other setting; may be repeated. (constraintmatch settings lists them)"
+Flags = dict[str, Any]  # those of a group that are given
 Source = Annotated[str, typer.Argument(metavar="DATA", help=_DATA)]
 Images = Annotated[str | None, typer.Argument(metavar="DATA", help=_DATA)]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder or a run folder.")]
-QuietFlag = Annotated[bool, option("No progress and no remarks.", "--quiet", "-q")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=_SET, show_default=False)]
 
 
-def opened(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of images under the names that the library has for them."""
-    renamed = {"labels": "class_folders"}
-    found = {renamed.get(name, name): value for name, value in given.items()}
-    return found | ({"without": words(given["without"])} if "without" in given else {})
-
-
-def words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
-
-
-def reporter(quiet: bool) -> Reporter:
-    return Quiet() if quiet else console_reporter()
-
-
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:
-    """Two columns: names, and values that wrap beside them in a terminal and stay whole in a pipe."""
+    """Print two columns: names, and values that wrap in a terminal and stay whole in a pipe."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

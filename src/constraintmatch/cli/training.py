@@ -6,68 +6,41 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
-from constraintmatch.cli.flags import (
-    METHODS,
-    STAGES,
-    check_names,
-    read_settings,
-    setting_tables,
-    settings_of,
-    split_settings,
-)
-from constraintmatch.cli.shared import (
-    Images,
-    Model,
-    QuietFlag,
-    Sets,
-    Source,
-    about,
-    add_flags,
-    app,
-    flag,
-    opened,
-    option,
-    print_rows,
-    reporter,
-    shared,
-    words,
-)
+from constraintmatch._internal.progress import Reporter
+from constraintmatch.cli import flags
+from constraintmatch.cli.flags import METHODS, STAGES
+from constraintmatch.cli.shared import Flags, Images, Model, Sets, Source, command, flag, option, print_rows, shared
 
-__all__ = ["PANEL"]
+__all__ = ["demo", "predict", "pretrain", "settings", "train"]
 
-PANEL = "From a folder to clusters"
+_PANEL = "From a folder to clusters"
 _CLUSTERS = {"clusters": flag(int, "Number of clusters to find.")}
 _RECIPE = "safe: keep the start unless held-out pairs say that training is better; paper: as published. (safe)"
+_ERRORS = "Share of the pairs that are wrong. (the safe recipe estimates it)"
 
 
-@app.command(**about(PANEL, "constraintmatch demo --out demo"))
+@command(_PANEL)
 def demo(
     out: Annotated[Path, option("Folder for the runs and the report. (demo)")] = Path("demo"),
     seed: Annotated[int, option("Seed of everything random. (0)")] = 0,
-    quiet: QuietFlag = False,
+    *,
+    reporter: Reporter,
 ) -> None:
     """Show what pairs bring, on small digits.
 
     Trains on scikit-learn's digits from the same start and the same pairs, without and with ConstraintMatch.
+
+    Example:
+      constraintmatch demo --out demo
     """
     from constraintmatch.pipeline.demo import run_demo
 
-    typer.echo(run_demo(out, seed=seed, reporter=reporter(quiet)))
+    typer.echo(run_demo(out, seed=seed, reporter=reporter))
 
 
-@app.command(
-    **about(
-        PANEL,
-        "constraintmatch train photos --pairs pairs.csv \\",
-        "  --clusters 12 --out runs/photos",
-        "constraintmatch train photos --pairs pairs.csv \\",
-        "  --clusters 50 --set merge=yes --set max_entropy=0.3",
-        "constraintmatch train --resume --out runs/photos",
-    )
-)
-@add_flags(
+@command(
+    _PANEL,
     request={
         "pairs": flag(Path, "The pairs: left,right,link as CSV, Parquet or JSON lines."),
         **shared("columns"),
@@ -81,9 +54,7 @@ def demo(
     images=shared("test", "data_dir", "pictures", "flip"),
     chosen={
         "recipe": flag(Literal["safe", "paper"], _RECIPE, panel="Training"),
-        "error_rate": flag(
-            float, "Share of the pairs that are wrong. (the safe recipe estimates it)", panel="Training"
-        ),
+        "error_rate": flag(float, _ERRORS, panel="Training"),
         "steps": flag(int, "Training steps. (500 to 20,000, by the number of images)", panel="Training"),
         "lr": flag(float, "Learning rate. (0.01)", panel="Training"),
         "seed": flag(int, "Seed of everything random. (0)", panel="Training"),
@@ -91,65 +62,64 @@ def demo(
     },
 )
 def train(
-    data: Images = None,
-    *,
-    request: dict[str, Any],
-    sets: Sets = None,
-    quiet: QuietFlag = False,
-    chosen: dict[str, Any],
-    images: dict[str, Any],
+    data: Images = None, *, request: Flags, sets: Sets = None, reporter: Reporter, chosen: Flags, images: Flags
 ) -> None:
-    """Train a clustering model on images and pairs.
+    r"""Train a clustering model on images and pairs.
 
     Without --model it first makes a short self-supervised start of its own. The run folder gets the model,
     clusters.csv, evaluation.json and report.html. A data set of the paper has its own sizes and rates.
+
+    Example:
+      constraintmatch train photos --pairs pairs.csv \
+        --clusters 12 --out runs/photos
+      constraintmatch train photos --pairs pairs.csv \
+        --clusters 50 --set merge=yes --set max_entropy=0.3
+      constraintmatch train --resume --out runs/photos
     """
-    from constraintmatch.pipeline import commands
-    from constraintmatch.pipeline.plan import Train
+    from constraintmatch.pipeline import commands, plan
+    from constraintmatch.pipeline.train import train
+    from constraintmatch.training.loop import Interrupted
 
     recorded = request.keys() & {"resume", "from_run"}  # a method that is known only when the record is read
     method = request.get("method", None if recorded else "constraintmatch")
-    given = _settings("train", method, sets, chosen)
-    arguments, settings, more = split_settings(given)
-    asked = Train(data=data, **request, **images, **opened(more), arguments=arguments, settings=settings)
-    print_rows(commands.train(asked, reporter(quiet)).lines())
+    arguments, settings, more = flags.split_settings(flags.read_settings("train", sets, method, chosen))
+    asked = plan.Train(data=data, **request, **images, **more, arguments=arguments, settings=settings)
+    job = plan.plan_training(asked, reporter)
+    try:
+        trained = train(job.data.images, job.pairs, job.config, job.context)
+    except Interrupted as stop:
+        said = f"{stop}; the same command with --resume --out {job.context.out} goes on from there"
+        raise Interrupted(said) from None
+    print_rows(commands.finish_training(job, trained))
 
 
-def _settings(command: str, method: str | None, sets: list[str] | None, chosen: dict[str, Any]) -> dict[str, Any]:
-    """The settings of `--set` with those that have a flag of their own; each is given once."""
-    known, title = settings_of(command, method), method or command
-    found = read_settings(sets or [], known, title)
-    check_names(chosen, known, title)
-    if twice := sorted(found.keys() & chosen):
-        raise InputError(f"--{twice[0].replace('_', '-')} and --set {twice[0]}: give one of them")
-    return {**chosen, **found}
-
-
-@app.command(
-    **about(PANEL, "constraintmatch predict runs/photos new-photos \\", "  --out clusters.csv --sort-into sorted")
+@command(
+    _PANEL,
+    files={
+        "out": flag(Path, "File for name,cluster,confidence. (clusters.csv)"),
+        "sort_into": flag(Path, "New folder for one folder of images per cluster."),
+        "link": flag(bool, "Sorted images are links or copies. (links)", "--link/--copy"),
+    },
+    how=shared("device", "split", "data_dir", "strict", "pictures"),
 )
-@add_flags(how=shared("device", "split", "data_dir", "strict", "pictures"))
-def predict(
-    model: Model,
-    data: Source,
-    *,
-    out: Annotated[Path, option("File for name,cluster,confidence. (clusters.csv)")] = Path("clusters.csv"),
-    sort_into: Annotated[Path | None, option("New folder for one folder of images per cluster.")] = None,
-    link: Annotated[bool, option("Sorted images are links or copies. (links)", "--link/--copy")] = True,
-    how: dict[str, Any],
-    quiet: QuietFlag = False,
-) -> None:
-    """Place images in the clusters of a trained model."""
-    from constraintmatch.pipeline import cluster_folders, commands
+def predict(model: Model, data: Source, *, files: Flags, how: Flags, reporter: Reporter) -> None:
+    r"""Place images in the clusters of a trained model.
 
+    Example:
+      constraintmatch predict runs/photos new-photos \
+        --out clusters.csv --sort-into sorted
+    """
+    from constraintmatch.pipeline import commands
+
+    out, sort_into = files.get("out", Path("clusters.csv")), files.get("sort_into")
     check_target(out)
     if sort_into is not None:
-        cluster_folders.check_sort_folder(sort_into, data, out)
-    images, found = commands.predict_images(model, data, **how, reporter=reporter(quiet))
+        commands.check_sort_folder(sort_into, data, out)
+    images, found = commands.predict_images(model, data, **how, reporter=reporter)
     commands.write_clusters(out, images.images.names, found)
     rows = [("clusters", f"{out} ({len(found):,} images in {found.n_clusters} clusters)")]
     if sort_into is not None:
-        cluster_folders.sort_images(images, found, sort_into, link=link)
+        commands.sort_images(images, found, sort_into, link=files.get("link", True))
         rows.append(("sorted", str(sort_into)))
     print_rows(rows)
 
@@ -161,16 +131,8 @@ _CHAINS = (
 )
 
 
-@app.command(
-    **about(
-        PANEL,
-        "constraintmatch pretrain photos --clusters 12 \\",
-        "  --out starts/photos --set byol.epochs=200",
-        "constraintmatch train photos --pairs pairs.csv \\",
-        "  --model starts/photos --out runs/photos",
-    )
-)
-@add_flags(
+@command(
+    _PANEL,
     start={
         "chain": flag(str, _CHAINS),
         "stages": flag(str, f"Instead of a chain: some of {', '.join(STAGES)}."),
@@ -183,33 +145,39 @@ def pretrain(
     data: Source,
     *,
     out: Annotated[Path, option("Folder for the stages and for the model they leave.")],
-    images: dict[str, Any],
-    start: dict[str, Any],
-    chosen: dict[str, Any],
+    images: Flags,
+    start: Flags,
+    chosen: Flags,
     sets: Sets = None,
-    quiet: QuietFlag = False,
+    reporter: Reporter,
 ) -> None:
-    """Make a full self-supervised start for train.
+    r"""Make a full self-supervised start for train.
 
     Its stages learn features, find clusters and label images by them. The same command again goes on where it stopped.
+
+    Example:
+      constraintmatch pretrain photos --clusters 12 \
+        --out starts/photos --set byol.epochs=200
+      constraintmatch train photos --pairs pairs.csv \
+        --model starts/photos --out runs/photos
     """
     from constraintmatch.pipeline import commands
     from constraintmatch.pipeline.plan import Train
 
-    given = _settings("pretrain", None, sets, chosen)
+    given = flags.read_settings("pretrain", sets, flags=chosen)
     recipe: dict[str, dict[str, Any]] = {}
     for name in [name for name in given if "." in name]:
         stage, _, own = name.partition(".")
         recipe.setdefault(stage, {})[own] = given.pop(name)
-    _, settings, more = split_settings(given)
-    asked = Train(data=data, out=out, **images, **opened(more), settings=settings)
-    stages = words(start.pop("stages", ""))
-    model = commands.pretrain_model(asked, stages, recipe, reporter(quiet), **start)
+    _, settings, more = flags.split_settings(given)
+    asked = Train(data=data, out=out, **images, **more, settings=settings)
+    stages = flags.words(start.pop("stages", ""))
+    model = commands.pretrain_model(asked, stages, recipe, reporter, **start)
     following = f"constraintmatch train {shlex.quote(data)} --pairs pairs.csv --model {shlex.quote(str(out))}"
     print_rows([("model", str(model)), ("next", following)])
 
 
-@app.command(**about(PANEL, "constraintmatch settings constraintmatch", "constraintmatch settings linear_scan"))
+@command(_PANEL)
 def settings(
     method: Annotated[
         str | None, typer.Argument(metavar="METHOD", help=f"{', '.join(METHODS)}; or a stage: {', '.join(STAGES)}.")
@@ -218,13 +186,17 @@ def settings(
     """List what --set changes: name, default, values, meaning.
 
     Without METHOD the settings of all methods and stages are shown.
+
+    Example:
+      constraintmatch settings constraintmatch
+      constraintmatch settings linear_scan
     """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
-    for title, rows in setting_tables(method):
+    for title, rows in flags.setting_tables(method):
         console.print(Text(f"\n{title}", style="bold"))
         table = Table(box=None, padding=(0, 0, 0, 2), width=min(console.width, 80), header_style="dim")
         for heading, width in (("name", 16), ("default", 14), ("values", 14), ("meaning", None)):

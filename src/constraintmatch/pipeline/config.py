@@ -1,10 +1,10 @@
-"""What a training is: one `TrainConfig`, made and checked here, recorded in `run.json`."""
+"""What a training is: one `TrainConfig`, made and checked here; the stages of a start; sizes by default."""
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral, Real
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -12,19 +12,48 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.data.datasets import DataSet
 from constraintmatch.methods import METHODS, ViewChoice
 from constraintmatch.models.cluster_model import ClusterModel
-from constraintmatch.pipeline.recipes import Recipe, training_size
 from constraintmatch.training.loop import TrainSettings
 
 __all__ = [
+    "CHAINS",
+    "MOST_LR",
+    "ORDER",
+    "PRETEXTS",
+    "SHORT_STAGES",
+    "STAGES",
+    "Recipe",
     "TrainConfig",
+    "chain_stages",
     "default_options",
     "make_config",
     "method_arguments",
     "method_settings",
+    "round_size",
+    "short_start",
     "split_options",
+    "training_size",
 ]
 
-NOT_ARGUMENTS = {"model", "images", "constraints", "settings", "views", "context"}
+STAGES = ("simclr", "scan", "self_label")  # the paper's start
+SHORT_STAGES = ("simclr", "linear_scan")  # the start that a training makes when it has none
+PRETEXTS = ("simclr", "byol")  # the ways to learn features; a start has one of them
+ORDER = (*PRETEXTS, "linear_scan", "scan", "self_label", "neighbour_label")
+CHAINS = {
+    "scan": STAGES,
+    "byol": ("byol", "scan", "self_label", "linear_scan"),
+    "own": ("byol", "linear_scan", "neighbour_label", "linear_scan"),  # steady on few images (decisions 023 and 041)
+    "short": SHORT_STAGES,
+}
+MOST_LR = 0.02  # of a round; with few answers a higher rate is unstable (docs/findings.md: 0.05 on digits)
+Recipe = Mapping[str, Mapping[str, Any]]  # the arguments and training settings of each stage
+
+_NOT_ARGUMENTS = {"model", "images", "constraints", "settings", "views", "context"}
+_KINDS: dict[type, tuple[tuple[type, ...], str]] = {  # by the type of a default
+    bool: ((bool, np.bool_), "True or False"),
+    int: ((Integral,), "a whole number"),
+    float: ((Real,), "a number"),
+    str: ((str,), "a word"),
+}
 
 
 @dataclass(frozen=True)
@@ -53,19 +82,59 @@ def make_config(
 ) -> TrainConfig:
     """The configuration of a training; what the method cannot use is an InputError.
 
-    `options` are arguments of the method and training settings, by name; the method's defaults stand for the others.
+    `options` are arguments of the method and training settings, by name; the others have the method's defaults.
     """
-    arguments, changes = split_options(method, options or {})
-    return TrainConfig(
-        method,
-        _resolved(method, arguments),
-        method_settings(method, changes),
-        start,
-        views or ViewChoice(),
-        tuple(stages),
-        dict(stage_options or {}),
-        n_clusters,
-    )
+    given, changes = split_options(method, options or {})
+    known = {key: parameter.default for key, parameter in method_arguments(method).items()}
+    arguments = known | given
+    if missing := [key for key, value in arguments.items() if value is inspect.Parameter.empty]:
+        raise InputError(f"{method} needs the argument {missing[0]!r}")
+    _check_kinds(method, arguments, known)
+    settings, recipe = method_settings(method, changes), dict(stage_options or {})
+    return TrainConfig(method, arguments, settings, start, views or ViewChoice(), tuple(stages), recipe, n_clusters)
+
+
+def method_arguments(name: str) -> dict[str, inspect.Parameter]:
+    """The keyword arguments that configure a method, by name."""
+    if name not in METHODS:
+        raise InputError(f"unknown method {name!r}; known are {', '.join(METHODS)}")
+    parameters = inspect.signature(METHODS[name]).parameters
+    return {key: value for key, value in parameters.items() if key not in _NOT_ARGUMENTS}
+
+
+def method_settings(name: str, overrides: Mapping[str, Any] | None = None) -> TrainSettings:
+    """The method's own training settings with some of them changed; an unknown name is an error."""
+    default = cast(TrainSettings, inspect.signature(METHODS[name]).parameters["settings"].default)
+    known, overrides = asdict(TrainSettings()), overrides or {}
+    if unknown := sorted(overrides.keys() - known.keys()):
+        raise InputError(f"unknown training setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    _check_kinds(name, overrides, known)
+    return replace(default, **overrides)
+
+
+def split_options(name: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of a method as its own arguments and its training settings; an unknown name is an error.
+
+    So are steps for a method that counts epochs: they follow from the epochs.
+    """
+    own, known = method_arguments(name), asdict(TrainSettings())
+    if "steps" in options and "epochs" in own:
+        raise InputError(f"{name} counts epochs, not steps; ask for epochs={own['epochs'].default} or another number")
+    if unknown := sorted(options.keys() - own.keys() - known.keys()):
+        raise InputError(f"{name} has no option {unknown[0]!r}; it has {', '.join([*own, *sorted(known)])}")
+    arguments = {key: value for key, value in options.items() if key in own}
+    return arguments, {key: value for key, value in options.items() if key not in own}
+
+
+def _check_kinds(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """A value of another kind than its default (a word for a number, half a step) is an InputError."""
+    for key, value in values.items():
+        types, words = _KINDS.get(type(defaults[key]), ((object,), ""))
+        if not isinstance(value, types):
+            raise InputError(f"{name}: {key} is {value!r}; it must be {words}")
+
+
+# Where nothing is asked
 
 
 def default_options(method: str, n_images: int, *, cpu: bool, row: DataSet | None = None) -> dict[str, Any]:
@@ -83,65 +152,39 @@ def default_options(method: str, n_images: int, *, cpu: bool, row: DataSet | Non
     return {key: value for key, value in chosen.items() if key in known or key in TrainSettings.__dataclass_fields__}
 
 
-def method_arguments(name: str) -> dict[str, inspect.Parameter]:
-    """The keyword arguments that configure a method, by name."""
-    if name not in METHODS:
-        raise InputError(f"unknown method {name!r}; known are {', '.join(METHODS)}")
-    parameters = inspect.signature(METHODS[name]).parameters
-    return {key: value for key, value in parameters.items() if key not in NOT_ARGUMENTS}
+def training_size(n_images: int, *, cpu: bool) -> dict[str, Any]:
+    """Batches, steps, rate and warm-up of a training on pairs, for a set of this size where nothing else is known.
 
-
-def method_settings(name: str, overrides: Mapping[str, Any] | None = None) -> TrainSettings:
-    """The method's own training settings with some of them changed; an unknown name is an error."""
-    default = cast(TrainSettings, inspect.signature(METHODS[name]).parameters["settings"].default)
-    known = {entry.name for entry in fields(TrainSettings)}
-    if unknown := sorted((overrides or {}).keys() - known):
-        raise InputError(f"unknown training setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
-    _check_kinds(name, overrides or {}, asdict(TrainSettings()))
-    return replace(default, **(overrides or {}))
-
-
-def split_options(name: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of a method as its own arguments and its training settings; an unknown name is an error.
-
-    So are steps for a method that counts epochs: they follow from those, and what was asked would be passed over.
+    An eighth of the images a step, from 150 to the paper's 600 (on a CPU 150), and a third as many pairs; sixty
+    passes over the images, from 500 steps to the paper's 20,000 (on a CPU 1,000); the paper's rate of 0.01, since 0.03
+    ruins a strong start (decision 042). Pairs come first and pseudo-constraints later: a short start is a weak one,
+    and pseudo-constraints confirm what it has wrong (docs/findings.md).
     """
-    own = method_arguments(name)
-    if "steps" in options and "epochs" in own:
-        raise InputError(f"{name} counts epochs, not steps; ask for epochs={own['epochs'].default} or another number")
-    known = {entry.name for entry in fields(TrainSettings)}
-    if unknown := sorted(options.keys() - own.keys() - known):
-        raise InputError(f"{name} has no option {unknown[0]!r}; it has {', '.join([*own, *sorted(known)])}")
-    arguments = {key: value for key, value in options.items() if key in own}
-    return arguments, {key: value for key, value in options.items() if key not in own}
+    batch = min(150 if cpu else 600, max(150, n_images // 8))
+    steps = int(min(1_000 if cpu else 20_000, max(500, 60 * n_images / batch)))
+    return {"images_per_step": batch, "pairs_per_step": batch // 3, "steps": steps, "lr": 0.01, "warm_up": 0.5}
 
 
-def _check_kinds(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """A value of another kind than its default (a word for a number, half a step) is an InputError."""
-    for key, value in values.items():
-        if (kind := _KINDS.get(type(defaults.get(key)))) and not isinstance(value, kind.types):
-            raise InputError(f"{name}: {key} is {value!r}; it must be {kind.words}")
+def round_size(n_images: int, *, cpu: bool) -> dict[str, Any]:
+    """The same for a round between questions, which is short because people wait."""
+    size = training_size(n_images, cpu=cpu)
+    return {**size, "steps": 300 if cpu else 1_000, "lr": min(size["lr"], MOST_LR)}
 
 
-class _Kind(NamedTuple):
-    types: tuple[type, ...]
-    words: str
+def short_start(n_images: int, *, cpu: bool) -> dict[str, dict[str, Any]]:
+    """The recipe of the start that a training makes when it has none: minutes for a folder, on a CPU too.
+
+    At least 160 steps of SimCLR for any number of images, on a CPU not more; then clusters by linear heads on the
+    frozen features: seconds, and nothing to tune (decision 014).
+    """
+    epochs = -(-160 // max(1, n_images // 256))
+    return {"simclr": {"epochs": epochs if cpu else max(60, epochs), "images_per_step": 256}, "linear_scan": {}}
 
 
-_KINDS = {  # by the type of a default
-    bool: _Kind((bool, np.bool_), "True or False"),
-    int: _Kind((Integral,), "a whole number"),
-    float: _Kind((Real,), "a number"),
-    str: _Kind((str,), "a word"),
-}
-
-
-def _resolved(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    known = method_arguments(name)
-    if unknown := sorted(arguments.keys() - known.keys()):
-        raise InputError(f"{name} has no argument {unknown[0]!r}; it has {', '.join(known)}")
-    chosen = {key: arguments.get(key, parameter.default) for key, parameter in known.items()}
-    if missing := [key for key, value in chosen.items() if value is inspect.Parameter.empty]:
-        raise InputError(f"{name} needs the argument {missing[0]!r}")
-    _check_kinds(name, chosen, {key: parameter.default for key, parameter in known.items()})
-    return chosen
+def chain_stages(chain: str, stages: Sequence[str] = (), pretext: str | None = None) -> tuple[str, ...]:
+    """The stages of a chain by its name, or the given ones; `pretext` takes the place of their pretext task."""
+    if not stages and chain not in CHAINS:
+        raise InputError(f"unknown chain {chain!r}; known are {', '.join(CHAINS)}")
+    if pretext not in (None, *PRETEXTS):
+        raise InputError(f"unknown pretext task {pretext!r}; known are {', '.join(PRETEXTS)}")
+    return tuple(pretext if pretext and stage in PRETEXTS else stage for stage in stages or CHAINS[chain])

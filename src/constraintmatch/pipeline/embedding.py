@@ -1,27 +1,38 @@
-"""What a network makes of images, kept in a file that every command takes in the place of the images."""
+"""What networks make of images: embeddings in a file that every command takes, and several networks as one model."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import check_target, write_atomically
+from constraintmatch._internal.files import check_new_folder, check_target, write_atomically
 from constraintmatch._internal.progress import Quiet, Reporter, watched
 from constraintmatch.data.datasets import DATASETS, DataSet
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed
-from constraintmatch.methods.parts.preparation import check_images
-from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, made_for_side
-from constraintmatch.pipeline.sources import ClassFolders, open_at
+from constraintmatch.methods.parts.preparation import check_images, spread
+from constraintmatch.models.cluster_model import (
+    JOIN,
+    ClusterModel,
+    Joined,
+    build_model,
+    load_model,
+    made_for_side,
+    save_model,
+    unfilled_model,
+)
+from constraintmatch.pipeline.sources import open_at
 from constraintmatch.training.loop import choose_device
 
-__all__ = ["embed_images", "write_embeddings"]
+__all__ = ["embed_images", "join", "join_folders", "write_embeddings"]
 
-TIMM = "timm:"
+MEASURED = 10_000  # images by which the features of the networks are brought to one length
 
 
 def embed_images(
@@ -30,33 +41,22 @@ def embed_images(
     out: Path,
     *,
     side: int | None = None,
-    split: str | None = None,
-    data_dir: Path | str | None = None,
-    class_folders: ClassFolders = "auto",
-    strict: bool = False,
     device: str | None = None,
     reporter: Reporter | None = None,
+    **how: Any,
 ) -> NDArray[np.float32]:
     """The embeddings (n, d) of the images, which are written to `out` with names and labels.
 
     The model is a model folder, a run folder or a pretrained network of timm's, `timm:NAME`, which takes images of
-    `side`, or of the side that it was made for. Of a data set without `split` the training images are taken.
+    `side`, or of the side that it was made for. Of a data set without a split the training images are taken; `how` is
+    for `open_data`.
     """
     place, reporter = choose_device(device), reporter or Quiet()
     if out.suffix != ".npz":
-        raise InputError(f"{out}: embeddings are written as .npz; give --out a name that ends so")
+        raise InputError(f"{out}: embeddings are written as .npz; give --out a name that ends with .npz")
     check_target(out)
     network = _network(model, side, DATASETS.get(str(source)))
-    data = open_at(
-        source,
-        (network.config.side, network.config.channels),
-        "train",
-        split=split,
-        data_dir=data_dir,
-        class_folders=class_folders,
-        strict=strict,
-        reporter=reporter,
-    )
+    data = open_at(source, (network.config.side, network.config.channels), "train", reporter=reporter, **how)
     check_images(network, data.images)
     with watched(reporter, "embedding", len(data.images)) as progress:
         made = embed(network, data.images, device=place, progress=progress)
@@ -82,10 +82,105 @@ def write_embeddings(path: Path, embeddings: NDArray[np.float32], images: ImageS
 def _network(model: str, side: int | None, row: DataSet | None) -> ClusterModel:
     if row is not None and side not in (None, row.side):
         raise InputError(f"{row.name} has images of {row.side} px; leave --side out")
-    if model.startswith(TIMM):
+    if model.startswith("timm:"):
         wanted = side or (row.side if row is not None else made_for_side(model))
         return build_model(n_clusters=0, side=wanted, backbone=model, pretrained=True)
     found = load_model(model)
     if side not in (None, found.config.side):
         raise InputError(f"{model}: takes images of {found.config.side} px; leave --side out")
     return found
+
+
+# Several networks as one model
+
+
+def join(
+    models: Sequence[ClusterModel],
+    images: ImageSet,
+    *,
+    device: torch.device | str | None = None,
+    reporter: Reporter | None = None,
+) -> ClusterModel:
+    """One model of two networks or more. It places images as the first one does, until its head is trained.
+
+    Networks that were trained differently err on different images: neighbours in the features of both are of one kind
+    more often than in the features of either, so answers are carried further (docs/findings.md). The features of each
+    are centred on those of the images, at most 10,000 of them, and brought to length 1 on the mean, so that none
+    outweighs the others. Heads of the others and projections are left out.
+    """
+    _check_parts(models)
+    sample = images.take(spread(len(images), MEASURED))
+    first = models[0].config
+    names = JOIN.join(model.config.backbone for model in models)
+    trained = tuple(stage for model in models for stage in model.config.trained)
+    joined = unfilled_model(replace(first, backbone=names, projection=0, trained=trained))
+    backbone = joined.backbone
+    assert isinstance(backbone, Joined)
+    with torch.no_grad():
+        for number, (model, part) in enumerate(zip(models, backbone.parts, strict=True)):
+            part.load_state_dict(model.backbone.state_dict())
+            own = torch.tensor(model.config.std)
+            backbone.gain[number] = torch.tensor(first.std) / own
+            backbone.offset[number] = (torch.tensor(first.mean) - torch.tensor(model.config.mean)) / own
+        measured = [_measure(model, sample, device, reporter or Quiet()) for model in models]
+        backbone.centre.copy_(torch.cat([centre for centre, _ in measured]))
+        backbone.stretch.copy_(torch.cat([torch.full_like(centre, stretch) for centre, stretch in measured]))
+        if joined.head is not None and models[0].head is not None:  # on its part of the features, as they are now
+            weight, bias = (part.detach().cpu() for part in (models[0].head.weight, models[0].head.bias))
+            centre, stretch = measured[0]
+            joined.head.weight.zero_()
+            joined.head.weight[:, : models[0].width] = weight / stretch
+            joined.head.bias.copy_(bias + weight @ centre)
+    return joined
+
+
+def join_folders(
+    folders: Sequence[Path | str],
+    source: Path | str,
+    out: Path | str,
+    *,
+    half: bool = False,
+    device: str | None = None,
+    reporter: Reporter | None = None,
+    **how: Any,
+) -> ClusterModel:
+    """The model that `join` makes of model or run folders, written to the new model folder `out`."""
+    place = choose_device(device)
+    check_new_folder(out)
+    models = [load_model(folder) for folder in folders]
+    _check_parts(models)
+    size = models[0].config.side, models[0].config.channels
+    data = open_at(source, size, "train", reporter=reporter, **how)
+    check_images(models[0], data.images)
+    joined = join(models, data.images, device=place, reporter=reporter)
+    save_model(joined, out, half=half)
+    return joined
+
+
+def _measure(
+    model: ClusterModel, images: ImageSet, device: torch.device | str | None, reporter: Reporter
+) -> tuple[Tensor, float]:
+    """The mean of a network's features (d,), and what brings them to length 1 around it."""
+    with watched(reporter, f"measuring {model.config.backbone}", len(images)) as progress:
+        features = torch.from_numpy(embed(model, images, device=device, progress=progress))
+    centre = features.mean(0)
+    length = float((features - centre).norm(dim=1).mean())
+    if not length > 1e-5 * float(centre.norm()):
+        raise InputError("a network sees no difference between the images: it cannot be joined to another one")
+    return centre, 1 / length
+
+
+def _check_parts(models: Sequence[ClusterModel]) -> None:
+    if len(models) < 2:
+        raise InputError("join needs two models or more")
+    first = models[0].config
+    if any(model.config.side == 1 for model in models):
+        raise InputError("models of embeddings have no networks to join; put the embeddings side by side instead")
+    if any(JOIN in model.config.backbone for model in models):
+        raise InputError("a joined model cannot be joined again; name all its networks at once")
+    for other in (model.config for model in models[1:]):
+        if (other.side, other.channels) != (first.side, first.channels):
+            raise InputError(
+                f"models for {first.side} and {other.side} pixels, {first.channels} and {other.channels} channels "
+                "cannot be joined: they must take the same images"
+            )

@@ -1,24 +1,43 @@
-"""Opening what a person names: images from a folder, a file or a data set, and the pairs over them."""
+"""Opening images (a folder, a file, a data set) and the pairs over them, in all the forms that people have them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import issparse
+
 from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import check_target
 from constraintmatch._internal.progress import Quiet, Reporter
+from constraintmatch.constraints import graph
 from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.constraints.pairs_file import names_in
 from constraintmatch.data.datasets import DATASETS, DataSet, load_dataset
 from constraintmatch.data.image_set import ImageSet, load_images
 
-__all__ = ["ClassFolders", "Data", "OnConflict", "Pairs", "open_at", "open_data", "open_pairs", "read_pairs"]
+__all__ = [
+    "ClassFolders",
+    "Data",
+    "Pairs",
+    "as_constraints",
+    "check_pairs",
+    "choose_pairs",
+    "open_at",
+    "open_data",
+    "open_pairs",
+    "read_pairs",
+    "sample_pairs",
+]
 
 ClassFolders = bool | Literal["auto"]
-OnConflict = Literal["error", "drop", "keep"]
+Pairs = Constraints | Mapping[str, Any] | Sequence[Any] | Path | str | Any  # Any: an array or a sparse matrix
 
 
 @dataclass(frozen=True)
@@ -37,64 +56,55 @@ class Data:
         return None if place is None else Path(place)
 
 
+# Images
+
+
 def open_data(
     source: Path | str,
     *,
-    side: int | None = None,
-    max_side: int | None = None,
-    channels: int | None = None,
     split: str | None = None,
     data_dir: Path | str | None = None,
-    class_folders: ClassFolders = "auto",
-    strict: bool = False,
     pictures: Path | str | None = None,
+    class_folders: ClassFolders = "auto",
     reporter: Reporter | None = None,
+    **how: Any,
 ) -> Data:
     """The images of a folder, of a .npy or .npz file, or of a data set by name (`./digits` means a folder).
 
-    A file may hold embeddings instead; `pictures` is then the folder of the images that they stand for.
-
-    A data set without `split` gives its training images, with the test images held out. `max_side` bounds a side that
-    is left to the images; a data set keeps its own.
+    A file may hold embeddings instead; `pictures` is then the folder of their images. A data set without `split` gives
+    its training images, with the test images held out. `how` has the side, max_side, channels and strict of
+    `load_images`; `max_side` bounds a side that is not asked for, and a data set keeps its own.
     """
     reporter = reporter or Quiet()
     if str(source) in DATASETS:
         if pictures is not None:
             raise InputError(f"--pictures goes with embeddings; {source} has images of its own")
-        return _open_dataset(str(source), side, channels, split, data_dir, reporter)
+        return _open_dataset(DATASETS[str(source)], how.get("side"), how.get("channels"), split, data_dir, reporter)
     path = Path(os.path.abspath(source))  # noqa: PTH100 (resolve would follow links)
     if not path.exists():
         raise InputError(f"{path}: no such folder; name one that exists, or a data set: {', '.join(DATASETS)}")
     with _decoding(reporter) as progress:
-        images = load_images(
-            path,
-            side=side,
-            max_side=max_side,
-            channels=channels,
-            class_folders=class_folders,
-            strict=strict,
-            progress=progress,
-        )
-    if pictures is not None:
-        images = _with_pictures(path, images, Path(pictures), class_folders, reporter)
-    _say_skipped(images, reporter)
+        images = load_images(path, class_folders=class_folders, progress=progress, **how)
     record: dict[str, Any] = {"kind": "file" if path.is_file() else "folder", "name": path.name, "source": str(path)}
     record |= {"side": images.side, "channels": images.channels, "class_folders": class_folders}
     if pictures is not None:
         record["pictures"] = os.path.abspath(pictures)  # noqa: PTH100
+        images = _with_pictures(path, images, Path(pictures), class_folders, reporter)
+    _say_skipped(images, reporter)
     return Data(images, None, None, record)
 
 
 def open_at(
     source: Path | str, size: tuple[int, int] | None, part: str, *, split: str | None = None, **how: Any
 ) -> Data:
-    """The images at a model's side and channels, `open_data` told `how`.
+    """The images at a model's side and channels; `how` is for `open_data`.
 
     A data set has a size of its own, and of it `split` is taken, or without one `part`.
     """
-    is_dataset = str(source) in DATASETS
-    side, channels = (None, None) if is_dataset or size is None else size
-    return open_data(source, side=side, channels=channels, split=(split or part) if is_dataset else None, **how)
+    if str(source) in DATASETS:
+        return open_data(source, split=split or part, **how)
+    side, channels = size or (None, None)
+    return open_data(source, side=side, channels=channels, **how)
 
 
 def _with_pictures(
@@ -112,22 +122,21 @@ def _with_pictures(
 
 
 def _open_dataset(
-    name: str,
+    row: DataSet,
     side: int | None,
     channels: int | None,
     split: str | None,
     data_dir: Path | str | None,
     reporter: Reporter,
 ) -> Data:
-    row = DATASETS[name]
     if side not in (None, row.side) or channels not in (None, row.channels):
         size = f"{row.side} px and {row.channels} channel(s)"
-        raise InputError(f"{name} has images of {size}, not {side or row.side} px and {channels or row.channels}")
+        raise InputError(f"{row.name} has images of {size}, not {side or row.side} px and {channels or row.channels}")
     folder = None if data_dir is None else os.path.abspath(data_dir)  # noqa: PTH100
     with _decoding(reporter) as progress:
-        images = load_dataset(name, split or "train", folder, progress=progress)
-        held_out = load_dataset(name, "test", folder, progress=progress) if split is None else None
-    record = {"kind": "dataset", "name": name, "source": name, "split": split, "data_dir": folder}
+        images = load_dataset(row.name, split or "train", folder, progress=progress)
+        held_out = load_dataset(row.name, "test", folder, progress=progress) if split is None else None
+    record = {"kind": "dataset", "name": row.name, "source": row.name, "split": split, "data_dir": folder}
     return Data(images, held_out, row, record | {"side": row.side, "channels": row.channels})
 
 
@@ -156,12 +165,7 @@ def _say_skipped(images: ImageSet, reporter: Reporter, limit: int = 10) -> None:
         reporter.say(f"  … and {len(images.skipped) - limit:,} more")
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Constraints to train on, and those set aside to judge the model by."""
-
-    training: Constraints
-    held_out: Constraints | None = None
+# Pairs of a file
 
 
 def open_pairs(
@@ -169,13 +173,16 @@ def open_pairs(
     images: ImageSet,
     *,
     columns: str | None = None,
-    on_conflict: OnConflict = "error",
+    on_conflict: Literal["error", "drop", "keep"] = "error",
     close: bool = False,
     holdout: float = 0.0,
     seed: int = 0,
     reporter: Reporter | None = None,
-) -> Pairs:
-    """The pairs of a file over these images, without contradictions; a share set aside, then the rest closed."""
+) -> tuple[Constraints, Constraints | None]:
+    """The pairs of a file over these images, without contradictions, and the share `holdout` of them, set aside first.
+
+    `close` adds what the others imply.
+    """
     read = read_pairs(path, images, columns=columns)
     try:
         kept = read.resolve(on_conflict, names=images.names)
@@ -185,8 +192,12 @@ def open_pairs(
         reporter.say(f"{len(read) - len(kept):,} of {len(read):,} pairs contradict others and are left out")
     held_out = None
     if holdout:
-        kept, held_out = _set_aside(kept, holdout, seed)
-    return Pairs(kept.close() if close else kept, held_out)
+        kept = kept.merged()  # else a pair may be in both parts
+        n = round(holdout * len(kept)) if 0 < holdout < 1 else 0
+        if not 0 < n < len(kept):
+            raise InputError(f"holdout_pairs={holdout:g} of {len(kept):,} pairs leaves none on one side; try 0.2")
+        kept, held_out = kept.split(n, seed=seed)
+    return kept.close() if close else kept, held_out
 
 
 def read_pairs(path: Path | str, images: ImageSet, *, columns: str | None = None) -> Constraints:
@@ -198,9 +209,152 @@ def read_pairs(path: Path | str, images: ImageSet, *, columns: str | None = None
     return read
 
 
-def _set_aside(constraints: Constraints, share: float, seed: int) -> tuple[Constraints, Constraints]:
-    merged = constraints.merged()  # else a pair may stand in both parts
-    n = round(share * len(merged)) if 0 < share < 1 else 0
-    if not 0 < n < len(merged):
-        raise InputError(f"holdout_pairs={share:g} of {len(merged):,} pairs leaves none on one side; try 0.2")
-    return merged.split(n, seed=seed)
+# Pairs of labels, and what a file of pairs holds
+
+
+def sample_pairs(
+    source: Path | str,
+    out: Path | str,
+    *,
+    n: int | None = None,
+    per_image: int | None = None,
+    balanced: bool = False,
+    seed: int = 0,
+    flip: float | None = None,
+    flip_only: Literal["must-link", "cannot-link"] | None = None,
+    **how: Any,
+) -> Constraints:
+    """Pairs drawn from the labels of images, written by name; an existing file is not overwritten.
+
+    `how` is for `open_data`.
+    """
+    if (n is None) == (per_image is None):
+        raise InputError("say how many pairs: --n PAIRS or --per-image PARTNERS, and not both")
+    if (few := (n or 0) + (per_image or 0)) < 1:
+        flag = "--n" if per_image is None else "--per-image"
+        raise InputError(f"{flag} {few}: a file without pairs is of no use; ask for 1 or more")
+    if balanced and per_image is not None:
+        raise InputError("--balanced goes with --n; --per-image draws its partners from all images")
+    if flip_only is not None and flip is None:
+        raise InputError(f"--wrong-only {flip_only} goes with --wrong SHARE")
+    if Path(out).exists():
+        raise InputError(f"{out}: exists already; remove it or choose another --out")
+    check_target(out)
+    images = open_at(source, None, "train", **how).images
+    if images.labels is None:
+        raise InputError(f"{source}: sampling needs labels; give one sub-folder for each class, or a data set")
+    if per_image is not None:
+        drawn = Constraints.sample_partners(images.labels, per_image, seed=seed)
+    else:
+        drawn = Constraints.sample(images.labels, n or 0, seed=seed, balanced=balanced)
+    if flip is not None:
+        drawn = drawn.flip(flip, seed=seed, only=flip_only)
+    drawn.write(out, names=images.names)
+    return drawn
+
+
+def check_pairs(
+    path: Path | str, source: Path | str | None = None, *, columns: str | None = None, close: bool = False, **how: Any
+) -> tuple[dict[str, str], list[str]]:
+    """Counts of a pairs file, alone or over images, and its first contradictions with their chains."""
+    if source is None:
+        names: Sequence[str] | None = names_in(path, columns=columns)
+        pairs = Constraints.read(path, names=names, columns=columns)
+    else:
+        images = open_at(source, None, "train", **how).images
+        names, pairs = images.names, read_pairs(path, images, columns=columns)
+    sizes = np.bincount(pairs.components()) if pairs.n_images else np.zeros(1, np.int64)  # of groups by must-links
+    counts = {
+        "pairs": len(pairs),
+        "must-links": pairs.n_must_links,
+        "cannot-links": pairs.n_cannot_links,
+        "soft links at 1/2": len(pairs) - pairs.n_must_links - pairs.n_cannot_links,
+        "duplicates": len(pairs) - len(pairs.merged()),
+        "links to itself, ignored": pairs.ignored_self_links,
+        "must-link groups": int((sizes > 1).sum()),
+        "images": pairs.n_images,
+        "images without a constraint": pairs.n_images - len(np.union1d(pairs.left, pairs.right)),
+        "contradictions": len(pairs.conflict_rows()),
+    }
+    rows = {name: f"{count:,}" for name, count in counts.items()}
+    rows["must-link groups"] += f" (largest: {sizes.max():,} images)"
+    if close:
+        closed = graph.n_pairs(*pairs.component_constraints())
+        rows["after closing"] = f"{closed[0]:,} must-links, {closed[1]:,} cannot-links"
+    return rows, [conflict.describe(names, pairs.places) for conflict in pairs.conflicts(limit=10)]
+
+
+# Pairs in memory
+
+
+def as_constraints(constraints: Pairs, images: ImageSet) -> Constraints | None:
+    """Constraints over the images from any form that `ConstraintMatch.fit` takes; None stays None.
+
+    `Constraints` are used without a change; in all other forms a contradiction is an InputError.
+    """
+    if constraints is None or isinstance(constraints, Constraints):
+        return constraints
+    n = len(images)
+    if isinstance(constraints, Path | str):
+        made = Constraints.read(constraints, names=images.names, n_images=n)
+    elif isinstance(constraints, Mapping):
+        if odd := sorted(map(str, constraints.keys() - {"must_link", "cannot_link"})):
+            raise InputError(f"constraints: unknown key {odd[0]!r}; known are must_link, cannot_link")
+        made = Constraints.from_lists(n_images=n, **constraints)
+    elif issparse(constraints):
+        made = Constraints.from_matrix(constraints)
+    elif hasattr(constraints, "__array__"):
+        array = np.asarray(constraints)
+        is_table = _is_table(array) and array.shape != (n, n)
+        made = _from_table(array, n) if is_table else Constraints.from_matrix(array)
+    elif isinstance(constraints, list | tuple) and (columns := _columns(constraints)) is not None:
+        made = Constraints.from_arrays(*columns, n_images=n)
+    else:
+        raise InputError(
+            "constraints must be Constraints, a pairs file, a table or columns (left, right, link), a list of such "
+            "triples, a dict with must_link and cannot_link, or a square matrix of 1, -1 and 0"
+        )
+    return made.resolve("error", names=images.names)
+
+
+def choose_pairs(y: Any, constraints: Pairs) -> Pairs:
+    """The constraints, by name or in second place, where a label for each row is ignored, as clusterers do."""
+    if isinstance(y, Constraints | Mapping | Path | str) or issparse(y):
+        in_second_place = True
+    elif isinstance(y, list | tuple):
+        in_second_place = _columns(y) is not None
+    else:
+        array = np.asarray(y)
+        in_second_place = _is_table(array) or (array.ndim == 2 and array.shape[0] == array.shape[1])
+    if in_second_place and constraints is not None:
+        raise InputError("constraints are given twice, in second place and by name; leave one out")
+    return y if in_second_place else constraints
+
+
+def _is_table(array: NDArray[Any]) -> bool:
+    """Whether this is an array of pairs: left, right, link, and perhaps weight."""
+    return array.ndim == 2 and array.shape[1] in (3, 4)
+
+
+def _from_table(table: NDArray[Any], n_images: int) -> Constraints:
+    rows = table[:, :2]
+    if rows.dtype.kind == "f" and np.isfinite(rows).all() and (rows == np.floor(rows)).all():
+        rows = rows.astype(np.int64)  # an array of one type has to hold soft links or weights too
+    weight = table[:, 3] if table.shape[1] == 4 else None
+    return Constraints.from_arrays(rows[:, 0], rows[:, 1], table[:, 2], weight=weight, n_images=n_images)
+
+
+def _columns(given: Sequence[Any]) -> Sequence[Any] | None:
+    """Left, right and link as columns, from columns or from triples; None: neither. Three by three may be both."""
+    triples = len(given) > 0 and all(isinstance(item, list | tuple) and len(item) == 3 for item in given)
+    if triples and len(given) == 3:
+        as_tuples = [isinstance(item, tuple) for item in given]
+        if isinstance(given, tuple) == all(as_tuples) or any(as_tuples) != all(as_tuples):
+            raise InputError(
+                "constraints: three columns or three triples (left, right, link)? give a tuple of lists for columns, "
+                "a list of tuples for triples"
+            )
+        triples = all(as_tuples)
+    if triples:
+        return list(zip(*given, strict=True))
+    return given if len(given) == 3 and all(np.ndim(column) == 1 for column in given) else None

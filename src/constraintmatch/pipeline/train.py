@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import numpy as np
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json
-from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed, knn_accuracy, neighbour_consistency, predict, scores
@@ -20,16 +19,14 @@ from constraintmatch.evaluation.neighbours import nearest_neighbours
 from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
 from constraintmatch.methods.parts.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
-from constraintmatch.pipeline.config import TrainConfig, make_config, method_arguments
-from constraintmatch.pipeline.recipes import ORDER, STAGES, Recipe
+from constraintmatch.pipeline.config import ORDER, STAGES, Recipe, TrainConfig, make_config, method_arguments
 from constraintmatch.training.loop import choose_device
 from constraintmatch.training.run_folder import is_finished, open_run, read_log, write_result
 
-__all__ = ["pretrain", "rehearse", "rehearse_stages", "stage_summary", "train", "weights_hash"]
+__all__ = ["pairs_hash", "pretrain", "rehearse", "rehearse_stages", "stage_summary", "train", "weights_hash"]
 
-QUICK: dict[str, Any] = {"device": "cpu", "compile": False, "cuda_graph": False, "bf16": False, "tensorboard": False}
-SHARED = ("seed", "device", "bf16", "channels_last", "compile", "cuda_graph")  # settings that the start shares
-_LENGTHS = ("epochs", "n_tries")  # arguments that say how long a stage takes
+_QUICK: dict[str, Any] = {"device": "cpu", "compile": False, "cuda_graph": False, "bf16": False, "tensorboard": False}
+_SHARED = ("seed", "device", "bf16", "channels_last", "compile", "cuda_graph")  # settings that the start shares
 
 
 def train(
@@ -38,10 +35,7 @@ def train(
     config: TrainConfig,
     context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
-    """The trained model and its log.
-
-    With a folder `context.out` the run is kept there, continued from there, and loaded from there if it is finished.
-    """
+    """The trained model and its log; with a folder `context.out` the run is kept there, continued, or loaded."""
     if config.stages:
         config = replace(config, start=_make_start(images, config, context), stages=())
     method = METHODS[config.method]
@@ -53,7 +47,7 @@ def train(
     request = _request(config, images, given.get("constraints"), context)
     if context.out is None:
         trained, log = method(config.start, images, **given, context=context)
-        return Trained(_noted(trained, request, log), log)
+        return Trained(_note(trained, request, log), log)
     how: dict[str, Any] = {"resume": context.resume, "since": _defaults(config.method), "how": config.settings.how()}
     with open_run(context.out, request, **how) as run:
         if run.finished:
@@ -65,64 +59,64 @@ def train(
             for entry in log:
                 run.log(entry)
         log = read_log(run.path)  # of earlier parts too, where the run was resumed
-        save_model(_noted(trained, request, log), run.model)
-    run.checkpoint.unlink(missing_ok=True)  # not before the run is noted as finished: it would begin anew
+        save_model(_note(trained, request, log), run.model)
+    run.checkpoint.unlink(missing_ok=True)  # not before the run is noted as finished: it would begin again
     return Trained(trained, log)
 
 
 def _make_start(images: ImageSet, config: TrainConfig, context: Context) -> ClusterModel:
     """The start after its stages, which are kept under `start` in the run folder."""
-    settings = {key: getattr(config.settings, key) for key in SHARED}
+    settings = {key: getattr(config.settings, key) for key in _SHARED}
     place = replace(context.within("start"), held_out_constraints=None)
     how: dict[str, Any] = {"stages": config.stages, "recipe": config.stage_options, "views": config.views}
     return pretrain(config.start, images, config.n_clusters, settings=settings, context=place, **how)
 
 
-def weights_hash(model: ClusterModel) -> str:
-    """A short name of the weights: the same numbers have the same, on every machine."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(value.detach().cpu().numpy().tobytes())  # in row order, whatever the memory format
-    return digest.hexdigest()
-
-
 def _defaults(name: str) -> dict[str, Any]:
-    """What a request of before an argument came up meant by leaving it out, by the entry's name."""
-    known = method_arguments(name).items()
-    empty = inspect.Parameter.empty
-    return {f"arguments.{key}": parameter.default for key, parameter in known if parameter.default is not empty}
+    """The values that a request without an argument means: it is older than the argument."""
+    known = {f"arguments.{key}": parameter.default for key, parameter in method_arguments(name).items()}
+    return {key: value for key, value in known.items() if value is not inspect.Parameter.empty}
 
 
 def _request(
     config: TrainConfig, images: ImageSet, constraints: Constraints | None, context: Context
 ) -> dict[str, Any]:
     """What decides the result, as plain values: two equal requests give the same model."""
+    pairs: dict[str, Any] | None = None
+    if constraints is not None:
+        pairs = {"pairs": len(constraints), "must_links": constraints.n_must_links}
+        pairs["fingerprint"] = pairs_hash(constraints)
+    architecture = {key: value for key, value in asdict(config.start.config).items() if key != "trained"}
     return {
         "method": config.method,
         "arguments": dict(config.arguments),
         "settings": config.settings.request(),
         "views": config.views.request(),
         "data": {**context.data, "images": len(images), "fingerprint": images.fingerprint()},
-        "constraints": _constraints_summary(constraints),
-        "model": {"weights": weights_hash(config.start), **_architecture(config.start)},
+        "constraints": pairs,
+        "model": {"weights": weights_hash(config.start), **architecture},
     }
 
 
-def _architecture(model: ClusterModel) -> dict[str, Any]:
-    return {key: value for key, value in asdict(model.config).items() if key != "trained"}
+def pairs_hash(constraints: Constraints) -> str:
+    """A short name of the pairs, their links and their weights."""
+    return _hash(getattr(constraints, part).tobytes() for part in ("left", "right", "link", "weight"))
 
 
-def _constraints_summary(constraints: Constraints | None) -> dict[str, Any] | None:
-    if constraints is None:
-        return None
+def weights_hash(model: ClusterModel) -> str:
+    """A short name of the weights: the same numbers have the same, on every machine and in every memory format."""
+    weights = sorted(model.state_dict().items())
+    return _hash(part for name, value in weights for part in (name.encode(), value.detach().cpu().numpy().tobytes()))
+
+
+def _hash(parts: Iterable[bytes]) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for part in (constraints.left, constraints.right, constraints.link, constraints.weight):
-        digest.update(part.tobytes())
-    return {"pairs": len(constraints), "must_links": constraints.n_must_links, "fingerprint": digest.hexdigest()}
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
-def _noted(model: ClusterModel, request: Mapping[str, Any], log: Sequence[Mapping[str, Any]]) -> ClusterModel:
+def _note(model: ClusterModel, request: Mapping[str, Any], log: Sequence[Mapping[str, Any]]) -> ClusterModel:
     """The model with this training in its configuration."""
     data = {key: request["data"][key] for key in ("name", "images", "fingerprint") if key in request["data"]}
     settings = {"steps": log[-1]["step"], "lr": request["settings"]["lr"], "seed": request["settings"]["seed"]}
@@ -145,62 +139,55 @@ def pretrain(
     views: ViewChoice | None = None,
     context: Context = Context(),  # noqa: B008 (frozen)
     results: Path | None = None,
-    name: str = "start",
 ) -> ClusterModel:
-    """The model after the stages; `recipe` by stage, `settings` for all. Finished stages are loaded.
+    """The model after the stages; `recipe` has options of each stage, `settings` of all. Finished stages are loaded.
 
-    A stage may come again, as linear heads found anew after self-labelling: its second folder is `stage-2`. With a
-    folder for `results`, each stage leaves `name-stage.json` there: settings, scores, seconds, environment.
+    A stage may come again: its second folder is `stage-2`. With `results`, a folder and the beginning of a name, each
+    stage leaves `results-stage.json`: settings, scores, seconds, environment.
     """
     if unknown := [stage for stage in stages if stage not in ORDER]:
         raise InputError(f"unknown stage {unknown[0]!r}; known are {', '.join(ORDER)}")
     _check_variety(images)
-    told: dict[str, float] = {}
+    found: dict[str, float] = {}
     for number, stage in enumerate(stages):
-        folder = _folder_name(stage, list(stages[:number]).count(stage))
+        times = list(stages[: number + 1]).count(stage)
+        folder = stage if times == 1 else f"{stage}-{times}"
         finds = {"n_clusters": n_clusters} if stage in ("linear_scan", "scan") else {}
         options = {**(recipe or {}).get(stage, {}), **finds, **(settings or {})}
         config = make_config(stage, options, start=model, views=views)
         place = replace(context.within(folder), resume=True)  # of the same command
-        target = None if results is None else results / f"{name}-{folder}.json"
-        before, began, again = told, time.monotonic(), place.out is not None and is_finished(place.out)
+        target = None if results is None else results.with_name(f"{results.name}-{folder}.json")
+        before, began, again = found, time.monotonic(), place.out is not None and is_finished(place.out)
         model, log = train(images, None, config, place)
         if again and target is not None and target.is_file():
-            told = read_json(target)["scores"]  # as it was measured then
+            found = read_json(target)["scores"]  # as it was measured then
             continue
         model.to(choose_device(config.settings.device))  # a finished stage comes from its folder
-        told = stage_summary(model, images, context.held_out)
-        _say(folder, told, before, context.reporter)
+        found = stage_summary(model, images, context.held_out)
+        if found.get("acc", 1.0) < before.get("acc", 0.0) - 0.01:
+            context.reporter.say(f"{folder}: warning: ACC fell from {before['acc']:.3f} to {found['acc']:.3f}")
+        if found:
+            context.reporter.say(f"{folder}: " + ", ".join(f"{key} {value:.3g}" for key, value in found.items()))
         if target is not None:
             asked = {key: config.arguments[key] for key in options if key in config.arguments}
-            request = {"stage": stage, "data": dict(context.data), "arguments": asked}
-            request["settings"] = config.settings.request()
-            write_result(target, _stage_result(request, told, log, time.monotonic() - began))
+            how = config.settings.request() | {"steps": log[-1]["step"]}  # which follow from the epochs
+            request = {"stage": stage, "data": dict(context.data), "arguments": asked, "settings": how}
+            spent = {"seconds": round(time.monotonic() - began, 1), "training_seconds": log[-1]["seconds"]}
+            curve = [entry for entry in log if entry["kind"] == "evaluation"]
+            write_result(target, {**request, "scores": found, **spent, "curve": curve})
     return model
 
 
-def _folder_name(stage: str, before: int) -> str:
-    """Of a stage that came so often before."""
-    return f"{stage}-{before + 1}" if before else stage
-
-
-def _say(stage: str, told: Mapping[str, float], before: Mapping[str, float], reporter: Reporter) -> None:
-    if told.get("acc", 1.0) < before.get("acc", 0.0) - 0.01:
-        reporter.say(f"{stage}: warning: ACC fell from {before['acc']:.3f} to {told['acc']:.3f}")
-    if told:
-        reporter.say(f"{stage}: " + ", ".join(f"{key} {value:.3g}" for key, value in told.items()))
-
-
 def stage_summary(model: ClusterModel, images: ImageSet, held_out: ImageSet | None = None) -> dict[str, float]:
-    """What a stage has reached, seen without labels, and with them where they are known."""
+    """How good a stage is, seen without labels, and with them where they are known."""
     target = held_out if held_out is not None and held_out.labels is not None else None
     if model.config.n_clusters == 0:
-        return _seen_in_features(model, images, target)
+        return _judge_features(model, images, target)
     sample = images.take(spread(len(images), 2_000))
     near = nearest_neighbours(embed(model, sample), 20)
     predictions = predict(model, sample)
     shares = np.bincount(predictions.clusters, minlength=model.config.n_clusters) / len(sample)
-    told = {
+    found = {
         "neighbour_consistency": neighbour_consistency(near, predictions.clusters),
         "mean_confidence": float(predictions.confidence.mean()),
         "over_0.99": float((predictions.confidence > 0.99).mean()),
@@ -209,73 +196,60 @@ def stage_summary(model: ClusterModel, images: ImageSet, held_out: ImageSet | No
         "empty_clusters": float((shares == 0).sum()),
     }
     if target is not None and target.labels is not None:
-        told |= scores(target.labels, predict(model, target))
-    return told
+        found |= scores(target.labels, predict(model, target))
+    return found
 
 
-def _seen_in_features(model: ClusterModel, images: ImageSet, target: ImageSet | None) -> dict[str, float]:
+def _judge_features(model: ClusterModel, images: ImageSet, target: ImageSet | None) -> dict[str, float]:
     """After a pretext task there are no clusters yet; where labels are known, how often neighbours share them."""
     if images.labels is None:
         return {}
     features = embed(model, images)
     near = nearest_neighbours(features, 20, device=model.device)
-    told = {"neighbour_acc": neighbour_consistency(near, images.labels)}
+    found = {"neighbour_acc": neighbour_consistency(near, images.labels)}
     if target is not None and target.labels is not None:
-        told["knn_acc"] = knn_accuracy(features, images.labels, embed(model, target), target.labels)
-    return told
-
-
-def _stage_result(
-    request: dict[str, Any], told: dict[str, float], log: list[dict[str, Any]], seconds: float
-) -> dict[str, Any]:
-    """What a finished stage leaves in `results/`; its steps follow from the epochs, so the log knows them."""
-    request["settings"]["steps"] = log[-1]["step"]
-    times = {"seconds": round(seconds, 1), "training_seconds": log[-1]["seconds"]}
-    return {**request, "scores": told, **times, "curve": [entry for entry in log if entry["kind"] == "evaluation"]}
+        found["knn_acc"] = knn_accuracy(features, images.labels, embed(model, target), target.labels)
+    return found
 
 
 def _check_variety(images: ImageSet) -> None:
-    """Images of one colour each carry nothing to learn from; nor do embeddings that are all the same."""
+    """Images of one colour each, or embeddings that are all the same, are an InputError."""
     sample = images.images[spread(len(images), 200)]
-    if images.embedded:
-        if np.all(sample == sample[0]):
-            raise InputError("every embedding is the same: there is nothing to learn from; check what made them")
-        return
+    if images.embedded and np.all(sample == sample[0]):
+        raise InputError("every embedding is the same: there is nothing to learn from; check what made them")
     flat = sample.reshape(len(sample), -1, images.channels)
-    if np.all(flat.max(axis=1) == flat.min(axis=1)):
+    if not images.embedded and np.all(flat.max(axis=1) == flat.min(axis=1)):
         raise InputError("every image is of one colour: there is nothing to learn from; check the folder and the side")
 
 
 # Rehearsals
 
 
-def rehearse(config: TrainConfig, images: ImageSet, constraints: Constraints | None) -> None:
+def rehearse(config: TrainConfig, images: ImageSet, *, pairs: bool) -> None:
     """One step of a training on a few images with a small network: a wrong argument shows, and nothing is kept."""
-    start = _small_model(config.n_clusters or config.start.config.n_clusters, images)
-    arguments = {key: value for key, value in config.arguments.items() if key != "merge"}  # too few images for that
+    n_clusters = config.n_clusters or config.start.config.n_clusters
+    rows = np.arange(min(len(images), max(2, n_clusters)))
+    if images.labels is not None:
+        rows = np.union1d(rows, images.labels.argmax())  # the largest label must fit the clusters
+    few = images.take(rows)
+    most = {"pairs_per_step": 4, "images_per_step": 4, "head_steps": 1}
+    arguments = {key: min(value, most[key]) if key in most else value for key, value in config.arguments.items()}
+    arguments.pop("merge", None)  # too few images for that
     if arguments.get("recipe") == "safe":
         arguments["recipe"] = "paper"  # which trains, however few the pairs
-    if arguments.get("head_steps", 0) > 1:
-        arguments["head_steps"] = 1
-    settings = replace(config.settings, steps=1, **QUICK)
-    train(images, constraints, replace(config, arguments=arguments, settings=settings, start=start, stages=()))
+    settings = replace(config.settings, steps=1, **_QUICK)
+    short = replace(config, arguments=arguments, settings=settings, start=_small_model(n_clusters, few), stages=())
+    train(few, Constraints.from_lists(n_images=len(few), must_link=[(0, 1)]) if pairs else None, short)
 
 
 def rehearse_stages(
-    model: ClusterModel,
-    images: ImageSet,
-    n_clusters: int,
-    *,
-    stages: Sequence[str],
-    recipe: Recipe,
-    settings: Mapping[str, Any],
-    views: ViewChoice,
+    model: ClusterModel, images: ImageSet, n_clusters: int, *, recipe: Recipe, settings: Mapping[str, Any], **how: Any
 ) -> None:
     """Every stage on a few images of noise, so that a wrong argument of the last shows before the first is trained."""
     noise = _noise_like(images, max(16, n_clusters))
-    short = {stage: _shortened(stage, recipe.get(stage, {})) for stage in stages}
-    how: dict[str, Any] = {"stages": stages, "recipe": short, "settings": {**settings, **QUICK}, "views": views}
-    pretrain(_small_model(model.config.n_clusters, noise), noise, n_clusters, **how)
+    short = {stage: _shorten(stage, recipe.get(stage, {})) for stage in how["stages"]}
+    small = _small_model(model.config.n_clusters, noise)
+    pretrain(small, noise, n_clusters, recipe=short, settings={**settings, **_QUICK}, **how)
 
 
 def _small_model(n_clusters: int, images: ImageSet) -> ClusterModel:
@@ -289,14 +263,13 @@ def _noise_like(images: ImageSet, most: int) -> ImageSet:
     n, side, draw = min(len(images), most), min(images.side, 16), np.random.default_rng(0)
     if images.embedded:
         return ImageSet.from_arrays(draw.normal(size=(n, images.channels)).astype(np.float32))
-    size = (n, side, side, images.channels)
-    return ImageSet.from_arrays(draw.integers(0, 256, size, dtype=np.uint8))
+    return ImageSet.from_arrays(draw.integers(0, 256, (n, side, side, images.channels), dtype=np.uint8))
 
 
-def _shortened(stage: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with as little to do as they allow: one epoch, one try; what is too little already stays so."""
+def _shorten(stage: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with one epoch and one try; a number that is too small already stays."""
     known = method_arguments(stage)
-    asked = {key: options.get(key, known[key].default) for key in _LENGTHS if key in known}
+    asked = {key: options.get(key, known[key].default) for key in ("epochs", "n_tries") if key in known}
     right = isinstance(options.get("min_confidence", 0.0), int | float)
-    sure = {"min_confidence": 0.0} if stage == "self_label" and right else {}  # else no image of noise is
+    sure = {"min_confidence": 0.0} if stage == "self_label" and right else {}  # no image of noise is surer
     return {**options, **{key: min(value, 1) for key, value in asked.items()}, **sure}

@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from constraintmatch._internal.errors import InputError
@@ -27,7 +26,6 @@ from constraintmatch.training.run_folder import environment, flat_items
 __all__ = [
     "PAPER_VALUES",
     "Space",
-    "Tried",
     "finished_trials",
     "load_optuna",
     "open_storage",
@@ -42,17 +40,15 @@ BEAT, GRACE, LOOK = 15, 90, 2.0  # seconds: between signs of life, without one u
 _SHARED = {"weight_decay": (1e-3, 1e-4, 1e-5), "lr": (0.03, 0.01, 0.003, 0.001, 0.0001)}
 _WEIGHTS = (1.0, 0.5, 0.1, 0.05)
 # The paper's table of search values, by method: 15, 300, 240 and 15 points.
-PAPER_VALUES: Mapping[str, Mapping[str, tuple[float, ...]]] = MappingProxyType(
-    {
-        "constrained": _SHARED,
-        "pseudo_label": {**_SHARED, "pseudo_weight": _WEIGHTS, "min_confidence": (0.7, 0.8, 0.9, 0.95, 0.99)},
-        "constraintmatch": {**_SHARED, "pseudo_weight": _WEIGHTS, "max_entropy": (0.05, 0.1, 0.2, 0.3)},
-        "fully_constrained": _SHARED,
-    }
-)
+PAPER_VALUES: Mapping[str, Mapping[str, tuple[float, ...]]] = {
+    "constrained": _SHARED,
+    "pseudo_label": {**_SHARED, "pseudo_weight": _WEIGHTS, "min_confidence": (0.7, 0.8, 0.9, 0.95, 0.99)},
+    "constraintmatch": {**_SHARED, "pseudo_weight": _WEIGHTS, "max_entropy": (0.05, 0.1, 0.2, 0.3)},
+    "fully_constrained": _SHARED,
+}
 
 # Trains with settings, in a folder of its own or none; gives back "loss" (None: diverged) and what else is to be kept.
-Train = Callable[[dict[str, float], Path | None, Reporter], dict[str, Any]]
+Train = Callable[[dict[str, float], Path | None], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -82,14 +78,14 @@ class Space:
         for name, of in self.values.items():
             low, high = min(of), max(of)
             value = trial.suggest_float(name, low, high, log=low > 0 and high >= 10 * low)
-            found[name] = _rounded(value, low, high)  # what is shown and pasted is what was trained
+            found[name] = _round(value, low, high)  # what is shown and pasted is what was trained
         return found
 
 
 def search_space(
     method: str, values: Mapping[str, Sequence[float]], sampler: Literal["grid", "tpe"], trials: int | None
 ) -> Space:
-    """The values of each parameter, the paper's where nothing else is asked; checked, as far as they are settings.
+    """The values of each parameter, the paper's where nothing else is asked; settings are checked here.
 
     A method checks its own arguments when it is rehearsed.
     """
@@ -106,48 +102,35 @@ def search_space(
             raise InputError(f"no values for {name}; give some: --grid {name}=0.1,0.01")
         for value in chosen[name]:
             method_settings(method, split_options(method, {name: value})[1])
-    space = Space(chosen, trials)
     if sampler == "grid" and trials is not None:
         n_points = len(Space(chosen))
         raise InputError(f"--trials goes with --sampler tpe; the grid has {n_points:,} points, --grid cuts it")
     if sampler == "tpe" and (trials is None or trials < 1):
         raise InputError("--sampler tpe: say how many trials, --trials 50 for example")
-    return space
+    return Space(chosen, trials)
 
 
-def _rounded(value: float, low: float, high: float) -> float:
-    """A draw with three digits, or as many as tell a hundredth of a narrow range apart; never out of the range."""
+def _round(value: float, low: float, high: float) -> float:
+    """A draw with three digits, or with more if a hundredth of a narrow range needs them; never out of the range."""
     texts = (float(f"{value:.{digits}g}") for digits in range(3, 18))
     near = next((short for short in texts if abs(short - value) <= (high - low) / 100), value)
     return min(max(near, low), high)
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A finished trial: its settings, and its loss or, where training diverged, None."""
+def finished_trials(study: Any, space: Space) -> list[dict[str, Any]]:
+    """The finished trials, the lowest loss first, what diverged at the end; each point of a grid once.
 
-    settings: dict[str, float]
-    loss: float | None
-    told: dict[str, Any]  # what else the training told, seconds, commit, hardware
-
-    @property
-    def flags(self) -> str:
-        """The settings as flags of `train`."""
-        return " ".join(f"--set {name}={value!r}" for name, value in self.settings.items())
-
-
-def finished_trials(study: Any, space: Space) -> list[Tried]:
-    """The finished trials, the lowest loss first, what diverged at the end; each point of a grid once."""
-    found: dict[Any, Tried] = {}
+    A trial has its settings, its loss (None where training diverged), and what else was kept.
+    """
+    found: dict[Any, dict[str, Any]] = {}
     for trial in study.get_trials(deepcopy=False):
         if trial.state.name in ("COMPLETE", "PRUNED"):
-            told = dict(trial.user_attrs["told"])
-            one = Tried(told.pop("settings"), told.pop("loss"), told)
-            found.setdefault(tuple(sorted(one.settings.items())) if space.n_draws is None else trial.number, one)
-    return sorted(found.values(), key=lambda one: (one.loss is None, one.loss or 0.0))
+            one = dict(trial.user_attrs["told"])
+            found.setdefault(tuple(sorted(one["settings"].items())) if space.n_draws is None else trial.number, one)
+    return sorted(found.values(), key=lambda one: (one["loss"] is None, one["loss"] or 0.0))
 
 
-def work(study: Any, space: Space, train: Train, *, runs: Path | None, reporter: Reporter) -> list[Tried]:
+def work(study: Any, space: Space, train: Train, *, runs: Path | None, reporter: Reporter) -> list[dict[str, Any]]:
     """Take part in a search until all of it is finished; its trials, the best first."""
     optuna = load_optuna()
     study.sampler = space.sampler()
@@ -155,18 +138,18 @@ def work(study: Any, space: Space, train: Train, *, runs: Path | None, reporter:
 
     def objective(trial: Any) -> float:
         settings = space.suggest(trial)
-        done = next((one for one in tried if one.settings == settings), None)  # by a worker who was a little faster
-        if done is None:
-            reporter.say(f"{len(tried):,} of {len(space):,} trials done; now {_said(settings)}")
-        told = {"loss": done.loss, **done.told} if done else _train(study, trial, settings, train, runs, reporter)
+        found = next((one for one in tried if one["settings"] == settings), None)  # by a worker that was faster
+        if found is None:
+            reporter.say(f"{len(tried):,} of {len(space):,} trials done; now {_in_words(settings)}")
+            found = {"settings": settings, **_train(study, trial, settings, train, runs, reporter)}
         try:
-            trial.set_user_attr("told", {"settings": settings, **told})
+            trial.set_user_attr("told", found)
         except optuna.exceptions.UpdateFinishedTrialError:
-            lost.append(_said(settings))
+            lost.append(_in_words(settings))
             raise
-        if told["loss"] is None:
+        if found["loss"] is None:
             raise optuna.TrialPruned
-        return float(told["loss"])
+        return float(found["loss"])
 
     while len(tried := finished_trials(study, space)) < len(space):
         optuna.storages.fail_stale_trials(study)
@@ -192,7 +175,7 @@ def work(study: Any, space: Space, train: Train, *, runs: Path | None, reporter:
     return tried
 
 
-def _said(settings: Mapping[str, float]) -> str:
+def _in_words(settings: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in settings.items())
 
 
@@ -204,20 +187,20 @@ def _is_at_work(trial: Any) -> bool:
 def _train(
     study: Any, trial: Any, settings: dict[str, float], train: Train, runs: Path | None, reporter: Reporter
 ) -> dict[str, Any]:
-    """What training with these settings tells; whatever stops it puts the trial back into the queue."""
+    """What training with these settings gives; if it is stopped, the trial goes back into the queue."""
     first = study.trials[trial.number].system_attrs.get("failed_trial", trial.number)  # whose checkpoint may be there
     began, folder = time.monotonic(), runs / f"trial-{first}" if runs is not None else None
     try:
-        told = train(settings, folder, reporter)
+        found = train(settings, folder)
     except BaseException:
         with suppress(Exception):  # the storage may be what is gone: then the trial shows no sign of life
             load_optuna().storages.RetryHeartbeatStaleTrialCallback()(study, study.trials[trial.number])
         raise
-    reporter.say("diverged" if told["loss"] is None else f"validation loss {told['loss']:.5f}")
+    reporter.say("diverged" if found["loss"] is None else f"validation loss {found['loss']:.5f}")
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
     here = environment()
-    return {**told, "seconds": round(time.monotonic() - began, 1), "commit": here["commit"], "gpu": here["gpu"]}
+    return {**found, "seconds": round(time.monotonic() - began, 1), "commit": here["commit"], "gpu": here["gpu"]}
 
 
 # The storage
@@ -261,7 +244,7 @@ def _connect(place: str) -> Any:
         check_target(file)
         file.parent.mkdir(parents=True, exist_ok=True)
     url = _with_driver(place) if file is None else f"sqlite:///{file}"
-    # a worker waits for the others' writes, and finds out by itself when the server has hung up
+    # a worker waits for the others' writes, and notices when the server has hung up
     how: dict[str, Any] = {"pool_pre_ping": True} if file is None else {"connect_args": {"timeout": 60}}
     how = {"engine_kwargs": how, "heartbeat_interval": BEAT, "grace_period": GRACE}
     for left in reversed(range(8)):
@@ -299,12 +282,12 @@ def _sqlite_file(place: str) -> Path | None:
 
 
 def runs_folder(storage: str, study: str, protocol: Mapping[str, Any]) -> Path | None:
-    """Where trials at work keep their checkpoints: beside a SQLite file. Other storages have no place of their own."""
+    """Where trials at work keep their checkpoints: next to a SQLite file. Other storages have no place of their own."""
     file = _sqlite_file(storage)
     if file is None:
         return None
-    told = f"{study}\n{json.dumps(protocol, sort_keys=True)}"
-    return file.with_name(f"{file.name}.runs") / hashlib.blake2b(told.encode(), digest_size=6).hexdigest()
+    what = f"{study}\n{json.dumps(protocol, sort_keys=True)}"
+    return file.with_name(f"{file.name}.runs") / hashlib.blake2b(what.encode(), digest_size=6).hexdigest()
 
 
 def _shown(place: str) -> str:

@@ -16,7 +16,7 @@ from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed, predict
 from constraintmatch.methods import constraintmatch, propagate
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
-from constraintmatch.pipeline.joining import join
+from constraintmatch.pipeline.embedding import join
 from constraintmatch.training.loop import TrainSettings
 
 CPU = TrainSettings(device="cpu", steps=3)

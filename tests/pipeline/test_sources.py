@@ -8,7 +8,7 @@ import pytest
 from scipy.sparse import coo_array
 
 from constraintmatch import Constraints, ImageSet, InputError
-from constraintmatch.pipeline.pair_forms import as_constraints, choose_pairs
+from constraintmatch.pipeline.sources import as_constraints, choose_pairs
 
 
 def test_all_forms_of_the_same_pairs_are_the_same_constraints(stripes: ImageSet, tmp_path: Path) -> None:
