@@ -21,9 +21,10 @@ from PIL import Image
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.api import create_app
+from constraintmatch.annotate.commands import Door, open_port
+from constraintmatch.annotate.import_export import open_model
 from constraintmatch.annotate.question_queue import Chooser, QuestionQueue, pixel_belief
-from constraintmatch.annotate.security import MAX_BODY, Rules, is_loopback, rules_for
-from constraintmatch.annotate.server import Door, address, listen, open_model, open_port
+from constraintmatch.annotate.server import MAX_BODY, Rules, address, is_loopback, listen, rules_for
 from constraintmatch.annotate.store import Store, open_store
 from constraintmatch.annotate.thumbnails import Thumbnails, galleries
 from constraintmatch.constraints.constraint_set import Constraints
@@ -386,10 +387,10 @@ def test_every_image_is_in_one_gallery(shares: list[list[float]]) -> None:
     probabilities = np.array(shares, np.float32)
     probabilities /= probabilities.sum(1, keepdims=True)
     found = galleries(Belief(np.eye(len(shares), dtype=np.float32), probabilities), [], len(shares))
-    assert sorted(row for one in found for row in one.rows) == list(range(len(shares)))
-    for one in found:
-        assert (probabilities[one.rows].argmax(1) == one.cluster).all()
-        assert (np.diff(one.confidence) <= 0).all()
+    assert sorted(row for _, rows, _ in found for row in rows) == list(range(len(shares)))
+    for cluster, rows, confidence in found:
+        assert (probabilities[rows].argmax(1) == cluster).all()
+        assert (np.diff(confidence) <= 0).all()
 
 
 # Files

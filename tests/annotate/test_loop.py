@@ -18,11 +18,19 @@ from constraintmatch import cli
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json
 from constraintmatch._internal.progress import Quiet
+from constraintmatch.annotate import background_training
 from constraintmatch.annotate.background_training import Learner, Learning
-from constraintmatch.annotate.loop import Loop, ask_in_terminal, ask_labels
-from constraintmatch.annotate.question_queue import Chooser
+from constraintmatch.annotate.commands import Loop, ask_in_terminal, ask_labels
+from constraintmatch.annotate.question_queue import (
+    FINISHED,
+    PREVIOUS,
+    Chooser,
+    Prompt,
+    picture,
+    read_choice,
+    side_by_side,
+)
 from constraintmatch.annotate.store import open_store
-from constraintmatch.annotate.terminal import FINISHED, PREVIOUS, Prompt, picture, read_choice, side_by_side
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
@@ -31,7 +39,6 @@ from constraintmatch.methods import Context
 from constraintmatch.methods.parts.head_training import put_back, seen_by, taken_off
 from constraintmatch.methods.parts.linear_heads import regression_head
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model, with_head
-from constraintmatch.pipeline import train as running
 from constraintmatch.pipeline.config import TrainConfig, method_settings
 from constraintmatch.pipeline.plan import Train
 from constraintmatch.pipeline.recipes import SHORT_STAGES
@@ -683,13 +690,13 @@ def test_a_round_learns_from_what_the_answers_imply_and_from_nothing_else(
     answers, model = answered(images, start, 8), load_model(start)
     seen = seen_by(model, images)
     trained: list[int] = []
-    train = running.train
+    train = background_training.train
 
     def counted(images: ImageSet, pairs: Constraints, config: TrainConfig, context: Context) -> object:
         trained.append(len(pairs))
         return train(images, pairs, config, context)
 
-    monkeypatch.setattr(running, "train", counted)
+    monkeypatch.setattr(background_training, "train", counted)
     assert Learner(images, model, lambda: answers, tmp_path / "network", SMALL).learn()
     assert Learner(seen, taken_off(model, seen), lambda: answers, tmp_path / "head", SMALL).learn()
     said = len(closure_pairs(answers, len(images)))

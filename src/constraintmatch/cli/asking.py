@@ -78,8 +78,7 @@ def loop(
     A start is made once; then every few answers a short round of training makes a new model, which chooses the next
     questions. Stop at any time: the same command goes on.
     """
-    from constraintmatch.annotate import loop as loops
-    from constraintmatch.annotate.server import Door
+    from constraintmatch.annotate import commands
     from constraintmatch.pipeline.plan import Train
 
     way = way_of_asking(**who)
@@ -87,13 +86,15 @@ def loop(
     rounds = {name: given.pop(name) for name in ("every", "steps", "last_steps", "choose", "seed") if name in given}
     if way == "terminal":
         asked.setdefault("kind", "pair")  # y and n need no other keys, and two pictures fit a narrow terminal
-    request = loops.Loop(data=data, images=Train(**images, **opened(given)), **{"out": Path("loop"), **asked}, **rounds)
+    request = commands.Loop(
+        data=data, images=Train(**images, **opened(given)), **{"out": Path("loop"), **asked}, **rounds
+    )
     if way == "labels":
-        rows = loops.ask_labels(request, who.get("wrong", 0.0), reporter(quiet))
+        rows = commands.ask_labels(request, who.get("wrong", 0.0), reporter(quiet))
     elif way == "terminal":
-        rows = loops.ask_in_terminal(request, reporter=reporter(quiet))
+        rows = commands.ask_in_terminal(request, reporter=reporter(quiet))
     else:
-        rows = loops.ask_on_page(request, Door(**door), reporter(quiet))
+        rows = commands.ask_on_page(request, commands.Door(**door), reporter(quiet))
     print_rows(rows)
 
 
@@ -156,7 +157,7 @@ def annotate(
 
     Every answer is saved as it is given; Ctrl-C ends, and the same command goes on. Several people may answer at once.
     """
-    from constraintmatch.annotate import server
+    from constraintmatch.annotate import commands, import_export
 
     export, import_ = (exchange.pop(name, None) for name in ("export", "import_"))
     if export is not None and import_ is not None:
@@ -165,14 +166,15 @@ def annotate(
         raise InputError("--same and --different go with --import EXPORT.json")
     if import_ is None and "columns" in exchange:
         raise InputError("--columns goes with --import PAIRS.csv")
-    sitting = server.Sitting(data, **{"db": Path("answers.db"), **asked}, **images)
+    sitting = import_export.Sitting(data, **{"db": Path("answers.db"), **asked}, **images)
     if export is not None:
-        print_rows([("pairs", f"{export} ({server.export_answers(sitting, export, reporter(quiet)).describe()})")])
+        written = import_export.export_answers(sitting, export, reporter(quiet))
+        print_rows([("pairs", f"{export} ({written})")])
     elif import_ is not None:
-        taken = server.import_file(sitting, import_, reporter(quiet), **exchange)
-        print_rows([("answers", f"{sitting.db} ({taken.describe()})")])
+        taken = import_export.import_file(sitting, import_, reporter(quiet), **exchange)
+        print_rows([("answers", f"{sitting.db} ({taken})")])
     else:
-        print_rows(server.serve_page(sitting, server.Door(**door), reporter(quiet)))
+        print_rows(commands.serve_page(sitting, commands.Door(**door), reporter(quiet)))
 
 
 @app.command(**about(PANEL, "constraintmatch check pairs.csv photos"))
