@@ -109,7 +109,8 @@ class Page:
         """Store an answer; it is on the disk when the response comes."""
         number, found = self.store.answer(given.question, given.choice, given.annotator, given.milliseconds)
         held = self._hold_more(given)
-        return server.Reply(answer=number, contradictions=self._shown(found), held=held, state=self.state())
+        clashes = [self._contradiction(one) for one in found]
+        return server.Reply(answer=number, contradictions=clashes, held=held, state=self.state())
 
     def undo(self, wanted: server.UndoRequest) -> server.Reply:
         """Undo the last answer of this annotator; its question comes back, or null if there is none."""
@@ -143,16 +144,14 @@ class Page:
 
     def contradictions(self) -> server.Reply:
         """The open contradictions, oldest first."""
-        return server.Reply(contradictions=self._shown(self.store.contradictions()), state=self.state())
+        clashes = [self._contradiction(one) for one in self.store.contradictions()]
+        return server.Reply(contradictions=clashes, state=self.state())
 
     def settle(self, wanted: server.SettleRequest) -> server.Reply:
         """Withdraw an answer, or change it; the contradictions that are left come back."""
         _, left = self.store.settle(wanted.answer, wanted.annotator, wanted.choice)
         self.queue.wake()
-        return server.Reply(contradictions=self._shown(left), state=self.state())
-
-    def _shown(self, found: Iterable[Contradiction]) -> list[server.ShownContradiction]:
-        return [self._contradiction(one) for one in found]
+        return server.Reply(contradictions=[self._contradiction(one) for one in left], state=self.state())
 
     def _contradiction(self, found: Contradiction) -> server.ShownContradiction:
         ends = found.images[0], found.images[-1]

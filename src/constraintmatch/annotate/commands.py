@@ -67,11 +67,13 @@ def serve_page(sitting: Sitting, door: Door, reporter: Reporter = QUIET) -> Rows
         check_target(sitting.db)
         data = open_images(sitting, reporter)
         data.images.to_look_at()
-        again = [] if sitting.again is None else _questions_of(sitting.again, data.images)
+        again = None if sitting.again is None else read_pairs(sitting.again, data.images).merged()
         believe = _believer(sitting, data.images, reporter)
         with open_answers(sitting.db, data, reporter) as store:
-            if again:
-                n = store.add_questions(again, model=str(sitting.again), urgent=True)
+            if again is not None and len(again):
+                pairs = zip(again.left.tolist(), again.right.tolist(), strict=True)
+                questions = (Question(left, (right,)) for left, right in pairs)
+                n = store.add_questions(questions, model=str(sitting.again), urgent=True)
                 asked = f"{n:,} of the {len(again):,} pairs of {sitting.again} are asked first"
                 reporter.say(f"{asked}; the others have answers already")
             belief = believe()
@@ -79,12 +81,6 @@ def serve_page(sitting: Sitting, door: Door, reporter: Reporter = QUIET) -> Rows
             name = None if sitting.model is None else str(sitting.model)
             _serve(sock, door, reporter, data, QuestionQueue(store, lambda: belief, chooser, lambda: name))
             return _next_steps(sitting, store, belief)
-
-
-def _questions_of(file: Path, images: ImageSet) -> list[Question]:
-    """The pairs of a file as questions: same or different?"""
-    pairs = read_pairs(file, images).merged()
-    return [Question(left, (right,)) for left, right in zip(pairs.left.tolist(), pairs.right.tolist(), strict=True)]
 
 
 def _believer(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Callable[[], Belief]:
@@ -185,7 +181,7 @@ class Loop:
 
 def ask_on_page(loop: Loop, door: Door, reporter: Reporter = QUIET) -> Rows:
     """Serve the page and train in the background until Ctrl-C; the same command continues."""
-    with open_port(door) as sock, _open(loop, reporter, _check_pictures) as (data, queue, learner):
+    with open_port(door) as sock, _open(loop, reporter) as (data, queue, learner):
         learner.start()
         _serve(sock, door, reporter, data, queue, learner.activity)
         learner.stop()
@@ -194,7 +190,7 @@ def ask_on_page(loop: Loop, door: Door, reporter: Reporter = QUIET) -> Rows:
 
 def ask_in_terminal(loop: Loop, prompt: Prompt | None = None, reporter: Reporter = QUIET) -> Rows:
     """Ask in the terminal and train in the background until enough is answered or the user finishes."""
-    with _open(loop, reporter, _check_pictures) as (data, queue, learner):
+    with _open(loop, reporter) as (data, queue, learner):
         learner.start()
         try:
             ask_one_by_one(queue, prompt or Prompt.of_terminal(data.images), learner.activity)
@@ -228,10 +224,6 @@ def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter = QUIET) -> Ro
             scores = _score_line(data, learner)
             reporter.say(f"{learner.n_learnt:,} answers" + (f": {scores}" if scores else ""))
         return _end(loop, data, store, learner)
-
-
-def _check_pictures(data: Data) -> None:
-    data.images.to_look_at()
 
 
 def _oracle(loop: Loop, data: Data, error: float) -> LabelOracle:
@@ -285,7 +277,9 @@ def _end(loop: Loop, data: Data, store: Store, learner: Learner) -> Rows:
 
 
 @contextmanager
-def _open(loop: Loop, reporter: Reporter, check: Callable[[Data], object]) -> Iterator[Open]:
+def _open(
+    loop: Loop, reporter: Reporter, check: Callable[[Data], object] = lambda data: data.images.to_look_at()
+) -> Iterator[Open]:
     """The loop folder; `check` refuses images that cannot be asked about, before anything is written."""
     answers = loop.out / "answers.db"
     check_target(answers)  # before minutes are spent on a start

@@ -47,12 +47,10 @@ __all__ = [
     "read_answers",
 ]
 
-_NOBODY = "unknown"  # who answered if a file does not say
 _SAME = "same, same kind, same class, match, similar, yes, true, must-link"
 _DIFFERENT = "different, different kind, different class, no match, not similar, dissimilar, not the same, not same"
 _DIFFERENT += ", no, false, cannot-link"
 _UNSURE = "unsure, not sure, unclear, unknown, don't know, cannot tell, can't tell, skip, maybe"
-_UPLOAD = re.compile(r"[0-9a-f]{8}-")  # Label Studio puts this before the name of an uploaded file
 _ABOUT_THE_ANNOTATION = {"id", "annotator", "annotation_id", "created_at", "updated_at", "lead_time"}
 
 Meaning = Callable[[str], int | None]
@@ -195,8 +193,7 @@ def read_answers(
     here, before a database is made.
     """
     path = Path(path)
-    _check_file(path, columns, same, different)
-    if _is_label_studio(path):
+    if _check_file(path, columns, same, different):
         given, n_left_out = _read_label_studio(path, names, _meanings(same, different))
     else:
         given, n_left_out = _read_pairs_file(path, names, columns)
@@ -208,19 +205,18 @@ def read_answers(
     return given, n_left_out
 
 
-def _is_label_studio(path: Path) -> bool:
-    return path.suffix.lower() == ".json"
-
-
-def _check_file(path: Path, columns: str | None = None, same: str | None = None, different: str | None = None) -> None:
+def _check_file(path: Path, columns: str | None = None, same: str | None = None, different: str | None = None) -> bool:
+    """Whether the file is an export of Label Studio; an InputError if there is none or the flags do not fit it."""
+    label_studio = path.suffix.lower() == ".json"
     if path.is_dir():
         raise InputError(f"{path}: is a folder; name a pairs file or Label Studio's export (.json)")
     if not path.is_file():
         raise InputError(f"{path}: no such file; check the name")
-    if not _is_label_studio(path) and (same is not None or different is not None):
+    if not label_studio and (same is not None or different is not None):
         raise InputError(f"--same and --different go with an export of Label Studio (.json), not with {path}")
-    if _is_label_studio(path) and columns is not None:
+    if label_studio and columns is not None:
         raise InputError(f"--columns goes with a pairs file, not with {path}; leave it out")
+    return label_studio
 
 
 def _read_pairs_file(path: Path, names: Sequence[str], columns: str | None) -> tuple[list[Given], int]:
@@ -232,7 +228,7 @@ def _read_pairs_file(path: Path, names: Sequence[str], columns: str | None) -> t
     for left, right, link, weight, who, time in said:
         if link in (0, 1) and weight > 0:
             answer = Answer(Question(left, (right,)), 0 if link == 1 else NONE)
-            given.append(Given(answer, who.strip() or _NOBODY, time.strip(), weight=weight, origin=path.name))
+            given.append(Given(answer, who.strip() or "unknown", time.strip(), weight=weight, origin=path.name))
     return given, len(table.left) - len(given) + table.ignored_self_links
 
 
@@ -240,11 +236,7 @@ def _read_pairs_file(path: Path, names: Sequence[str], columns: str | None) -> t
 
 
 def _read_label_studio(path: Path, names: Sequence[str], meaning: Meaning) -> tuple[list[Given], int]:
-    """The answers in an export; annotations that are skipped or empty are left out.
-
-    Words that are not understood, images that are not found or could be several, and tasks without two images are an
-    InputError that names the task.
-    """
+    """The answers in an export, and how many annotations are skipped or empty; an InputError names its task."""
     content = read_json(path)
     tasks = [content] if isinstance(content, dict) else content  # a bucket holds one file per task
     if not isinstance(tasks, list) or not all(isinstance(task, dict) for task in tasks):
@@ -378,7 +370,8 @@ class _Finder:
             if name in self.exact:
                 return self.exact[name]
         file = PurePosixPath(path).name
-        rows = self.by_file.get(file) or self.by_file.get(_UPLOAD.sub("", file, count=1)) or []
+        original = re.sub(r"[0-9a-f]{8}-", "", file, count=1)  # Label Studio puts this before the name of an upload
+        rows = self.by_file.get(file) or self.by_file.get(original) or []
         if not rows:
             raise InputError(f"no image is named {file!r} (the set has {len(self.names):,} images)")
         shared = [_n_shared(path, self.names[row]) for row in rows]

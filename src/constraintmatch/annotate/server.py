@@ -253,7 +253,8 @@ def protect(app: FastAPI, rules: Rules) -> None:
             response = JSONResponse({"detail": refusal[1]}, refusal[0])
         response.headers.update(HEADERS)
         response.headers.setdefault("cache-control", "no-store")
-        if rules.token is not None and request.scope["path"] == "/" and _is_token(_query_token(request), rules.token):
+        offer = request.query_params.get("token", "")
+        if rules.token is not None and request.scope["path"] == "/" and _is_token(offer, rules.token):
             response.set_cookie(rules.cookie, rules.token, A_MONTH, httponly=True, samesite="strict")
         return response
 
@@ -306,11 +307,8 @@ def _is_foreign(request: Request, host: str) -> bool:
 def _has_token(request: Request, token: str, cookie: str) -> bool:
     kind, _, given = request.headers.get("authorization", "").partition(" ")
     bearer = given.strip() if kind.lower() == "bearer" else ""
-    return any(_is_token(offer, token) for offer in (request.cookies.get(cookie, ""), _query_token(request), bearer))
-
-
-def _query_token(request: Request) -> str:
-    return request.query_params.get("token", "")
+    offers = (request.cookies.get(cookie, ""), request.query_params.get("token", ""), bearer)
+    return any(_is_token(offer, token) for offer in offers)
 
 
 def _is_token(offer: str, token: str) -> bool:
@@ -341,19 +339,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 def _why_not(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} is in use; stop what uses it or choose another, for example --port {_free_port(host)}"
+        with listen(host, 0) as probe:
+            free = probe.getsockname()[1]
+        return f"port {port} is in use; stop what uses it or choose another, for example --port {free}"
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"port {port} needs more rights than you have; choose one above 1,023, for example --port 8765"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"--host {host}: not an address of this machine; use 127.0.0.1 or 0.0.0.0"
     return f"--host {host} --port {port}: cannot listen there ({error.strerror}); choose another"
-
-
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def address(sock: socket.socket, host: str, token: str | None = None) -> str:
