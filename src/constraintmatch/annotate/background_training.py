@@ -181,8 +181,10 @@ class Learner:
             self._ahead = head_belief(first, self.frozen)  # better questions while the network is trained
             if self.start_model.config.n_clusters:  # the start is judged by answers that it does not know
                 first = copy.deepcopy(self.start_model)
-            self._believe(self._train(first, pairs, settings, watched), len(answers))
-            self._steps = int(settings.get("steps", 0))
+            model = self._train(first, pairs, settings, watched)
+            self._belief = image_belief(model.to(self.start_model.device), self.images)
+            self._newest, self.n_learnt, self._steps = model, len(answers), int(settings.get("steps", 0))
+            save_model(self.newest, self.folder / "model")
         finally:
             self._training, self._ahead = None, None
         return True
@@ -240,11 +242,6 @@ class Learner:
                 log.exception("a round could not be trained")
                 self.problem = "a round could not be trained; the output says why"
                 return
-
-    def _believe(self, model: ClusterModel, n_answers: int) -> None:
-        belief = image_belief(model.to(self.start_model.device), self.images)
-        self._newest, self._belief, self.n_learnt = model, belief, n_answers
-        save_model(self.whole(model), self.folder / "model")
 
     def _of_newest(self) -> Belief:
         if self._belief is None and self._newest is self.start_model:

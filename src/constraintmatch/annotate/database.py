@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -260,28 +261,15 @@ class LinkGraph:
     def __init__(self) -> None:
         self._must: _Edges = defaultdict(dict)
         self._cannot: _Edges = defaultdict(dict)
-        self._torn: list[tuple[int, int, int]] | None = []  # what `_find_torn` found; None: look again
-
-    def add_checked(self, number: int, answer: Answer) -> list[Contradiction]:
-        """Add the links of an answer; returns what the other answers say against it."""
-        torn = self._torn
-        self.add(number, answer)
-        found = self.contradictions_of(number, answer)
-        if not found:
-            self._torn = torn  # an answer without a contradiction tears nothing
-        return found
 
     def add(self, number: int, answer: Answer) -> None:
-        """Add the links of an answer without a check: faster for many at once."""
-        self._torn = None
+        """Add the links of an answer."""
         for edges, i, j in self._links(answer):
             for one, other in ((i, j), (j, i)):
                 edges[one].setdefault(other, []).append(number)
 
     def remove(self, number: int, answer: Answer) -> None:
         """Remove the links of an answer."""
-        if self._torn:
-            self._torn = None
         for edges, i, j in self._links(answer):
             for one, other in ((i, j), (j, i)):
                 edges[one][other].remove(number)
@@ -340,29 +328,22 @@ class LinkGraph:
         torn = self._find_torn()[:limit]
         often = Counter(image for _, i, j in torn for image in (i, j))
         ways = [(j, i, apart) if often[i] < often[j] else (i, j, apart) for apart, i, j in torn]
-        found: dict[tuple[int, int, int], Contradiction] = {}
-        root, tree = -1, _Tree()
-        for way in sorted(ways):
-            if way[0] != root:
-                root, tree = way[0], self._tree(way[0])
-            found[way] = self._proof(_way(tree, way[1])[::-1], way[2])
-        return [found[way] for way in ways]
+        tree = cache(self._tree)
+        return [self._proof(_way(tree(root), end)[::-1], apart) for root, end, apart in ways]
 
     def _find_torn(self) -> list[tuple[int, int, int]]:
         """(answer, i, j) of each cannot-link inside a group, sorted."""
-        if self._torn is None:
-            group: dict[int, int] = {}
-            for image in self._must:
-                if image not in group:
-                    group |= dict.fromkeys(self._tree(image), image)
-            self._torn = sorted(
-                (said[0], i, j)
-                for i, others in self._cannot.items()
-                if i in group
-                for j, said in others.items()
-                if i < j and group[i] == group.get(j)
-            )
-        return self._torn
+        group: dict[int, int] = {}
+        for image in self._must:
+            if image not in group:
+                group |= dict.fromkeys(self._tree(image), image)
+        return sorted(
+            (said[0], i, j)
+            for i, others in self._cannot.items()
+            if i in group
+            for j, said in others.items()
+            if i < j and group[i] == group.get(j)
+        )
 
     def settles(self, question: Question) -> bool:
         """Whether the answers imply this one: one of the shown images is of the same group, or all are kept apart."""

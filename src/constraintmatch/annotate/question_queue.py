@@ -222,15 +222,11 @@ def picture(image: NDArray[np.uint8], columns: int) -> list[str]:
     made = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).convert("RGB")
     how = Image.Resampling.NEAREST if image.shape[0] < columns else Image.Resampling.BOX
     pixels = np.asarray(made.resize((columns, columns + columns % 2), how))
+    colours = [[";".join(map(str, colour)) for colour in line] for line in pixels.tolist()]
     return [
-        "".join(_block(top, bottom) for top, bottom in zip(pixels[row], pixels[row + 1], strict=True)) + "\x1b[0m"
-        for row in range(0, len(pixels), 2)
+        "".join(f"\x1b[38;2;{up}m\x1b[48;2;{low}m{HALF_BLOCK}" for up, low in zip(top, bottom, strict=True)) + "\x1b[0m"
+        for top, bottom in zip(colours[::2], colours[1::2], strict=True)
     ]
-
-
-def _block(top: NDArray[np.uint8], bottom: NDArray[np.uint8]) -> str:
-    upper, lower = (";".join(str(int(value)) for value in colour) for colour in (top, bottom))
-    return f"\x1b[38;2;{upper}m\x1b[48;2;{lower}m{HALF_BLOCK}"
 
 
 def side_by_side(pictures: Sequence[list[str]], captions: Sequence[str], columns: int) -> str:

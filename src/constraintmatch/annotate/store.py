@@ -113,16 +113,15 @@ class Store:
                 self._graph.add(row["id"], given.answer)
         if n := self.n_set_aside():
             self.notice = f"{self.path}: {n:,} {'answer is' if n == 1 else 'answers are'} kept but set aside: {reason}"
-        if not database.read_only:
-            self._begin([number for number, question in here.items() if question is None])
-
-    def _begin(self, unaskable: list[int]) -> None:
-        """Note the place, and retire questions whose images are not here. A read-only file shows here, not later."""
-        place = {"folder": self._identity.source or None, "pictures": self._identity.pictures}
-        with self._database.transaction() as connection:
-            retire = "UPDATE questions SET state = 'retired' WHERE id = ? AND state = 'waiting'"
-            connection.executemany(retire, [(number,) for number in unaskable])
-            noted = [(key, value) for key, value in {"opened": self._now(), **place}.items() if value is not None]
+        if database.read_only:
+            return
+        about = {"opened": self._now(), "folder": identity.source or None, "pictures": identity.pictures}
+        with database.transaction() as connection:  # a read-only file shows here, not later
+            unaskable = [(number,) for number, question in here.items() if question is None]
+            connection.executemany(
+                "UPDATE questions SET state = 'retired' WHERE id = ? AND state = 'waiting'", unaskable
+            )
+            noted = [(key, value) for key, value in about.items() if value is not None]
             connection.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", noted)
 
     # Ask
@@ -217,7 +216,8 @@ class Store:
                 number = self._insert_answer(given)
                 connection.execute("UPDATE questions SET state = 'answered', holder = NULL WHERE id = ?", (asked_id,))
             self._standing[number] = given
-            return number, self._graph.add_checked(number, given.answer)
+            self._graph.add(number, given.answer)
+            return number, self._graph.contradictions_of(number, given.answer)
 
     def _again(self, given: Given) -> tuple[int, list[Contradiction]]:
         for number, known in reversed(self._standing.items()):
@@ -278,7 +278,7 @@ class Store:
                     number = self._insert_answer(new, replaces=answer_id)
                 self._forget(answer_id)
                 self._standing[number] = new
-                self._graph.add_checked(number, new.answer)
+                self._graph.add(number, new.answer)
             return number, self.contradictions()
 
     def _withdraw(self, answer_id: int, who: str, why: str) -> None:
