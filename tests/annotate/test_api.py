@@ -324,6 +324,48 @@ def test_a_chosen_image_can_be_changed_to_another_or_to_none(place: Place) -> No
     assert {one["change_to"] for one in clash["answers"][1:]} == {NONE}
 
 
+# Parts of replies
+
+
+def parts(value: Any) -> Any:
+    """The names in an object and in the objects in it; of a list those of its first entry."""
+    if isinstance(value, dict):
+        return {name: parts(one) for name, one in value.items()}
+    return [parts(one) for one in value[:1]] if isinstance(value, list) else None
+
+
+IMAGE = dict.fromkeys(("row", "name", "cluster"))
+QUESTION = {"id": None, "kind": None, "image": IMAGE, "shown": [IMAGE]}
+HELD = {"questions": [QUESTION], "done": None, "problem": None}
+SAID = dict.fromkeys(("answer", "kind", "link", "change_to", "annotator", "time")) | {"left": IMAGE, "right": IMAGE}
+CLASH = {"text": None, "answers": [SAID]}
+COUNTS = dict.fromkeys(("answered", "same", "different", "unsure", "withdrawn", "per_minute"))
+STATE = dict.fromkeys(("database", "source", "model", "images", "wanted", "certain", "contradictions", "activity"))
+STATE |= {"counts": COUNTS}
+CLUSTER = dict.fromkeys(("cluster", "name", "size", "confidence")) | {
+    "images": [dict.fromkeys(("row", "name", "confidence"))]
+}
+
+
+def test_replies_have_exactly_the_parts_that_the_page_reads(pairs: Place) -> None:
+    clash = contradict(pairs)
+    assert parts(clash) == {"answer": None, "contradictions": [CLASH], "held": HELD | {"questions": []}, "state": STATE}
+    assert parts(pairs.get("/api/state")) == STATE
+    assert parts(pairs.get("/api/contradictions")) == {"contradictions": [CLASH], "state": STATE}
+    assert parts(pairs.get("/api/clusters")) == {"model": None, "clusters": [CLUSTER]}
+    assert parts(pairs.get("/api/clusters/0")) == CLUSTER
+    assert pairs.claim()  # which waits until a question is chosen
+    placed = pairs.post("/api/ask", {"image": 0, "annotator": "anna"})
+    assert parts(placed) == {"question": None, "said": [SAID], "held": HELD}
+    asked = pairs.post("/api/ask", {"image": 20, "annotator": "anna"})
+    assert parts(asked) == {"question": QUESTION, "said": [], "held": HELD}
+    undone = pairs.post("/api/undo", {"annotator": "anna", "hold": 1})
+    assert parts(undone) == {"question": QUESTION, "held": HELD, "state": STATE}
+    settled = pairs.post("/api/settle", {"answer": 1, "annotator": "anna"})
+    assert parts(settled) == {"contradictions": [], "state": STATE}
+    assert parts(pairs.post("/api/questions", {"annotator": "anna", "hold": 1})) == HELD
+
+
 # Clusters
 
 

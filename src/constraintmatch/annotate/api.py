@@ -5,6 +5,7 @@ import sqlite3
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from functools import cached_property
 from importlib.resources import files
 from itertools import pairwise
@@ -52,6 +53,7 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 
+Json = dict[str, Any]  # an object that the page gets
 Order = Annotated[Literal["typical", "doubtful"], Query(description="Which images come first.")]
 Count = Annotated[int, Query(ge=1, le=500, description="How many images.")]
 Offset = Annotated[int, Query(ge=0, le=2**31 - 1)]
@@ -82,141 +84,137 @@ class Page:
 
     # Questions and answers
 
-    def state(self) -> server.State:
+    def state(self) -> Json:
         """Where the work stands."""
         counts, belief = self.store.counts(), self.belief()
         key, known = (counts.answered, counts.withdrawn), self._implied
         if known is None or known[0] != key or known[1] is not belief:  # kept until an answer or the belief changes
             certain = 0.0 if belief is None else certain_share(belief, self.store.answers())
             self._implied = known = key, belief, certain, self.store.n_contradictions()
-        return server.State(
-            database=self.database,
-            source=self.source,
-            model=self.queue.model(),
-            images=len(self.images),
-            counts=counts,
-            wanted=self.queue.chooser.total,
-            certain=known[2],
-            contradictions=known[3],
-            activity=self.activity(),
-        )
+        return {
+            "database": self.database,
+            "source": self.source,
+            "model": self.queue.model(),
+            "images": len(self.images),
+            "counts": asdict(counts),
+            "wanted": self.queue.chooser.total,
+            "certain": known[2],
+            "contradictions": known[3],
+            "activity": self.activity(),
+        }
 
-    def claim(self, wanted: server.ClaimRequest) -> server.Held:
+    def claim(self, wanted: server.ClaimRequest) -> Json:
         """Hold questions: those held before come first, and nobody else gets them meanwhile."""
         return self._held(self.queue.claim(wanted.annotator, wanted.hold))
 
-    def answer(self, given: server.AnswerRequest) -> server.Reply:
+    def answer(self, given: server.AnswerRequest) -> Json:
         """Store an answer; it is on the disk when the response comes."""
         number, found = self.store.answer(given.question, given.choice, given.annotator, given.milliseconds)
         held = self._hold_more(given)
         clashes = [self._contradiction(one) for one in found]
-        return server.Reply(answer=number, contradictions=clashes, held=held, state=self.state())
+        return {"answer": number, "contradictions": clashes, "held": held, "state": self.state()}
 
-    def undo(self, wanted: server.UndoRequest) -> server.Reply:
+    def undo(self, wanted: server.UndoRequest) -> Json:
         """Undo the last answer of this annotator; its question comes back, or null if there is none."""
         undone = self.store.undo(wanted.annotator)
         held = self._hold_more(wanted)
         question = None if undone is None else self._question(undone)
-        return server.Reply(question=question, held=held, state=self.state())
+        return {"question": question, "held": held, "state": self.state()}
 
-    def _hold_more(self, wanted: server.UndoRequest) -> server.Held:
+    def _hold_more(self, wanted: server.UndoRequest) -> Json:
         held = self.queue.claim(wanted.annotator, wanted.hold) if wanted.hold else []
         self.queue.wake()
         return self._held(held)
 
-    def _held(self, held: Iterable[Asked]) -> server.Held:
+    def _held(self, held: Iterable[Asked]) -> Json:
         questions = [self._question(asked) for asked in held]
-        done = self.queue.done and not questions
-        return server.Held(questions=questions, done=done, problem=self.queue.problem)
+        return {"questions": questions, "done": self.queue.done and not questions, "problem": self.queue.problem}
 
-    def _question(self, asked: Asked) -> server.ShownQuestion:
+    def _question(self, asked: Asked) -> Json:
         """A question as the page shows it; images of clusters with a name carry the name."""
         names, belief, question = self.store.names(), self.belief(), asked.question
         probabilities = None if belief is None or not names else belief.probabilities
         of = {} if probabilities is None else {row: int(probabilities[row].argmax()) for row in question.shown}
         shown = [self._image(row, names.get(of.get(row, -1))) for row in question.shown]
-        return server.ShownQuestion(id=asked.id, kind=question.kind, image=self._image(question.image), shown=shown)
+        return {"id": asked.id, "kind": question.kind, "image": self._image(question.image), "shown": shown}
 
-    def _image(self, row: int, cluster: str | None = None) -> server.Image:
-        return server.Image(row=row, name=self.images.names[row], cluster=cluster)
+    def _image(self, row: int, cluster: str | None = None) -> Json:
+        return {"row": row, "name": self.images.names[row], "cluster": cluster}
 
     # Contradictions
 
-    def contradictions(self) -> server.Reply:
+    def contradictions(self) -> Json:
         """The open contradictions, oldest first."""
         clashes = [self._contradiction(one) for one in self.store.contradictions()]
-        return server.Reply(contradictions=clashes, state=self.state())
+        return {"contradictions": clashes, "state": self.state()}
 
-    def settle(self, wanted: server.SettleRequest) -> server.Reply:
+    def settle(self, wanted: server.SettleRequest) -> Json:
         """Withdraw an answer, or change it; the contradictions that are left come back."""
         _, left = self.store.settle(wanted.answer, wanted.annotator, wanted.choice)
         self.queue.wake()
-        return server.Reply(contradictions=[self._contradiction(one) for one in left], state=self.state())
+        return {"contradictions": [self._contradiction(one) for one in left], "state": self.state()}
 
-    def _contradiction(self, found: Contradiction) -> server.ShownContradiction:
+    def _contradiction(self, found: Contradiction) -> Json:
         ends = found.images[0], found.images[-1]
         steps = [(*ends, False), *((*step, True) for step in pairwise(found.images))]
         numbers = (found.apart, *found.together)
         said = [self._say(self.store.row(number), *step) for number, step in zip(numbers, steps, strict=True)]
         first, last = (self.images.names[row] for row in ends)
         others = "another says same" if len(said) == 2 else f"{len(said) - 1:,} others together say same"
-        text = f"{first} and {last}: one answer says different, {others}."
-        return server.ShownContradiction(text=text, answers=said)
+        return {"text": f"{first} and {last}: one answer says different, {others}.", "answers": said}
 
-    def _say(self, row: StoredAnswer, one: int, other: int, link: bool) -> server.Statement:
+    def _say(self, row: StoredAnswer, one: int, other: int, link: bool) -> Json:
         """What an answer says of two images."""
         change_to = NONE
         if not link and row.answer is not None:
             question = row.answer.question
             change_to = question.shown.index(other if question.image == one else one)
-        return server.Statement(
-            answer=row.id,
-            kind="pair" if len(row.shown) == 1 else "which",
-            left=self._image(one),
-            right=self._image(other),
-            link=link,
-            change_to=change_to,
-            annotator=row.annotator,
-            time=row.time,
-        )
+        return {
+            "answer": row.id,
+            "kind": "pair" if len(row.shown) == 1 else "which",
+            "left": self._image(one),
+            "right": self._image(other),
+            "link": link,
+            "change_to": change_to,
+            "annotator": row.annotator,
+            "time": row.time,
+        }
 
     # Clusters
 
-    def clusters(self, order: Order = "typical", n: Count = 24) -> server.Reply:
+    def clusters(self, order: Order = "typical", n: Count = 24) -> Json:
         """The first images of every cluster."""
         found = galleries(self.belief(), self.store.answers(), len(self.images))
         shown = [self._cluster(gallery, order, 0, n) for gallery in found]
-        return server.Reply(model=any(sure is not None for _, _, sure in found), clusters=shown)
+        return {"model": any(sure is not None for _, _, sure in found), "clusters": shown}
 
-    def cluster(
-        self, cluster: RowInPath, order: Order = "typical", offset: Offset = 0, n: Count = 96
-    ) -> server.Cluster:
+    def cluster(self, cluster: RowInPath, order: Order = "typical", offset: Offset = 0, n: Count = 96) -> Json:
         """More images of a cluster."""
         for gallery in galleries(self.belief(), self.store.answers(), len(self.images)):
             if gallery[0] == cluster:
                 return self._cluster(gallery, order, offset, n)
         raise HTTPException(404, f"cluster {cluster} has no images now; reload the page")
 
-    def _cluster(self, gallery: Gallery, order: str, offset: int, n: int) -> server.Cluster:
+    def _cluster(self, gallery: Gallery, order: str, offset: int, n: int) -> Json:
         """A part of a gallery; a group that answers make has no name of its own."""
         number, rows, sure = gallery
         name = f"Group {number + 1}" if sure is None else self._name(number)
         mean = None if sure is None else round(float(sure.mean()), 4)
         part = np.arange(len(rows))[:: 1 if order == "typical" else -1][offset : offset + n]
         images = [
-            server.Image(
-                row=rows[at],
-                name=self.images.names[rows[at]],
-                confidence=None if sure is None else round(float(sure[at]), 4),
-            )
+            {
+                "row": int(rows[at]),
+                "name": self.images.names[rows[at]],
+                "confidence": None if sure is None else round(float(sure[at]), 4),
+            }
             for at in part
         ]
-        return server.Cluster(cluster=number, name=name, size=len(rows), confidence=mean, images=images)
+        return {"cluster": number, "name": name, "size": len(rows), "confidence": mean, "images": images}
 
     def _name(self, cluster: int) -> str:
         return self.store.names().get(cluster, f"Cluster {cluster}")
 
-    def rename(self, cluster: RowInPath, given: server.NameRequest) -> dict[str, int | str]:
+    def rename(self, cluster: RowInPath, given: server.NameRequest) -> Json:
         """Name a cluster; its number and its name now come back."""
         belief = self.belief()
         known = 0 if belief is None or belief.probabilities is None else belief.probabilities.shape[1]
@@ -225,7 +223,7 @@ class Page:
         self.store.rename(cluster, given.name)
         return {"cluster": cluster, "name": self._name(cluster)}
 
-    def ask(self, wanted: server.AskRequest) -> server.Reply:
+    def ask(self, wanted: server.AskRequest) -> Json:
         """Make an image the next question of this annotator; if answers place it already, those come back."""
         belief, image = self.belief(), wanted.image
         if image >= len(self.images) or belief is None:
@@ -236,12 +234,12 @@ class Page:
         else:
             asked, held = self.queue.claim_first(question, wanted.annotator, max(wanted.hold, 1))
         if asked is not None:
-            return server.Reply(question=self._question(asked), said=[], held=self._held(held))
+            return {"question": self._question(asked), "said": [], "held": self._held(held)}
         said = [one for row in self.store.rows() for one in self._statements(row, image)]
-        said.sort(key=lambda one: not one.link)  # links first
-        return server.Reply(question=None, said=said[:12], held=self._held(held))
+        said.sort(key=lambda one: not one["link"])  # links first
+        return {"question": None, "said": said[:12], "held": self._held(held)}
 
-    def _statements(self, row: StoredAnswer, image: int) -> list[server.Statement]:
+    def _statements(self, row: StoredAnswer, image: int) -> list[Json]:
         """What an answer says of an image; nothing if it is unsure, withdrawn or set aside."""
         if row.answer is None or row.withdrawn or row.choice == UNSURE:
             return []
@@ -322,7 +320,7 @@ def _add_routes(app: FastAPI, page: Page) -> None:
     }
     for route, handler in routes.items():
         method, path = route.split()
-        app.add_api_route(path, handler, methods=[method], response_model_exclude_unset=True)
+        app.add_api_route(path, handler, methods=[method])
     sent: dict[str, tuple[Callable[..., Response], tuple[str, ...]]] = {
         "images/{row}": (page.large, ("image/png", "image/jpeg")),
         "images/{row}/small": (page.small, ("image/png", "image/jpeg")),

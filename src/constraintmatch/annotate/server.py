@@ -1,4 +1,4 @@
-"""The server: its port, what the requests of the page and the replies hold, and which requests are refused.
+"""The server: its port, what the requests of the page hold, and which of them are refused.
 
 The server listens on a machine where every site that the browser visits can try to reach it. So a request must name a
 host that is ours (else a foreign name could be bound to our address), must not come from a foreign page, must be small,
@@ -23,7 +23,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch.annotate.database import Counts
 from constraintmatch.questions.answers import MAX_SHOWN, NONE, UNSURE
 
 __all__ = [
@@ -31,17 +30,9 @@ __all__ = [
     "AnswerRequest",
     "AskRequest",
     "ClaimRequest",
-    "Cluster",
-    "Held",
-    "Image",
     "NameRequest",
-    "Reply",
     "Rules",
     "SettleRequest",
-    "ShownContradiction",
-    "ShownQuestion",
-    "State",
-    "Statement",
     "UndoRequest",
     "address",
     "is_loopback",
@@ -126,92 +117,6 @@ class NameRequest(BaseModel):
 
     model_config = STRICT
     name: Annotated[str, Field(max_length=80)]
-
-
-# What the page gets; parts that a reply does not set are not sent
-
-
-class State(BaseModel):
-    """Where the work stands."""
-
-    database: str
-    source: str
-    model: str | None
-    images: int
-    counts: Counts
-    wanted: int | None
-    certain: float
-    contradictions: int
-    activity: str | None
-
-
-class Image(BaseModel):
-    """An image; in a question with the name of its cluster, in a gallery with how sure the model is."""
-
-    row: int
-    name: str
-    cluster: str | None = None
-    confidence: float | None = None
-
-
-class ShownQuestion(BaseModel):
-    """A question as the page shows it."""
-
-    id: int
-    kind: str
-    image: Image
-    shown: list[Image]
-
-
-class Held(BaseModel):
-    """The questions that this annotator holds now; `done` if nothing is left to ask."""
-
-    questions: list[ShownQuestion]
-    done: bool
-    problem: str | None
-
-
-class Statement(BaseModel):
-    """What an answer says of two images, and the choice that says the opposite."""
-
-    answer: int
-    kind: str
-    left: Image
-    right: Image
-    link: bool
-    change_to: int
-    annotator: str
-    time: str
-
-
-class ShownContradiction(BaseModel):
-    """Answers that cannot all be right: first the one that keeps apart, then the chain that holds together."""
-
-    text: str
-    answers: list[Statement]
-
-
-class Cluster(BaseModel):
-    """A part of the gallery of a cluster."""
-
-    cluster: int
-    name: str
-    size: int
-    confidence: float | None
-    images: list[Image]
-
-
-class Reply(BaseModel):
-    """What a route gives: the parts that belong to it."""
-
-    answer: int = 0  # its number; it is on the disk
-    question: ShownQuestion | None = None  # the one of the answer that was undone, or the one about an image
-    said: list[Statement] = []  # the answers that place an image already
-    contradictions: list[ShownContradiction] = []  # up to ten
-    held: Held | None = None
-    state: State | None = None
-    model: bool = False  # whether the clusters are those of a model, not the groups that answers make
-    clusters: list[Cluster] = []
 
 
 # Who is refused
