@@ -250,7 +250,7 @@ class Page:
     # Files
 
     def large(self, row: RowInPath) -> Response:
-        """An image as large as it is there, up to 800 pixels."""
+        """An image as large as its file, up to 800 pixels."""
         return self._picture(self.thumbnails.large, row)
 
     def small(self, row: RowInPath) -> Response:

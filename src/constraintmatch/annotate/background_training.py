@@ -103,7 +103,7 @@ class Learner:
         self.learning, self.views, self.held_out = learning, views, held_out
         self.whole = whole or (lambda model: model)
         self.problem: str | None = None
-        self.n_learnt = 0  # answers that the newest model knows
+        self.n_learned = 0  # answers that the newest model knows
         self._steps = 0  # of its round
         self._training: _Watched | None = None  # the current round
         self._newest: ClusterModel = start
@@ -115,7 +115,7 @@ class Learner:
         self._take_up()
 
     def belief(self) -> Belief:
-        """What is known of the images: by the current round as far as it is, else by the newest model."""
+        """What the current round knows of the images so far, or without one the newest model."""
         ahead = self._ahead  # the thread may remove it meanwhile
         return self._of_newest() if ahead is None else ahead
 
@@ -132,7 +132,7 @@ class Learner:
     @property
     def n_left(self) -> int:
         """How many answers it was not trained on."""
-        return max(0, len(self.answers()) - self.n_learnt)
+        return max(0, len(self.answers()) - self.n_learned)
 
     @property
     def is_behind(self) -> bool:
@@ -142,13 +142,13 @@ class Learner:
 
     def name(self) -> str:
         """The name of the newest model; the store notes it with the questions that the model chose."""
-        return f"round {self.n_learnt}" if self.n_learnt else "start"
+        return f"round {self.n_learned}" if self.n_learned else "start"
 
     def activity(self) -> str | None:
         """A line about the training, for the page."""
         if self.problem is not None:
             return self.problem
-        learned = f"has learned from {self.n_learnt:,} answers" if self.n_learnt else None
+        learned = f"has learned from {self.n_learned:,} answers" if self.n_learned else None
         if (now := self._training) is None:
             return learned
         share = f" ({100 * now.done // now.total} %)" if now.total else ""
@@ -161,7 +161,7 @@ class Learner:
             self._seen, self._seen_at = n_answers, now
         if not self.is_behind:
             return False
-        enough = n_answers - self.n_learnt >= self.learning.every or now - self._seen_at > PATIENCE
+        enough = n_answers - self.n_learned >= self.learning.every or now - self._seen_at > PATIENCE
         return enough or self._is_all(n_answers)
 
     def learn(self, reporter: Reporter | None = None) -> bool:
@@ -183,7 +183,7 @@ class Learner:
                 first = copy.deepcopy(self.start_model)
             model = self._train(first, pairs, settings, watched)
             self._belief = image_belief(model.to(self.start_model.device), self.images)
-            self._newest, self.n_learnt, self._steps = model, len(answers), int(settings.get("steps", 0))
+            self._newest, self.n_learned, self._steps = model, len(answers), int(settings.get("steps", 0))
             save_model(self.newest, self.folder / "model")
         finally:
             self._training, self._ahead = None, None
@@ -273,7 +273,7 @@ class Learner:
             elif n_answers <= len(self.answers()):
                 model = load_model(path)
                 if _kind(model) == _kind(self.start_model):
-                    self._newest, self.n_learnt = model.to(self.start_model.device), n_answers
+                    self._newest, self.n_learned = model.to(self.start_model.device), n_answers
                     self._steps = int(read_json(path / "run.json")["request"]["settings"]["steps"])
                     return
 

@@ -169,7 +169,7 @@ class Loop:
     images: Train | None = None  # how the images are opened, and the backbone
     seed: int = 0
     device: str | None = None
-    frozen: bool = False  # whether the network stays as it is and only its head learns
+    frozen: bool = False  # whether only the head learns, and the network does not change
     last_steps: int | None = None  # of the training after the last answer
 
     def __post_init__(self) -> None:
@@ -211,7 +211,7 @@ def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter = QUIET) -> Ro
     with _open(loop, reporter, lambda data: _oracle(loop, data, error)) as (data, queue, learner):
         oracle, store = _oracle(loop, data, error), queue.store
         while True:
-            until = min(loop.questions, learner.n_learnt + loop.every)
+            until = min(loop.questions, learner.n_learned + loop.every)
             while (n := len(store.answers())) < until:
                 chosen = queue.chooser.next(learner.belief(), store.answers(), min(until - n, 50), ())
                 if not chosen:
@@ -222,7 +222,7 @@ def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter = QUIET) -> Ro
             if not learner.is_behind or not learner.learn(reporter):
                 break
             scores = _score_line(data, learner)
-            reporter.say(f"{learner.n_learnt:,} answers" + (f": {scores}" if scores else ""))
+            reporter.say(f"{learner.n_learned:,} answers" + (f": {scores}" if scores else ""))
         return _end(loop, data, store, learner)
 
 
@@ -263,7 +263,7 @@ def _end(loop: Loop, data: Data, store: Store, learner: Learner) -> Rows:
     if learner.is_behind and not left:
         left = "; the last training waits: the same command continues it"
     rows += [
-        ("model", f"{out / 'model'} (has learned from {learner.n_learnt:,} answers{left})"),
+        ("model", f"{out / 'model'} (has learned from {learner.n_learned:,} answers{left})"),
         ("clusters", f"{out / 'clusters.csv'} ({learner.newest.config.n_clusters:,} clusters)"),
     ]
     if loop.last_steps and counts.answered < loop.questions:
