@@ -21,9 +21,10 @@ from PIL import Image
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.api import create_app
+from constraintmatch.annotate.commands import Door, open_port
+from constraintmatch.annotate.import_export import open_model
 from constraintmatch.annotate.question_queue import Chooser, QuestionQueue, pixel_belief
-from constraintmatch.annotate.security import MAX_BODY, Rules, is_loopback, rules_for
-from constraintmatch.annotate.server import Door, address, listen, open_model, open_port
+from constraintmatch.annotate.server import MAX_BODY, Rules, address, is_loopback, listen, rules_for
 from constraintmatch.annotate.store import Store, open_store
 from constraintmatch.annotate.thumbnails import Thumbnails, galleries
 from constraintmatch.constraints.constraint_set import Constraints
@@ -323,6 +324,48 @@ def test_a_chosen_image_can_be_changed_to_another_or_to_none(place: Place) -> No
     assert {one["change_to"] for one in clash["answers"][1:]} == {NONE}
 
 
+# Parts of replies
+
+
+def parts(value: Any) -> Any:
+    """The names in an object and in the objects in it; of a list those of its first entry."""
+    if isinstance(value, dict):
+        return {name: parts(one) for name, one in value.items()}
+    return [parts(one) for one in value[:1]] if isinstance(value, list) else None
+
+
+IMAGE = dict.fromkeys(("row", "name", "cluster"))
+QUESTION = {"id": None, "kind": None, "image": IMAGE, "shown": [IMAGE]}
+HELD = {"questions": [QUESTION], "done": None, "problem": None}
+SAID = dict.fromkeys(("answer", "kind", "link", "change_to", "annotator", "time")) | {"left": IMAGE, "right": IMAGE}
+CLASH = {"text": None, "answers": [SAID]}
+COUNTS = dict.fromkeys(("answered", "same", "different", "unsure", "withdrawn", "per_minute"))
+STATE = dict.fromkeys(("database", "source", "model", "images", "wanted", "certain", "contradictions", "activity"))
+STATE |= {"counts": COUNTS}
+CLUSTER = dict.fromkeys(("cluster", "name", "size", "confidence")) | {
+    "images": [dict.fromkeys(("row", "name", "confidence"))]
+}
+
+
+def test_replies_have_exactly_the_parts_that_the_page_reads(pairs: Place) -> None:
+    clash = contradict(pairs)
+    assert parts(clash) == {"answer": None, "contradictions": [CLASH], "held": HELD | {"questions": []}, "state": STATE}
+    assert parts(pairs.get("/api/state")) == STATE
+    assert parts(pairs.get("/api/contradictions")) == {"contradictions": [CLASH], "state": STATE}
+    assert parts(pairs.get("/api/clusters")) == {"model": None, "clusters": [CLUSTER]}
+    assert parts(pairs.get("/api/clusters/0")) == CLUSTER
+    assert pairs.claim()  # which waits until a question is chosen
+    placed = pairs.post("/api/ask", {"image": 0, "annotator": "anna"})
+    assert parts(placed) == {"question": None, "said": [SAID], "held": HELD}
+    asked = pairs.post("/api/ask", {"image": 20, "annotator": "anna"})
+    assert parts(asked) == {"question": QUESTION, "said": [], "held": HELD}
+    undone = pairs.post("/api/undo", {"annotator": "anna", "hold": 1})
+    assert parts(undone) == {"question": QUESTION, "held": HELD, "state": STATE}
+    settled = pairs.post("/api/settle", {"answer": 1, "annotator": "anna"})
+    assert parts(settled) == {"contradictions": [], "state": STATE}
+    assert parts(pairs.post("/api/questions", {"annotator": "anna", "hold": 1})) == HELD
+
+
 # Clusters
 
 
@@ -386,10 +429,10 @@ def test_every_image_is_in_one_gallery(shares: list[list[float]]) -> None:
     probabilities = np.array(shares, np.float32)
     probabilities /= probabilities.sum(1, keepdims=True)
     found = galleries(Belief(np.eye(len(shares), dtype=np.float32), probabilities), [], len(shares))
-    assert sorted(row for one in found for row in one.rows) == list(range(len(shares)))
-    for one in found:
-        assert (probabilities[one.rows].argmax(1) == one.cluster).all()
-        assert (np.diff(one.confidence) <= 0).all()
+    assert sorted(row for _, rows, _ in found for row in rows) == list(range(len(shares)))
+    for cluster, rows, confidence in found:
+        assert (probabilities[rows].argmax(1) == cluster).all()
+        assert (np.diff(confidence) <= 0).all()
 
 
 # Files

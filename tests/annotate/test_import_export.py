@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch.annotate.api_types import Given
-from constraintmatch.annotate.import_export import Imported, export_pairs, import_answers, read_answers
+from constraintmatch.annotate.database import Given
+from constraintmatch.annotate.import_export import export_pairs, import_answers, read_answers
 from constraintmatch.annotate.store import Store, open_store
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
@@ -35,7 +35,7 @@ def said(image: int, *shown: int, choice: int) -> Answer:
     return Answer(Question(image, shown), choice)
 
 
-def taken_in(store: Store, path: Path, **words: str) -> Imported:
+def taken_in(store: Store, path: Path, **words: str) -> str:
     return import_answers(store, *read_answers(path, store.image_names, **words))
 
 
@@ -52,7 +52,7 @@ def test_an_export_has_a_pair_for_each_image_shown_and_nothing_of_the_unsure(sto
         "a/cat.png,fox.png,1,ann,2026-01-02\n"
         "elk.png,bee.png,0,ann,2026-01-02\n"
     )
-    assert done.describe() == "3 pairs from 2 answers (left out: 1 unsure)"
+    assert done == "3 pairs from 2 answers (left out: 1 unsure)"
 
 
 @st.composite
@@ -66,7 +66,7 @@ def test_a_cannot_link_that_only_follows_is_given_up_when_the_two_turn_out_to_be
 ) -> None:
     for answer, n_pairs in ((said(CAT, DOG, OWL, FOX, choice=0), 3), (said(OWL, DOG, choice=0), 3)):
         store.take_in([Given(answer, "ann")])
-        assert export_pairs(store, tmp_path / "pairs.csv").n_pairs == n_pairs
+        assert export_pairs(store, tmp_path / "pairs.csv").startswith(f"{n_pairs} pairs from ")
     assert links(Constraints.read(tmp_path / "pairs.csv", names=NAMES)) == {(CAT, DOG, 1), (CAT, FOX, 0), (DOG, OWL, 1)}
 
 
@@ -78,14 +78,14 @@ def test_what_the_answers_say_survives_export_and_import(
     folder = tmp_path_factory.mktemp("round")
     with open_store(folder / "one.db", IMAGES) as one, open_store(folder / "two.db", IMAGES) as two:
         one.take_in([Given(answer, who) for answer, who in given_answers])
-        if not export_pairs(one, folder / "pairs.csv").n_pairs:
+        if export_pairs(one, folder / "pairs.csv").startswith("0 pairs"):
             return
         taken_in(two, folder / "pairs.csv")
         export_pairs(two, folder / "again.csv")
         before, after = (Constraints.read(folder / name, names=NAMES) for name in ("pairs.csv", "again.csv"))
         assert links(before) == links(after)
         assert one.n_contradictions() == two.n_contradictions()
-        assert taken_in(one, folder / "pairs.csv").n_new == 0  # it knows all that
+        assert taken_in(one, folder / "pairs.csv").startswith("0 answers imported")  # it knows all that
 
 
 def links(pairs: Constraints) -> set[tuple[int, int, float]]:
@@ -100,22 +100,23 @@ def test_importing_a_file_twice_changes_nothing_even_after_an_answer_was_withdra
     path.write_text(
         "left,right,link,weight,annotator\nfox.png,elk.png,1,2.5,ann\nfox.png,elk.png,1,1,bob\nelk.png,bee.png,0,1,\n"
     )
-    assert taken_in(store, path).describe() == "3 answers imported"
+    assert taken_in(store, path) == "3 answers imported"
     assert [(row.annotator, row.weight, row.origin) for row in store.rows()] == [
         ("ann", 2.5, "pairs.csv"),
         ("bob", 1.0, "pairs.csv"),
         ("unknown", 1.0, "pairs.csv"),
     ]
     store.settle(1, "bob")
-    assert taken_in(store, path).describe() == "0 answers imported, 3 known already"
+    assert taken_in(store, path) == "0 answers imported, 3 known already"
     assert store.undo("bob") is None  # what came from a file is settled, not undone
 
 
 def test_soft_and_weightless_pairs_are_left_out_and_contradictions_counted(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"
     path.write_text("left,right,link,weight\n0,1,1,1\n1,2,1,1\n0,2,0,1\n3,4,0.7,1\n4,5,1,0\n6,6,1,1\n")
-    done = taken_in(store, path)
-    assert (done.n_new, done.n_left_out, done.n_contradictions) == (3, 3, 1)
+    left_out = "3 left out (skipped, soft or without weight)"
+    clashes = "1 contradictions in the store now; settle them on the page"
+    assert taken_in(store, path) == f"3 answers imported, {left_out}, {clashes}"
 
 
 def test_a_file_with_an_unknown_image_is_refused_whole(store: Store, tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_answers_set_aside_are_not_exported(store: Store, tmp_path: Path) -> Non
     store.take_in([Given(said(*pair, choice=0), "ann") for pair in ((FOX, ELK), (DOG, OWL), (DOG, ANT))])
     with open_store(tmp_path / "answers.db", IMAGES.take(np.arange(7)), read_only=True) as reader:
         done = export_pairs(reader, tmp_path / "pairs.jsonl")
-    assert done.describe() == "2 pairs from 2 answers (left out: 1 set aside)"
+    assert done == "2 pairs from 2 answers (left out: 1 set aside)"
 
 
 # Label Studio
@@ -161,8 +162,7 @@ def test_a_label_studio_export_becomes_answers_with_person_time_and_pace(store: 
         task("fox.png", "elk.png", annotation("Same", lead_time=4.288, created_at="2021-03-09T22:16:08.728353Z")),
         task("bee.png", "ant.png", annotation("Different", completed_by=who), annotation("Not sure"), number=2),
     ]
-    done = taken_in(store, written(tmp_path, content))
-    assert (done.n_new, done.n_left_out) == (3, 0)
+    assert taken_in(store, written(tmp_path, content)) == "3 answers imported"
     assert store.answers() == [
         said(FOX, ELK, choice=0),
         said(BEE, ANT, choice=NONE),
@@ -184,8 +184,7 @@ def test_skipped_and_empty_annotations_are_left_out(store: Store, tmp_path: Path
         task("nowhere.png", "gone.png"),
         task("fox.png", "elk.png", annotation("no")),
     ]
-    done = taken_in(store, written(tmp_path, content))
-    assert (done.n_new, done.n_left_out) == (1, 3)
+    assert taken_in(store, written(tmp_path, content)).startswith("1 answers imported, 3 left out")
 
 
 def test_the_short_form_and_a_single_task_are_understood(store: Store, tmp_path: Path) -> None:
@@ -194,14 +193,13 @@ def test_the_short_form_and_a_single_task_are_understood(store: Store, tmp_path:
         {"id": 2, "image1": "bee.png", "image2": "ant.png", "kind": {"choices": ["Different"]}, "annotator": "a@b.c"},
         {"id": 3, "image1": "bee.png", "image2": "fox.png", "annotator": 2, "created_at": "2026"},
     ]
-    done = taken_in(store, written(tmp_path, content))
-    assert (done.n_new, done.n_left_out) == (2, 1)
+    assert taken_in(store, written(tmp_path, content)).startswith("2 answers imported, 1 left out")
     assert [(row.annotator, row.choice, row.milliseconds) for row in store.rows()] == [
         ("Label Studio user 2", 0, 1_500),
         ("a@b.c", NONE, None),
     ]
     single = task("bee.png", "elk.png", annotation("Must-link"))
-    assert taken_in(store, written(tmp_path, single)).n_new == 1
+    assert taken_in(store, written(tmp_path, single)) == "1 answers imported"
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,19 @@ from constraintmatch import cli
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json
 from constraintmatch._internal.progress import Quiet
+from constraintmatch.annotate import background_training
 from constraintmatch.annotate.background_training import Learner, Learning
-from constraintmatch.annotate.loop import Loop, ask_in_terminal, ask_labels
-from constraintmatch.annotate.question_queue import Chooser
+from constraintmatch.annotate.commands import Loop, ask_in_terminal, ask_labels
+from constraintmatch.annotate.question_queue import (
+    FINISHED,
+    PREVIOUS,
+    Chooser,
+    Prompt,
+    picture,
+    read_choice,
+    side_by_side,
+)
 from constraintmatch.annotate.store import open_store
-from constraintmatch.annotate.terminal import FINISHED, PREVIOUS, Prompt, picture, read_choice, side_by_side
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
@@ -31,7 +39,6 @@ from constraintmatch.methods import Context
 from constraintmatch.methods.parts.head_training import put_back, seen_by, taken_off
 from constraintmatch.methods.parts.linear_heads import regression_head
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model, with_head
-from constraintmatch.pipeline import train as running
 from constraintmatch.pipeline.config import SHORT_STAGES, TrainConfig, method_settings
 from constraintmatch.pipeline.plan import Train
 from constraintmatch.pipeline.train import weights_hash
@@ -88,7 +95,7 @@ def test_a_round_begins_with_the_start_and_leaves_a_model(images: ImageSet, star
     again = Learner(images, load_model(start), lambda: answers, tmp_path / "other", SMALL)
     assert again.learn()
     assert weights_hash(again.newest) == first
-    assert learner.n_learnt == 8
+    assert learner.n_learned == 8
     assert learner.name() == "round 8"
     assert np.array_equal(learner.belief().probabilities, image_belief(learner.newest, images).probabilities)
 
@@ -106,7 +113,7 @@ def test_a_round_that_cannot_be_judged_keeps_the_head_that_knows_the_answers(
         assert torch.equal(value, begun.state_dict()[name]) == (not name.startswith("head."))
     before, after = (accuracy(images.labels, predict(one, images).clusters) for one in (begun, found))
     assert after > before + 0.02
-    assert (learner.n_learnt, learner.is_behind) == (60, False)
+    assert (learner.n_learned, learner.is_behind) == (60, False)
 
 
 def test_questions_know_the_answers_while_the_round_still_trains(images: ImageSet, start: Path, tmp_path: Path) -> None:
@@ -175,7 +182,7 @@ def test_a_learner_goes_on_with_the_newest_finished_round(images: ImageSet, star
     stopped.mkdir()
     (stopped / "run.json").write_text('{"format": 1, "request": {}, "status": "running"}')
     later = Learner(images, load_model(start), lambda: answers, tmp_path, SMALL)
-    assert later.n_learnt == 8
+    assert later.n_learned == 8
     assert weights_hash(later.newest) == weights_hash(first.newest)
     assert not stopped.exists()
 
@@ -225,7 +232,7 @@ def test_a_finished_training_is_kept_until_the_one_in_its_place_is_there(
     assert sorted(path.name for path in (tmp_path / "rounds").iterdir()) == names
     for last_steps in (None, 12):  # without the option nothing is lost either
         again = learner(last_steps)
-        assert again.n_learnt == 8
+        assert again.n_learned == 8
         assert weights_hash(again.newest) == weights_hash(first.newest)
         assert sorted(path.name for path in (tmp_path / "rounds").iterdir()) == names
     begun = list[int]()
@@ -252,7 +259,7 @@ def test_a_round_waits_for_the_thread_that_was_told_to_stop(
     wait_until(lambda: learner.activity() is not None)
     learner.stop()  # does not wait: the round under way still holds its folder
     assert learner.learn()
-    assert learner.n_learnt == 8
+    assert learner.n_learned == 8
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -271,7 +278,7 @@ def test_a_stopped_round_goes_on_unless_something_else_was_answered(
     if not same:
         answers[-1] = replace(answers[-1], choice=UNSURE)
     learner = Learner(images, load_model(start), lambda: answers, tmp_path / "loop", learning)
-    assert learner.n_learnt == 0
+    assert learner.n_learned == 0
     assert learner.learn(Watching())
     assert begun == [4 if same else 0]
     whole = Learner(images, load_model(start), lambda: answers, tmp_path / "whole", learning)
@@ -288,11 +295,11 @@ def test_the_learner_learns_in_the_background_while_answers_come(images: ImageSe
         given.append(answer)
         time.sleep(0.01)
     until = time.monotonic() + 60
-    while learner.n_learnt < 8 and time.monotonic() < until:  # the last few may be fewer than make a round
+    while learner.n_learned < 8 and time.monotonic() < until:  # the last few may be fewer than make a round
         seen.add(learner.activity())
         time.sleep(0.01)
     learner.stop()
-    assert learner.n_learnt >= 8
+    assert learner.n_learned >= 8
     assert any(line and line.startswith("learning from") for line in seen)
 
 
@@ -325,7 +332,7 @@ def test_a_stop_gives_up_the_round_under_way(images: ImageSet, start: Path, tmp_
     learner.stop()
     assert learner.activity() is None
     assert learner.problem is None
-    assert (learner.n_learnt, learner.n_left) == (0, 8)
+    assert (learner.n_learned, learner.n_left) == (0, 8)
     stopped = tmp_path / "rounds" / "0008"
     assert read_json(stopped / "run.json")["status"] == "interrupted"
     assert (stopped / "checkpoint.safetensors").is_file()  # nothing is lost: the same round would continue there
@@ -355,7 +362,7 @@ def test_a_round_that_knows_answers_taken_back_since_is_not_gone_on_with(
     answers = answered(images, start, 8)
     Learner(images, load_model(start), lambda: answers, tmp_path, SMALL).learn()
     fewer = Learner(images, load_model(start), lambda: answers[:5], tmp_path, SMALL)
-    assert fewer.n_learnt == 0
+    assert fewer.n_learned == 0
     assert (tmp_path / "rounds" / "0008").is_dir()
 
 
@@ -682,13 +689,13 @@ def test_a_round_learns_from_what_the_answers_imply_and_from_nothing_else(
     answers, model = answered(images, start, 8), load_model(start)
     seen = seen_by(model, images)
     trained: list[int] = []
-    train = running.train
+    train = background_training.train
 
     def counted(images: ImageSet, pairs: Constraints, config: TrainConfig, context: Context) -> object:
         trained.append(len(pairs))
         return train(images, pairs, config, context)
 
-    monkeypatch.setattr(running, "train", counted)
+    monkeypatch.setattr(background_training, "train", counted)
     assert Learner(images, model, lambda: answers, tmp_path / "network", SMALL).learn()
     assert Learner(seen, taken_off(model, seen), lambda: answers, tmp_path / "head", SMALL).learn()
     said = len(closure_pairs(answers, len(images)))

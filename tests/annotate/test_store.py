@@ -52,7 +52,7 @@ def ask(store: Store, question: Question, choice: int, annotator: str = "ann", m
     """The number of the answer to a question that is queued, claimed and answered."""
     store.add_questions([question], urgent=True)
     asked = next(asked for asked in store.claim(annotator, 9) if asked.question == question)
-    return store.answer(asked.id, choice, annotator, milliseconds).id
+    return store.answer(asked.id, choice, annotator, milliseconds)[0]
 
 
 # Durability
@@ -66,7 +66,7 @@ with open_store(sys.argv[1], IMAGES) as store:
     store.add_questions(Question(i, (j,)) for i in range(30) for j in range(i))
     while True:
         for asked in store.claim("ann", 3):
-            os.write(1, b"%d\\n" % store.answer(asked.id, -2, "ann", 5).id)
+            os.write(1, b"%d\\n" % store.answer(asked.id, -2, "ann", 5)[0])
 """
 
 
@@ -187,7 +187,7 @@ def test_many_threads_lose_nothing_and_answer_nothing_twice(store: Store) -> Non
 
     def work(annotator: str) -> None:
         while asked := store.claim(annotator, 2):
-            numbers.extend(store.answer(one.id, UNSURE, annotator, 1).id for one in asked)
+            numbers.extend(store.answer(one.id, UNSURE, annotator, 1)[0] for one in asked)
 
     threads = [threading.Thread(target=work, args=(f"person {at}",)) for at in range(6)]
     for thread in threads:
@@ -272,11 +272,10 @@ def test_a_contradiction_is_told_at_once_with_the_answers_that_prove_it(store: S
     first, second = ask(store, Question(0, (1,)), 0, "ann"), ask(store, Question(1, (2, 3)), 0, "bob")
     store.add_questions(pairs((2, 0)), urgent=True)
     (asked,) = store.claim("ann")
-    recorded = store.answer(asked.id, NONE, "ann")
-    (clash,) = recorded.contradictions
-    assert (clash.images, clash.together, clash.apart) == ((2, 1, 0), (second, first), recorded.id)
-    assert [store.row(number).annotator for number in clash.answers] == ["ann", "bob", "ann"]
-    assert [set(open_one.answers) for open_one in store.contradictions()] == [{first, second, recorded.id}]
+    number, (clash,) = store.answer(asked.id, NONE, "ann")
+    assert (clash.images, clash.together, clash.apart) == ((2, 1, 0), (second, first), number)
+    assert [store.row(one).annotator for one in (clash.apart, *clash.together)] == ["ann", "bob", "ann"]
+    assert [{one.apart, *one.together} for one in store.contradictions()] == [{first, second, number}]
 
 
 @pytest.mark.parametrize("choice", [None, 1, UNSURE])
@@ -284,11 +283,11 @@ def test_a_contradiction_is_settled_by_withdrawing_or_changing_an_answer(store: 
     ask(store, Question(0, (1,)), 0)
     wrong = ask(store, Question(1, (2, 3)), 0)
     ask(store, Question(0, (2,)), NONE)
-    settled = store.settle(wrong, "bob", choice)
-    assert settled.contradictions == [] == store.contradictions()
+    number, left = store.settle(wrong, "bob", choice)
+    assert left == [] == store.contradictions()
     old = store.row(wrong)
     assert (old.choice, old.withdrawn) == (0, "withdrawn" if choice is None else "changed")
-    assert (settled.id == wrong) == (choice is None)
+    assert (number == wrong) == (choice is None)
     assert [a.choice for a in store.answers()] == [0, NONE] + ([] if choice is None else [choice])
     with pytest.raises(InputError, match=f"answer {wrong} does not stand"):
         store.settle(wrong, "bob")
@@ -296,7 +295,7 @@ def test_a_contradiction_is_settled_by_withdrawing_or_changing_an_answer(store: 
 
 def test_changing_an_answer_to_what_it_is_changes_nothing(store: Store) -> None:
     number = ask(store, Question(0, (1,)), 0)
-    assert store.settle(number, "bob", 0).id == number
+    assert store.settle(number, "bob", 0)[0] == number
     assert len(store.rows()) == 1
 
 

@@ -1,59 +1,36 @@
-"""The server of the page: what each route takes and gives. `security` says who may call them."""
+"""The app of the page: what each route takes and gives. `server` says who may call them."""
 
 import hashlib
 import sqlite3
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from functools import cached_property
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as InPath
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch.annotate.api_types import (
-    AnswerReply,
-    Asked,
-    AskReply,
-    Cluster,
-    ClusterName,
-    Clusters,
-    Held,
-    Image,
-    OpenContradictions,
-    ShownContradiction,
-    ShownQuestion,
-    State,
-    Tile,
-    UndoReply,
-    shown_contradiction,
-)
-from constraintmatch.annotate.contradictions import Contradiction
+from constraintmatch.annotate import server
+from constraintmatch.annotate.database import Asked, Contradiction, StoredAnswer
 from constraintmatch.annotate.import_export import export_pairs
 from constraintmatch.annotate.question_queue import QuestionQueue
-from constraintmatch.annotate.security import Rules, protect
-from constraintmatch.annotate.thumbnails import Gallery, Thumbnails, galleries
+from constraintmatch.annotate.thumbnails import Gallery, Picture, Thumbnails, galleries
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.questions.answers import MAX_SHOWN, NONE, UNSURE
-from constraintmatch.questions.next_question import Belief, certain_share
+from constraintmatch.questions.answers import NONE, UNSURE
+from constraintmatch.questions.belief import Belief
+from constraintmatch.questions.next_question import certain_share
 
-__all__ = [
-    "AnswerRequest",
-    "AskRequest",
-    "ClaimRequest",
-    "NameRequest",
-    "Page",
-    "SettleRequest",
-    "UndoRequest",
-    "create_app",
-]
+__all__ = ["Page", "create_app"]
 
-LOCAL = Rules(frozenset({"localhost"}))
+LOCAL = server.Rules(frozenset({"localhost"}))
 PAGE_FILES = {
     "index.html": "text/html",
     "style.css": "text/css",
@@ -76,71 +53,11 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 
-
-# What the page sends
-
-
-def _whole(value: object) -> object:
-    """7.0 is a whole number in JSON."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Whole = BeforeValidator(_whole)
-Annotator = Annotated[str, Field(min_length=1, max_length=40, pattern=r"\S", description="Who answers.")]
-Number = Annotated[int, Field(ge=1, le=2**53), Whole]
-Row = Annotated[int, Field(ge=0, le=2**31 - 1, description="The row of the image in the set."), Whole]
-Hold = Annotated[int, Field(ge=0, le=50, description="How many questions the page wants to hold."), Whole]
-_CHOICES = f"The place of the chosen image (of a pair: 0, same), {NONE} none (different), {UNSURE} unsure."
-Choice = Annotated[int, Field(ge=UNSURE, lt=MAX_SHOWN, description=_CHOICES), Whole]
+Json = dict[str, Any]  # an object that the page gets
 Order = Annotated[Literal["typical", "doubtful"], Query(description="Which images come first.")]
 Count = Annotated[int, Query(ge=1, le=500, description="How many images.")]
 Offset = Annotated[int, Query(ge=0, le=2**31 - 1)]
 RowInPath = Annotated[int, InPath(ge=0, le=2**31 - 1)]
-STRICT = ConfigDict(extra="forbid", strict=True)
-
-
-class UndoRequest(BaseModel):
-    """Whose last answer to undo, and how many questions to hold."""
-
-    model_config = STRICT
-    annotator: Annotator
-    hold: Hold = 0
-
-
-class AnswerRequest(UndoRequest):
-    """An answer; sent again, it is stored once."""
-
-    question: Number
-    choice: Choice
-    milliseconds: Annotated[int, Field(ge=0, le=86_400_000), Whole]
-
-
-class ClaimRequest(UndoRequest):
-    """Who wants questions, and how many to hold."""
-
-    hold: Hold = 1
-
-
-class AskRequest(ClaimRequest):
-    """An image to ask about."""
-
-    image: Row
-
-
-class SettleRequest(BaseModel):
-    """An answer to withdraw (no choice) or to change."""
-
-    model_config = STRICT
-    answer: Number
-    choice: Choice | None = None
-    annotator: Annotator
-
-
-class NameRequest(BaseModel):
-    """The name of a cluster; an empty one takes the name away."""
-
-    model_config = STRICT
-    name: Annotated[str, Field(max_length=80)]
 
 
 class Page:
@@ -167,145 +84,180 @@ class Page:
 
     # Questions and answers
 
-    def state(self) -> State:
+    def state(self) -> Json:
         """Where the work stands."""
         counts, belief = self.store.counts(), self.belief()
         key, known = (counts.answered, counts.withdrawn), self._implied
         if known is None or known[0] != key or known[1] is not belief:  # kept until an answer or the belief changes
             certain = 0.0 if belief is None else certain_share(belief, self.store.answers())
             self._implied = known = key, belief, certain, self.store.n_contradictions()
-        return State(
-            database=self.database,
-            source=self.source,
-            model=self.queue.model(),
-            images=len(self.images),
-            counts=counts,
-            wanted=self.queue.chooser.total,
-            certain=known[2],
-            contradictions=known[3],
-            activity=self.activity(),
-        )
+        return {
+            "database": self.database,
+            "source": self.source,
+            "model": self.queue.model(),
+            "images": len(self.images),
+            "counts": asdict(counts),
+            "wanted": self.queue.chooser.total,
+            "certain": known[2],
+            "contradictions": known[3],
+            "activity": self.activity(),
+        }
 
-    def claim(self, wanted: ClaimRequest) -> Held:
+    def claim(self, wanted: server.ClaimRequest) -> Json:
         """Hold questions: those held before come first, and nobody else gets them meanwhile."""
         return self._held(self.queue.claim(wanted.annotator, wanted.hold))
 
-    def answer(self, given: AnswerRequest) -> AnswerReply:
+    def answer(self, given: server.AnswerRequest) -> Json:
         """Store an answer; it is on the disk when the response comes."""
-        recorded = self.store.answer(given.question, given.choice, given.annotator, given.milliseconds)
-        return AnswerReply(recorded.id, self._shown(recorded.contradictions), self._hold_more(given), self.state())
+        number, found = self.store.answer(given.question, given.choice, given.annotator, given.milliseconds)
+        held = self._hold_more(given)
+        clashes = [self._contradiction(one) for one in found]
+        return {"answer": number, "contradictions": clashes, "held": held, "state": self.state()}
 
-    def undo(self, wanted: UndoRequest) -> UndoReply:
-        """Undo the last answer of this annotator; its question comes back."""
+    def undo(self, wanted: server.UndoRequest) -> Json:
+        """Undo the last answer of this annotator; its question comes back, or null if there is none."""
         undone = self.store.undo(wanted.annotator)
         held = self._hold_more(wanted)
-        return UndoReply(None if undone is None else self._question(undone), held, self.state())
+        question = None if undone is None else self._question(undone)
+        return {"question": question, "held": held, "state": self.state()}
 
-    def _hold_more(self, wanted: UndoRequest) -> Held:
+    def _hold_more(self, wanted: server.UndoRequest) -> Json:
         held = self.queue.claim(wanted.annotator, wanted.hold) if wanted.hold else []
         self.queue.wake()
         return self._held(held)
 
-    def _held(self, held: Iterable[Asked]) -> Held:
+    def _held(self, held: Iterable[Asked]) -> Json:
         questions = [self._question(asked) for asked in held]
-        return Held(questions, self.queue.done and not questions, self.queue.problem)
+        return {"questions": questions, "done": self.queue.done and not questions, "problem": self.queue.problem}
 
-    def _question(self, asked: Asked) -> ShownQuestion:
+    def _question(self, asked: Asked) -> Json:
         """A question as the page shows it; images of clusters with a name carry the name."""
         names, belief, question = self.store.names(), self.belief(), asked.question
         probabilities = None if belief is None or not names else belief.probabilities
         of = {} if probabilities is None else {row: int(probabilities[row].argmax()) for row in question.shown}
-        shown = [Image(row, self.images.names[row], names.get(of.get(row, -1))) for row in question.shown]
-        return ShownQuestion(asked.id, question.kind, Image(question.image, self.images.names[question.image]), shown)
+        shown = [self._image(row, names.get(of.get(row, -1))) for row in question.shown]
+        return {"id": asked.id, "kind": question.kind, "image": self._image(question.image), "shown": shown}
+
+    def _image(self, row: int, cluster: str | None = None) -> Json:
+        return {"row": row, "name": self.images.names[row], "cluster": cluster}
 
     # Contradictions
 
-    def contradictions(self) -> OpenContradictions:
+    def contradictions(self) -> Json:
         """The open contradictions, oldest first."""
-        return OpenContradictions(self._shown(self.store.contradictions()), self.state())
+        clashes = [self._contradiction(one) for one in self.store.contradictions()]
+        return {"contradictions": clashes, "state": self.state()}
 
-    def settle(self, wanted: SettleRequest) -> OpenContradictions:
+    def settle(self, wanted: server.SettleRequest) -> Json:
         """Withdraw an answer, or change it; the contradictions that are left come back."""
-        left = self.store.settle(wanted.answer, wanted.annotator, wanted.choice).contradictions
+        _, left = self.store.settle(wanted.answer, wanted.annotator, wanted.choice)
         self.queue.wake()
-        return OpenContradictions(self._shown(left), self.state())
+        return {"contradictions": [self._contradiction(one) for one in left], "state": self.state()}
 
-    def _shown(self, found: Iterable[Contradiction]) -> list[ShownContradiction]:
-        rows = self.store.row
-        return [
-            shown_contradiction(one, [rows(number) for number in (one.apart, *one.together)], self.images.names)
-            for one in found
-        ]
+    def _contradiction(self, found: Contradiction) -> Json:
+        ends = found.images[0], found.images[-1]
+        steps = [(*ends, False), *((*step, True) for step in pairwise(found.images))]
+        numbers = (found.apart, *found.together)
+        said = [self._say(self.store.row(number), *step) for number, step in zip(numbers, steps, strict=True)]
+        first, last = (self.images.names[row] for row in ends)
+        others = "another says same" if len(said) == 2 else f"{len(said) - 1:,} others together say same"
+        return {"text": f"{first} and {last}: one answer says different, {others}.", "answers": said}
+
+    def _say(self, row: StoredAnswer, one: int, other: int, link: bool) -> Json:
+        """What an answer says of two images."""
+        change_to = NONE
+        if not link and row.answer is not None:
+            question = row.answer.question
+            change_to = question.shown.index(other if question.image == one else one)
+        return {
+            "answer": row.id,
+            "kind": "pair" if len(row.shown) == 1 else "which",
+            "left": self._image(one),
+            "right": self._image(other),
+            "link": link,
+            "change_to": change_to,
+            "annotator": row.annotator,
+            "time": row.time,
+        }
 
     # Clusters
 
-    def clusters(self, order: Order = "typical", n: Count = 24) -> Clusters:
+    def clusters(self, order: Order = "typical", n: Count = 24) -> Json:
         """The first images of every cluster."""
-        found = self._galleries()
+        found = galleries(self.belief(), self.store.answers(), len(self.images))
         shown = [self._cluster(gallery, order, 0, n) for gallery in found]
-        return Clusters(any(gallery.confidence is not None for gallery in found), shown)
+        return {"model": any(sure is not None for _, _, sure in found), "clusters": shown}
 
-    def cluster(self, cluster: RowInPath, order: Order = "typical", offset: Offset = 0, n: Count = 96) -> Cluster:
+    def cluster(self, cluster: RowInPath, order: Order = "typical", offset: Offset = 0, n: Count = 96) -> Json:
         """More images of a cluster."""
-        found = next((gallery for gallery in self._galleries() if gallery.cluster == cluster), None)
-        if found is None:
-            raise HTTPException(404, f"cluster {cluster} has no images now; reload the page")
-        return self._cluster(found, order, offset, n)
+        for gallery in galleries(self.belief(), self.store.answers(), len(self.images)):
+            if gallery[0] == cluster:
+                return self._cluster(gallery, order, offset, n)
+        raise HTTPException(404, f"cluster {cluster} has no images now; reload the page")
 
-    def _galleries(self) -> list[Gallery]:
-        return galleries(self.belief(), self.store.answers(), len(self.images))
-
-    def _cluster(self, gallery: Gallery, order: str, offset: int, n: int) -> Cluster:
+    def _cluster(self, gallery: Gallery, order: str, offset: int, n: int) -> Json:
         """A part of a gallery; a group that answers make has no name of its own."""
-        part = slice(offset, offset + n)
-        way = 1 if order == "typical" else -1
-        rows, sure = gallery.rows[::way][part].tolist(), gallery.confidence
-        confidences = [None] * len(rows) if sure is None else [round(float(one), 4) for one in sure[::way][part]]
-        tiles = [Tile(row, self.images.names[row], one) for row, one in zip(rows, confidences, strict=True)]
-        number, size = gallery.cluster, len(gallery.rows)
-        if sure is None:
-            return Cluster(number, f"Group {number + 1}", size, None, tiles)
-        return Cluster(number, self._name(number), size, round(float(sure.mean()), 4), tiles)
+        number, rows, sure = gallery
+        name = f"Group {number + 1}" if sure is None else self._name(number)
+        mean = None if sure is None else round(float(sure.mean()), 4)
+        part = np.arange(len(rows))[:: 1 if order == "typical" else -1][offset : offset + n]
+        images = [
+            {
+                "row": int(rows[at]),
+                "name": self.images.names[rows[at]],
+                "confidence": None if sure is None else round(float(sure[at]), 4),
+            }
+            for at in part
+        ]
+        return {"cluster": number, "name": name, "size": len(rows), "confidence": mean, "images": images}
 
     def _name(self, cluster: int) -> str:
         return self.store.names().get(cluster, f"Cluster {cluster}")
 
-    def rename(self, cluster: RowInPath, given: NameRequest) -> ClusterName:
-        """Name a cluster."""
+    def rename(self, cluster: RowInPath, given: server.NameRequest) -> Json:
+        """Name a cluster; its number and its name now come back."""
         belief = self.belief()
         known = 0 if belief is None or belief.probabilities is None else belief.probabilities.shape[1]
         if cluster >= known:
             raise HTTPException(404, f"there is no cluster {cluster}: the model has {known:,}")
         self.store.rename(cluster, given.name)
-        return ClusterName(cluster, self._name(cluster))
+        return {"cluster": cluster, "name": self._name(cluster)}
 
-    def ask(self, wanted: AskRequest) -> AskReply:
+    def ask(self, wanted: server.AskRequest) -> Json:
         """Make an image the next question of this annotator; if answers place it already, those come back."""
-        belief, names = self.belief(), self.images.names
-        if wanted.image >= len(names) or belief is None:
-            raise HTTPException(404, f"there is no image {wanted.image} to ask about")
-        question = self.queue.chooser.about(belief, self.store.answers(), wanted.image)
+        belief, image = self.belief(), wanted.image
+        if image >= len(self.images) or belief is None:
+            raise HTTPException(404, f"there is no image {image} to ask about")
+        question = self.queue.chooser.about(belief, self.store.answers(), image)
         if question is None:
             asked, held = None, self.queue.claim(wanted.annotator, wanted.hold)
         else:
             asked, held = self.queue.claim_first(question, wanted.annotator, max(wanted.hold, 1))
         if asked is not None:
-            return AskReply(self._question(asked), [], self._held(held))
-        said = [one for row in self.store.rows() for one in row.statements_about(wanted.image, names)]
-        said.sort(key=lambda one: not one.link)  # links first
-        return AskReply(None, said[:12], self._held(held))
+            return {"question": self._question(asked), "said": [], "held": self._held(held)}
+        said = [one for row in self.store.rows() for one in self._statements(row, image)]
+        said.sort(key=lambda one: not one["link"])  # links first
+        return {"question": None, "said": said[:12], "held": self._held(held)}
+
+    def _statements(self, row: StoredAnswer, image: int) -> list[Json]:
+        """What an answer says of an image; nothing if it is unsure, withdrawn or set aside."""
+        if row.answer is None or row.withdrawn or row.choice == UNSURE:
+            return []
+        asked, shown = row.answer.question.image, row.answer.question.shown
+        pairs = [(asked, other, at == row.choice) for at, other in enumerate(shown)]
+        return [self._say(row, *pair) for pair in pairs if image in pair[:2]]
 
     # Files
 
     def large(self, row: RowInPath) -> Response:
-        """An image as large as it is there, up to 800 pixels."""
+        """An image as large as its file, up to 800 pixels."""
         return self._picture(self.thumbnails.large, row)
 
     def small(self, row: RowInPath) -> Response:
         """An image as the model sees it."""
         return self._picture(self.thumbnails.small, row)
 
-    def _picture(self, picture: Callable[[int], tuple[bytes, str]], row: int) -> Response:
+    def _picture(self, picture: Callable[[int], Picture], row: int) -> Response:
         if row >= len(self.images):
             raise HTTPException(404, f"there is no image {row}")
         content, media_type = picture(row)
@@ -328,7 +280,7 @@ def create_app(
     folder: Path | None = None,
     source: str = "the images",
     activity: Callable[[], str | None] = lambda: None,
-    rules: Rules = LOCAL,
+    rules: server.Rules = LOCAL,
 ) -> FastAPI:
     """The page over these images and this queue. `folder` has the image files, for pictures larger than the model's."""
 
@@ -347,7 +299,7 @@ def create_app(
         lifespan=lifespan,
         responses=PROBLEMS,
     )
-    protect(app, rules)
+    server.protect(app, rules)
     app.exception_handler(InputError)(_refuse)
     _add_routes(app, Page(images, queue, folder, source, activity))
     return app
@@ -377,10 +329,9 @@ def _add_routes(app: FastAPI, page: Page) -> None:
     for name, (send, kinds) in sent.items():
         content: dict[int | str, dict[str, Any]] = {200: {"content": {kind: {} for kind in kinds}}}
         app.add_api_route(f"/api/{name}", send, response_class=Response, responses=content)
-    for name, media_type in PAGE_FILES.items():
-        content_of_file = (files("constraintmatch.annotate") / "page" / name).read_bytes()
+    for name, kind in PAGE_FILES.items():
+        handler = _fixed((files("constraintmatch.annotate") / "page" / name).read_bytes(), kind)
         path = "/" if name == "index.html" else f"/{name}"
-        handler = _fixed(content_of_file, media_type)
         app.add_api_route(path, handler, methods=["GET", "HEAD"], include_in_schema=False)
 
 

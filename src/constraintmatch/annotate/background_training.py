@@ -9,8 +9,6 @@ folder/
 A thread is enough: torch releases the interpreter while it computes, and an answer is stored within 0.1 s meanwhile.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import re
@@ -21,26 +19,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json
 from constraintmatch._internal.progress import Quiet, Reporter
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.methods import Context, ViewChoice
+from constraintmatch.methods.propagate import Frozen
+from constraintmatch.models.cluster_model import ClusterModel, load_model, save_model
+from constraintmatch.pipeline.config import SHORT_STAGES, make_config
+from constraintmatch.pipeline.train import train
 from constraintmatch.questions.answers import Answer, n_kinds
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.rounds import closure_pairs, head_belief, image_belief, informed
-from constraintmatch.training.run_folder import OtherRequest
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from constraintmatch.constraints.constraint_set import Constraints
-    from constraintmatch.data.image_set import ImageSet
-    from constraintmatch.methods import ViewChoice
-    from constraintmatch.methods.propagate import Frozen
-    from constraintmatch.models.cluster_model import ClusterModel
+from constraintmatch.training.loop import Interrupted
+from constraintmatch.training.run_folder import OtherRequest, is_finished
 
 __all__ = ["Learner", "Learning", "cluster_numbers", "round_start"]
 
@@ -67,10 +67,10 @@ class Learning:
 
 
 class _Watched:
-    """A reporter that passes everything on and knows how far the round is."""
+    """A reporter that passes everything on and knows how far the round with `n_answers` is."""
 
-    def __init__(self, reporter: Reporter) -> None:
-        self.total, self.done = 0, 0
+    def __init__(self, reporter: Reporter, n_answers: int) -> None:
+        self.n_answers, self.total, self.done = n_answers, 0, 0
         self.reporter, self.say, self.stop = reporter, reporter.say, reporter.stop
 
     def start(self, title: str, total: int, done: int = 0) -> None:
@@ -80,10 +80,6 @@ class _Watched:
     def update(self, done: int, values: Mapping[str, float] | None = None) -> None:
         self.done = done
         self.reporter.update(done, values)
-
-    def share(self) -> str:
-        """How much is done, as the page says it."""
-        return f" ({100 * self.done // self.total} %)" if self.total else ""
 
 
 class Learner:
@@ -106,9 +102,9 @@ class Learner:
         self.learning, self.views, self.held_out = learning, views, held_out
         self.whole = whole or (lambda model: model)
         self.problem: str | None = None
-        self._learnt = 0  # answers that the newest model knows
+        self.n_learned = 0  # answers that the newest model knows
         self._steps = 0  # of its round
-        self._training: tuple[int, _Watched] | None = None  # the current round: its answers, its progress
+        self._training: _Watched | None = None  # the current round
         self._newest: ClusterModel = start
         self._belief: Belief | None = None  # of the newest model
         self._ahead: Belief | None = None  # of the model that the current round began with: it knows more answers
@@ -118,15 +114,13 @@ class Learner:
         self._take_up()
 
     def belief(self) -> Belief:
-        """What is known of the images: by the current round as far as it is, else by the newest model."""
+        """What the current round knows of the images so far, or without one the newest model."""
         ahead = self._ahead  # the thread may remove it meanwhile
         return self._of_newest() if ahead is None else ahead
 
     @cached_property
     def frozen(self) -> Frozen:
         """What the backbone of the start makes of the images: all rounds begin with it, so one pass is enough."""
-        from constraintmatch.methods.propagate import Frozen
-
         return Frozen.of(self.start_model, self.images)
 
     @property
@@ -135,34 +129,29 @@ class Learner:
         return self.whole(self._newest)
 
     @property
-    def n_learnt(self) -> int:
-        """How many answers the newest model was trained on."""
-        return self._learnt
-
-    @property
     def n_left(self) -> int:
         """How many answers it was not trained on."""
-        return max(0, len(self.answers()) - self._learnt)
+        return max(0, len(self.answers()) - self.n_learned)
 
     @property
     def is_behind(self) -> bool:
         """Whether there is something to train without new answers: on some answers, or longer at the end."""
-        last = self._is_last(len(self.answers()))
-        return self.n_left > 0 or (last and self._steps < self._last_steps)
+        last_steps = self.learning.last_steps or 0
+        return self.n_left > 0 or (self._is_last(len(self.answers())) and self._steps < last_steps)
 
     def name(self) -> str:
         """The name of the newest model; the store notes it with the questions that the model chose."""
-        return f"round {self._learnt}" if self._learnt else "start"
+        return f"round {self.n_learned}" if self.n_learned else "start"
 
     def activity(self) -> str | None:
         """A line about the training, for the page."""
         if self.problem is not None:
             return self.problem
-        learnt = f"has learned from {self._learnt:,} answers" if self._learnt else ""
-        if self._training is not None:
-            n_answers, watched = self._training
-            return f"learning from {n_answers:,} answers{watched.share()}" + (f"; {learnt}" if learnt else "")
-        return learnt or None
+        learned = f"has learned from {self.n_learned:,} answers" if self.n_learned else None
+        if (now := self._training) is None:
+            return learned
+        share = f" ({100 * now.done // now.total} %)" if now.total else ""
+        return f"learning from {now.n_answers:,} answers{share}" + (f"; {learned}" if learned else "")
 
     def is_due(self) -> bool:
         """Whether a round should start: enough new answers, or the last of all, or no new one for a while."""
@@ -171,8 +160,8 @@ class Learner:
             self._seen, self._seen_at = n_answers, now
         if not self.is_behind:
             return False
-        last = self.learning.total is not None and n_answers >= self.learning.total
-        return last or n_answers - self._learnt >= self.learning.every or now - self._seen_at > PATIENCE
+        enough = n_answers - self.n_learned >= self.learning.every or now - self._seen_at > PATIENCE
+        return enough or self._is_all(n_answers)
 
     def learn(self, reporter: Reporter | None = None) -> bool:
         """Train one round on all answers so far; False if they say nothing to train on."""
@@ -182,40 +171,41 @@ class Learner:
         pairs = closure_pairs(answers, len(self.images))
         if not len(pairs):
             return False
-        watched = _Watched(reporter or Quiet())
-        self._training = len(answers), watched
+        self._training = watched = _Watched(reporter or Quiet(), len(answers))
         if self._is_last(len(answers)):
-            settings["steps"] = self._last_steps
+            settings["steps"] = self.learning.last_steps
         try:
             before = self._of_newest().probabilities
             first = round_start(self.start_model, self.frozen, self.images, answers, settings, before)
             self._ahead = head_belief(first, self.frozen)  # better questions while the network is trained
             if self.start_model.config.n_clusters:  # the start is judged by answers that it does not know
                 first = copy.deepcopy(self.start_model)
-            self._believe(self._trained(first, pairs, settings, len(answers), watched), len(answers))
-            self._steps = int(settings.get("steps", 0))
+            model = self._train(first, pairs, settings, watched)
+            self._belief = image_belief(model.to(self.start_model.device), self.images)
+            self._newest, self.n_learned, self._steps = model, len(answers), int(settings.get("steps", 0))
+            save_model(self.newest, self.folder / "model")
         finally:
             self._training, self._ahead = None, None
         return True
 
-    def _trained(
-        self, first: ClusterModel, pairs: Constraints, settings: Mapping[str, Any], n_answers: int, reporter: Reporter
+    def _train(
+        self, first: ClusterModel, pairs: Constraints, settings: Mapping[str, Any], reporter: _Watched
     ) -> ClusterModel:
         """One round; a stopped one continues from its checkpoint, unless answers have changed since."""
-        from constraintmatch.methods import Context
-        from constraintmatch.models.cluster_model import load_model
-        from constraintmatch.pipeline.config import make_config
-        from constraintmatch.pipeline.train import train
-
-        place, options = self._round(n_answers), {"recipe": "safe", **self.learning.arguments, **settings}
+        place, options = self._round(reporter.n_answers), {"recipe": "safe", **self.learning.arguments, **settings}
         config = make_config("constraintmatch", options, start=first, views=self.views)
         context = Context(place, resume=True, reporter=reporter, held_out=self.held_out, stop=self._is_stopped)
+        old = place.with_name(f"{place.name}-old")
         try:
             train(self.images, pairs, config, context)
         except OtherRequest:
-            _set_aside(place)
+            if is_finished(place):  # kept until the new one is finished
+                shutil.rmtree(old, ignore_errors=True)
+                place.rename(old)
+            else:
+                shutil.rmtree(place)
             train(self.images, pairs, config, context)
-        shutil.rmtree(_aside(place), ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
         return load_model(place)
 
     def start(self) -> None:
@@ -235,8 +225,6 @@ class Learner:
         return self._stop and threading.current_thread() is self._thread
 
     def _run(self) -> None:
-        from constraintmatch.training.loop import Interrupted
-
         while not self._stop:
             if not self.is_due():
                 self._event.wait(1.0)
@@ -254,28 +242,19 @@ class Learner:
                 self.problem = "a round could not be trained; the output says why"
                 return
 
-    def _believe(self, model: ClusterModel, n_answers: int) -> None:
-        from constraintmatch.models.cluster_model import save_model
-
-        belief = image_belief(model.to(self.start_model.device), self.images)
-        self._newest, self._belief, self._learnt = model, belief, n_answers
-        save_model(self.whole(model), self.folder / "model")
-
     def _of_newest(self) -> Belief:
-        if self._belief is None:
-            start = self.start_model
-            begins = self._newest is start
-            self._belief = head_belief(start, self.frozen) if begins else image_belief(self._newest, self.images)
+        if self._belief is None and self._newest is self.start_model:
+            self._belief = head_belief(self.start_model, self.frozen)
+        elif self._belief is None:
+            self._belief = image_belief(self._newest, self.images)
         return self._belief
 
-    @property
-    def _last_steps(self) -> int:
-        return self.learning.last_steps or 0
+    def _is_all(self, n_answers: int) -> bool:
+        return self.learning.total is not None and n_answers >= self.learning.total
 
     def _is_last(self, n_answers: int) -> bool:
         """Whether a round with this number of answers is the longer one at the end."""
-        total = self.learning.total
-        return self._last_steps > 0 and total is not None and n_answers >= total
+        return bool(self.learning.last_steps) and self._is_all(n_answers)
 
     def _round(self, n_answers: int) -> Path:
         alone, last = "-head" if self.images.embedded else "", "-last" if self._is_last(n_answers) else ""
@@ -286,9 +265,6 @@ class Learner:
 
         A round of another network, or with the network frozen if this one is not, is ignored.
         """
-        from constraintmatch.models.cluster_model import load_model
-        from constraintmatch.training.run_folder import is_finished
-
         for n_answers, path in _rounds(self.folder / "rounds"):
             if not is_finished(path):
                 if n_answers != len(self.answers()):
@@ -296,7 +272,7 @@ class Learner:
             elif n_answers <= len(self.answers()):
                 model = load_model(path)
                 if _kind(model) == _kind(self.start_model):
-                    self._newest, self._learnt = model.to(self.start_model.device), n_answers
+                    self._newest, self.n_learned = model.to(self.start_model.device), n_answers
                     self._steps = int(read_json(path / "run.json")["request"]["settings"]["steps"])
                     return
 
@@ -306,21 +282,6 @@ def _rounds(folder: Path) -> list[tuple[int, Path]]:
     found = [(match, path) for path in folder.glob("*") if (match := ROUND.fullmatch(path.name))]
     ordered = sorted(found, key=lambda one: (int(one[0][1]), one[0][3] or "", not one[0][4], one[1]), reverse=True)
     return [(int(match[1]), path) for match, path in ordered]
-
-
-def _aside(place: Path) -> Path:
-    return place.with_name(f"{place.name}-old")
-
-
-def _set_aside(place: Path) -> None:
-    """Make room for another round of that name; a finished one is kept until the new one is finished."""
-    from constraintmatch.training.run_folder import is_finished
-
-    if is_finished(place):
-        shutil.rmtree(_aside(place), ignore_errors=True)
-        place.rename(_aside(place))
-    else:
-        shutil.rmtree(place)
 
 
 def _kind(model: ClusterModel) -> tuple[object, ...]:
@@ -345,14 +306,10 @@ def round_start(
     """
     if start.config.n_clusters:
         return informed(start, frozen, answers)
-    from constraintmatch.pipeline.config import SHORT_STAGES, make_config
-    from constraintmatch.pipeline.train import train
-
-    finds_clusters = SHORT_STAGES[-1]
     known = 0 if before is None else before.shape[1]
     wanted = {key: settings[key] for key in ("seed", "device") if key in settings}
     wanted["n_clusters"] = max(2, known, n_kinds(answers, len(images)))
-    made = train(images, None, make_config(finds_clusters, wanted, start=copy.deepcopy(start))).model
+    made = train(images, None, make_config(SHORT_STAGES[-1], wanted, start=copy.deepcopy(start))).model
     made = informed(made, frozen, answers)
     if before is not None:
         _renumber(made, frozen.probabilities(made), before)
@@ -361,16 +318,12 @@ def round_start(
 
 def cluster_numbers(now: NDArray[np.int64], before: NDArray[np.int64], k: int) -> NDArray[np.int64]:
     """The new number of each of the k clusters (k,), so that most images keep the number of their cluster."""
-    from scipy.optimize import linear_sum_assignment
-
     count = np.zeros((k, k), np.int64)
     np.add.at(count, (now, before), 1)
     return np.asarray(linear_sum_assignment(count, maximize=True)[1], np.int64)
 
 
 def _renumber(model: ClusterModel, now: NDArray[np.float32], before: NDArray[np.float32]) -> None:
-    import torch
-
     assert model.head is not None
     number = cluster_numbers(now.argmax(1), before.argmax(1), model.config.n_clusters)
     order = torch.from_numpy(np.argsort(number))

@@ -9,29 +9,47 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import read_json
-from constraintmatch.annotate.api_types import Given, annotator_name
-from constraintmatch.annotate.store import Store
+from constraintmatch._internal.files import check_target, read_json
+from constraintmatch._internal.progress import Quiet, Reporter
+from constraintmatch.annotate.database import Given
+from constraintmatch.annotate.store import Store, annotator_name, open_store
 from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.decoding import SUFFIXES
+from constraintmatch.data.image_set import kind_of
+from constraintmatch.pipeline.sources import Data, open_at
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question, links_of
+from constraintmatch.questions.next_question import Choice, Kind
 
-__all__ = ["Exported", "Imported", "export_pairs", "import_answers", "is_label_studio", "read_answers"]
+if TYPE_CHECKING:  # torch
+    from constraintmatch.models.cluster_model import ClusterModel
 
-_NOBODY = "unknown"  # who answered if a file does not say
+__all__ = [
+    "Sitting",
+    "export_answers",
+    "export_pairs",
+    "import_answers",
+    "import_file",
+    "open_answers",
+    "open_images",
+    "open_model",
+    "read_answers",
+]
+
 _SAME = "same, same kind, same class, match, similar, yes, true, must-link"
 _DIFFERENT = "different, different kind, different class, no match, not similar, dissimilar, not the same, not same"
 _DIFFERENT += ", no, false, cannot-link"
 _UNSURE = "unsure, not sure, unclear, unknown, don't know, cannot tell, can't tell, skip, maybe"
-_UPLOAD = re.compile(r"[0-9a-f]{8}-")  # Label Studio puts this before the name of an uploaded file
 _ABOUT_THE_ANNOTATION = {"id", "annotator", "annotation_id", "created_at", "updated_at", "lead_time"}
 
 Meaning = Callable[[str], int | None]
@@ -39,43 +57,84 @@ Annotation = tuple[list[str], dict[str, Any]]  # the words of its choices; annot
 
 
 @dataclass(frozen=True)
-class Exported:
-    """What a pairs file got, and what was left out."""
+class Sitting:
+    """What is asked about, and where the answers go."""
 
-    n_pairs: int
-    n_answers: int
-    n_unsure: int
-    n_set_aside: int
-
-    def describe(self) -> str:
-        """One sentence."""
-        left_out = [(self.n_unsure, "unsure"), (self.n_set_aside, "set aside")]
-        without = ", ".join(f"{n:,} {what}" for n, what in left_out if n)
-        rest = f" (left out: {without})" if without else ""
-        return f"{self.n_pairs:,} pairs from {self.n_answers:,} answers{rest}"
-
-
-@dataclass(frozen=True)
-class Imported:
-    """What became of the answers in a file."""
-
-    n_new: int
-    n_known: int
-    n_left_out: int
-    n_contradictions: int
-
-    def describe(self) -> str:
-        """One sentence."""
-        more = [
-            (self.n_known, "known already"),
-            (self.n_left_out, "left out (skipped, soft or without weight)"),
-            (self.n_contradictions, "contradictions in the store now; settle them on the page"),
-        ]
-        return ", ".join([f"{self.n_new:,} answers imported", *(f"{n:,} {what}" for n, what in more if n)])
+    data: str
+    db: Path
+    model: Path | None = None
+    kind: Kind = "which"
+    choose: Choice = "recommended"
+    seed: int = 0
+    split: str | None = None
+    data_dir: Path | None = None
+    strict: bool = False
+    device: str | None = None
+    pictures: Path | None = None
+    again: Path | None = None  # a pairs file whose pairs are asked first
 
 
-def export_pairs(store: Store, path: Path | str) -> Exported:
-    """Write what the answers say as a pairs file, with annotator and time; unsure ones say nothing.
+def export_answers(sitting: Sitting, out: Path, reporter: Reporter | None = None) -> str:
+    """Write the answers as a pairs file, also while a server runs; an existing file is replaced."""
+    check_target(out)
+    data = open_images(sitting, reporter or Quiet())
+    with open_answers(sitting.db, data, read_only=True) as store:
+        return export_pairs(store, out)
+
+
+def import_file(sitting: Sitting, file: Path, reporter: Reporter | None = None, **how: str | None) -> str:
+    """Take the answers of a pairs file, or of Label Studio's export (.json), into the database (see `read_answers`)."""
+    reporter = reporter or Quiet()
+    _check_file(file, **how)
+    check_target(sitting.db)
+    data = open_images(sitting, reporter)
+    given, n_left_out = read_answers(file, data.images.names, **how)
+    with open_answers(sitting.db, data, reporter) as store:
+        return import_answers(store, given, n_left_out)
+
+
+def open_images(sitting: Sitting, reporter: Reporter) -> Data:
+    """The images, at the size of the model if there is a model."""
+    is_dataset, size = sitting.data in DATASETS, None
+    if sitting.split is not None and not is_dataset:
+        raise InputError(f"--split {sitting.split} goes with a data set ({', '.join(DATASETS)}), not with a folder")
+    if sitting.model is not None and not is_dataset:
+        config = open_model(sitting.model).config
+        size = config.side, config.channels
+    how = {name: getattr(sitting, name) for name in ("split", "data_dir", "strict", "pictures")}
+    data = open_at(sitting.data, size, "train", reporter=reporter, **how)
+    if len(data.images) < 2:
+        raise InputError(f"{sitting.data}: has only one image; questions need two or more")
+    return data
+
+
+def open_model(path: Path | str, size: tuple[int, int] | None = None) -> "ClusterModel":
+    """The model of a model or run folder; with a size (side, channels), only if it takes such images."""
+    from constraintmatch.models.cluster_model import load_model
+
+    model = load_model(path)
+    takes = model.config.side, model.config.channels
+    if size not in (None, takes):
+        raise InputError(
+            f"{path}: takes {kind_of(*takes)}, these are {kind_of(*size)}; name a model that was trained on such images"
+        )
+    return model
+
+
+@contextmanager
+def open_answers(
+    path: Path, data: Data, reporter: Reporter | None = None, *, read_only: bool = False, flag: str = "--db"
+) -> Iterator[Store]:
+    """The database, made if needed. It is opened last, so that a refused command leaves none."""
+    source, pictures = data.record["source"], data.record.get("pictures", "")
+    with open_store(path, data.images, source=source, pictures=pictures, read_only=read_only, flag=flag) as store:
+        if store.notice and reporter is not None:
+            reporter.say(store.notice)
+        yield store
+
+
+def export_pairs(store: Store, path: Path | str) -> str:
+    """Write what the answers say as a pairs file, with annotator and time; a sentence with the counts comes back.
 
     A "which of these?" answer makes a pair for each image shown, except for those that other answers join to the chosen
     one. Contradictions are written too: training decides what to do with them.
@@ -99,13 +158,23 @@ def export_pairs(store: Store, path: Path | str) -> Exported:
     component = pairs.components()
     pairs = pairs.take(~(np.array(follows, bool) & (component[left] == component[right])))
     pairs.write(path, names=store.image_names)
-    return Exported(len(pairs), len(sure), len(here) - len(sure), len(rows) - len(here))
+    without = _count([(len(here) - len(sure), "unsure"), (len(rows) - len(here), "set aside")])
+    return f"{len(pairs):,} pairs from {len(sure):,} answers" + (f" (left out: {without})" if without else "")
 
 
-def import_answers(store: Store, given: Sequence[Given], n_left_out: int) -> Imported:
-    """Take the answers of a file into the database, all of them or none; those it has already are counted."""
+def import_answers(store: Store, given: Sequence[Given], n_left_out: int) -> str:
+    """Take the answers of a file into the database, all of them or none; a sentence with the counts comes back."""
     n_new = store.take_in(given)
-    return Imported(n_new, len(given) - n_new, n_left_out, store.n_contradictions())
+    more = [
+        (len(given) - n_new, "known already"),
+        (n_left_out, "left out (skipped, soft or without weight)"),
+        (store.n_contradictions(), "contradictions in the store now; settle them on the page"),
+    ]
+    return ", ".join(filter(None, [f"{n_new:,} answers imported", _count(more)]))
+
+
+def _count(parts: list[tuple[int, str]]) -> str:
+    return ", ".join(f"{n:,} {what}" for n, what in parts if n)
 
 
 def read_answers(
@@ -123,7 +192,7 @@ def read_answers(
     here, before a database is made.
     """
     path = Path(path)
-    if is_label_studio(path):
+    if _check_file(path, columns, same, different):
         given, n_left_out = _read_label_studio(path, names, _meanings(same, different))
     else:
         given, n_left_out = _read_pairs_file(path, names, columns)
@@ -135,27 +204,30 @@ def read_answers(
     return given, n_left_out
 
 
-def is_label_studio(path: Path) -> bool:
-    """Whether the name of a file says that it is an export of Label Studio."""
-    return path.suffix.lower() == ".json"
+def _check_file(path: Path, columns: str | None = None, same: str | None = None, different: str | None = None) -> bool:
+    """Whether the file is an export of Label Studio; an InputError if there is none or the flags do not fit it."""
+    label_studio = path.suffix.lower() == ".json"
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; name a pairs file or Label Studio's export (.json)")
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; check the name")
+    if not label_studio and (same is not None or different is not None):
+        raise InputError(f"--same and --different go with an export of Label Studio (.json), not with {path}")
+    if label_studio and columns is not None:
+        raise InputError(f"--columns goes with a pairs file, not with {path}; leave it out")
+    return label_studio
 
 
 def _read_pairs_file(path: Path, names: Sequence[str], columns: str | None) -> tuple[list[Given], int]:
     """Pairs as answers to pair questions; those with a link in between or with weight 0 are left out."""
     table = Constraints.read(path, names=names, columns=columns)
-    said = zip(table.left.tolist(), table.right.tolist(), table.link.tolist(), table.weight.tolist(), strict=True)
-    annotators, times = table.annotator or (), table.time or ()
-    given = [
-        Given(
-            Answer(Question(left, (right,)), 0 if link == 1 else NONE),
-            annotators[at].strip() or _NOBODY if annotators else _NOBODY,
-            times[at].strip() if times else "",
-            weight=weight,
-            origin=path.name,
-        )
-        for at, (left, right, link, weight) in enumerate(said)
-        if link in (0, 1) and weight > 0
-    ]
+    numbers = (column.tolist() for column in (table.left, table.right, table.link, table.weight))
+    unknown, given = ("",) * len(table.left), list[Given]()
+    said = zip(*numbers, table.annotator or unknown, table.time or unknown, strict=True)
+    for left, right, link, weight, who, time in said:
+        if link in (0, 1) and weight > 0:
+            answer = Answer(Question(left, (right,)), 0 if link == 1 else NONE)
+            given.append(Given(answer, who.strip() or "unknown", time.strip(), weight=weight, origin=path.name))
     return given, len(table.left) - len(given) + table.ignored_self_links
 
 
@@ -163,21 +235,17 @@ def _read_pairs_file(path: Path, names: Sequence[str], columns: str | None) -> t
 
 
 def _read_label_studio(path: Path, names: Sequence[str], meaning: Meaning) -> tuple[list[Given], int]:
-    """The answers in an export; annotations that are skipped or empty are left out.
-
-    Words that are not understood, images that are not found or could be several, and tasks without two images are an
-    InputError that names the task.
-    """
-    if path.is_dir():
-        raise InputError(f"{path}: is a folder; name the file of Label Studio's JSON export")
-    finder = _Finder(names)
-    given: list[Given] = []
-    n_left_out = 0
-    for place, task in _tasks(path):
+    """The answers in an export, and how many annotations are skipped or empty; an InputError names its task."""
+    content = read_json(path)
+    tasks = [content] if isinstance(content, dict) else content  # a bucket holds one file per task
+    if not isinstance(tasks, list) or not all(isinstance(task, dict) for task in tasks):
+        raise InputError(f"{path}: not an export of Label Studio; export the project as JSON or JSON-MIN")
+    finder, given, n_left_out = _Finder(names), list[Given](), 0
+    for at, task in enumerate(tasks, start=1):
         try:
             found, skipped = _answers(task, finder, meaning, path.name)
         except InputError as error:
-            raise error.at(f"{path} {place}") from None
+            raise error.at(f"{path} task {task.get('id', at)}") from None
         given += found
         n_left_out += skipped
     return given, n_left_out
@@ -186,23 +254,14 @@ def _read_label_studio(path: Path, names: Sequence[str], meaning: Meaning) -> tu
 def _meanings(same: str | None, different: str | None) -> Meaning:
     """The choice that a word means, None if it is unknown: own words but for case, usual ones by their letters."""
     given = [(word, choice) for word, choice in ((same, 0), (different, NONE)) if word is not None]
-    own = {_stripped(word): choice for word, choice in given}
+    own = {word.strip().casefold(): choice for word, choice in given}
     if len(own) < len(given):
         raise InputError(f"--same and --different are both {same!r}; give the two choices as the export has them")
     all_usual = ((_SAME, 0), (_DIFFERENT, NONE), (_UNSURE, UNSURE))
     usual = {_letters(word): choice for words, choice in all_usual for word in words.split(",")}
     for word in own:  # "yes!" as a word of the user's own leaves open what "yes?" means
         usual.pop(_letters(word), None)
-    return lambda word: own.get(_stripped(word), usual.get(_letters(word)))
-
-
-def _tasks(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    content = read_json(path)
-    tasks = [content] if isinstance(content, dict) else content  # a bucket holds one file per task
-    if not isinstance(tasks, list) or not all(isinstance(task, dict) for task in tasks):
-        raise InputError(f"{path}: not an export of Label Studio; export the project as JSON or JSON-MIN")
-    for at, task in enumerate(tasks, start=1):
-        yield f"task {task.get('id', at)}", task
+    return lambda word: own.get(word.strip().casefold(), usual.get(_letters(word)))
 
 
 def _answers(task: Mapping[str, Any], finder: "_Finder", meaning: Meaning, file: str) -> tuple[list[Given], int]:
@@ -233,7 +292,7 @@ def _full(annotation: Any) -> Annotation | None:
     words = [word for value in chosen for word in _words(value)]
     if annotation.get("was_cancelled") or annotation.get("skipped") or not words:
         return None
-    return words, _circumstances(annotation, "completed_by")
+    return words, _circumstances(annotation, annotation.get("completed_by"))
 
 
 def _flat(task: Mapping[str, Any], finder: "_Finder") -> Annotation | None:
@@ -242,7 +301,7 @@ def _flat(task: Mapping[str, Any], finder: "_Finder") -> Annotation | None:
     choices = [value for value in fields if isinstance(value, dict)]  # several choices allowed: {"choices": […]}
     texts = [value for value in fields if isinstance(value, str) and not finder.is_image(value)]
     words = [word for value in choices or texts for word in _words(value)]
-    return (words, _circumstances(task, "annotator")) if words else None
+    return (words, _circumstances(task, task.get("annotator"))) if words else None
 
 
 def _words(value: Any) -> list[str]:
@@ -251,23 +310,17 @@ def _words(value: Any) -> list[str]:
     return [word for word in listed if isinstance(word, str) and word.strip()]
 
 
-def _circumstances(record: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Annotator, time and milliseconds."""
-    seconds, created = record.get("lead_time"), record.get("created_at")
-    known = isinstance(seconds, int | float) and math.isfinite(seconds)
-    spent = int(1000 * seconds) if seconds is not None and known else None
-    time = created if isinstance(created, str) else ""
-    return {"annotator": _annotator(record.get(key)), "time": time, "milliseconds": spent}
-
-
-def _annotator(who: Any) -> str:
-    """A name: users are numbers, addresses, or records of both."""
+def _circumstances(record: Mapping[str, Any], who: Any) -> dict[str, Any]:
+    """Annotator, time and milliseconds. Users are numbers, addresses, or records of both."""
     if isinstance(who, dict):
         names = f"{who.get('first_name') or ''} {who.get('last_name') or ''}".strip()
         who = who.get("email") or names or who.get("id")
-    if isinstance(who, str) and who.strip():
-        return who.strip()
-    return f"Label Studio user {who}" if isinstance(who, int) else "Label Studio"
+    if not isinstance(who, str) or not who.strip():
+        who = f"Label Studio user {who}" if isinstance(who, int) else "Label Studio"
+    seconds, created = record.get("lead_time"), record.get("created_at")
+    known = isinstance(seconds, int | float) and math.isfinite(seconds)
+    spent = int(1000 * seconds) if seconds is not None and known else None
+    return {"annotator": who.strip(), "time": created if isinstance(created, str) else "", "milliseconds": spent}
 
 
 def _choice(words: Sequence[str], meaning: Meaning) -> int:
@@ -281,10 +334,6 @@ def _choice(words: Sequence[str], meaning: Meaning) -> int:
     raise InputError(f"the choice {shown} is not understood; say what it means with --same TEXT and --different TEXT")
 
 
-def _stripped(word: str) -> str:
-    return word.strip().casefold()
-
-
 def _letters(word: str) -> str:
     return re.sub(r"[\W_]", "", word).casefold()
 
@@ -293,12 +342,12 @@ class _Finder:
     """Finds images by the references of Label Studio."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
-        self.exact = {name: row for row, name in enumerate(names)}
+        self.names, self.exact = names, {name: row for row, name in enumerate(names)}
         self.by_file: defaultdict[str, list[int]] = defaultdict(list)
         for row, name in enumerate(names):
             file = PurePosixPath(name).name
-            for known_as in {file, _uploaded(file)}:
+            uploaded = re.sub(r"[^-\w.]", "", file.strip().replace(" ", "_"))  # as Label Studio names an upload
+            for known_as in {file, uploaded}:
                 self.by_file[known_as].append(row)
 
     def is_image(self, text: str) -> bool:
@@ -320,7 +369,8 @@ class _Finder:
             if name in self.exact:
                 return self.exact[name]
         file = PurePosixPath(path).name
-        rows = self.by_file.get(file) or self.by_file.get(_UPLOAD.sub("", file, count=1)) or []
+        original = re.sub(r"[0-9a-f]{8}-", "", file, count=1)  # Label Studio puts this before the name of an upload
+        rows = self.by_file.get(file) or self.by_file.get(original) or []
         if not rows:
             raise InputError(f"no image is named {file!r} (the set has {len(self.names):,} images)")
         shared = [_n_shared(path, self.names[row]) for row in rows]
@@ -343,14 +393,7 @@ def _path(reference: str) -> str:
     return path.replace("\\", "/").lstrip("/")
 
 
-def _uploaded(file: str) -> str:
-    """The name that Label Studio gives an uploaded file."""
-    return re.sub(r"[^-\w.]", "", file.strip().replace(" ", "_"))
-
-
 def _n_shared(path: str, name: str) -> int:
     """How many parts of two paths agree, from the end."""
     pairs = zip(reversed(PurePosixPath(path).parts), reversed(PurePosixPath(name).parts), strict=False)
-    return next(
-        (at for at, (one, other) in enumerate(pairs) if one != other), min(path.count("/"), name.count("/")) + 1
-    )
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

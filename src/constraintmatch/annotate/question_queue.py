@@ -1,32 +1,51 @@
-"""What is asked next: a chooser of questions, and a queue that a thread of its own keeps filled, so nobody waits."""
+"""What is asked next: a chooser of questions, a queue that a thread keeps filled so nobody waits, and the terminal."""
 
 import logging
+import os
+import shutil
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch.annotate.api_types import Asked
+from constraintmatch.annotate.database import Asked
 from constraintmatch.annotate.store import Store
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.questions.answers import MAX_SHOWN, Answer, Question, implied_groups
-from constraintmatch.questions.next_question import (
-    Belief,
-    Choice,
-    Kind,
-    Landscape,
-    landscape_of,
-    next_questions,
-    question_about,
-)
+from constraintmatch.questions.answers import MAX_SHOWN, NONE, UNSURE, Answer, Question, implied_groups
+from constraintmatch.questions.belief import Belief, Landscape, landscape_of
+from constraintmatch.questions.next_question import Choice, Kind, next_questions, question_about
 
-__all__ = ["Chooser", "QuestionQueue", "pixel_belief"]
+__all__ = [
+    "FINISHED",
+    "PREVIOUS",
+    "Chooser",
+    "Prompt",
+    "QuestionQueue",
+    "ask_one_by_one",
+    "picture",
+    "pixel_belief",
+    "read_choice",
+    "side_by_side",
+]
 
+LOW = 4  # new questions are chosen when fewer wait
 FRESH = 5  # answers after which waiting questions are chosen again: they know less than what was answered
 BLOCK = 4_096  # images whose pixels become numbers at once
 log = logging.getLogger(__name__)
+
+PREVIOUS = -3  # undo the last answer
+FINISHED = -4
+_ALWAYS = {"u": UNSURE, "p": PREVIOUS, "f": FINISHED}
+_ALWAYS |= {"unsure": UNSURE, "previous": PREVIOUS, "finished": FINISHED}  # the words of the prompt count too
+_PAIR = {"y": 0, "s": 0, "same": 0, "n": NONE, "d": NONE, "different": NONE}
+_NONE_OF_THESE = {"0": NONE, "n": NONE, "none of these": NONE}
+HALF_BLOCK = "▀"  # its upper half in the foreground colour, its lower half in the background's
 
 
 class Chooser:
@@ -44,15 +63,9 @@ class Chooser:
             n = min(n, self.total - len(answers) - len(waiting))
         if n < 1:
             return []
+        landscape = self._landscape(belief)
         return next_questions(
-            belief,
-            answers,
-            n,
-            kind=self.kind,
-            choose=self.choose,
-            seed=self.seed,
-            waiting=waiting,
-            landscape=self._landscape(belief),
+            belief, answers, n, kind=self.kind, choose=self.choose, seed=self.seed, waiting=waiting, landscape=landscape
         )
 
     def about(self, belief: Belief, answers: Sequence[Answer], image: int) -> Question | None:
@@ -84,16 +97,14 @@ class QuestionQueue:
         belief: Callable[[], Belief | None],
         chooser: Chooser | None = None,
         model: Callable[[], str | None] = lambda: None,
-        *,
-        low: int = 4,
     ) -> None:
-        self.store, self.belief, self.chooser, self.model, self.low = store, belief, chooser or Chooser(), model, low
+        self.store, self.belief, self.chooser, self.model = store, belief, chooser or Chooser(), model
         self.done = False
         self.problem: str | None = None
         self._held: dict[str, list[Asked]] = {}
         self._short = False
         self._chosen_at: tuple[int, Belief | None] = (-1, None)  # answers and belief of the last choice
-        self._claiming, self._event, self._stop = threading.Lock(), threading.Event(), False
+        self._claiming, self._event, self._stop = threading.RLock(), threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="question queue", daemon=True)
 
     def start(self) -> None:
@@ -115,7 +126,10 @@ class QuestionQueue:
     def claim(self, annotator: str, n: int) -> list[Asked]:
         """The questions that this annotator holds now, filled up to n; those that answers have settled are gone."""
         with self._claiming:
-            return self._claim(annotator, n)
+            self._held[annotator] = held = self.store.claim(annotator, n)
+            self._short = self._short or len(held) < n
+        self.wake()
+        return held
 
     def claim_first(self, question: Question, annotator: str, n: int) -> tuple[Asked | None, list[Asked]]:
         """This question for this annotator before all others, and all that the annotator holds now.
@@ -126,16 +140,9 @@ class QuestionQueue:
         with self._claiming:
             self.store.add_questions([question], model=self.model() or "", urgent=True)
             self.store.release(annotator)
-            held = self._claim(annotator, n)
+            held = self.claim(annotator, n)
         same = (one for one in held if one.question.image == question.image)
         return next((one for one in same if set(one.question.shown) == set(question.shown)), None), held
-
-    def _claim(self, annotator: str, n: int) -> list[Asked]:
-        held = self.store.claim(annotator, n)
-        self._held[annotator] = held
-        self._short = self._short or len(held) < n
-        self.wake()
-        return held
 
     def fill(self) -> None:
         """Choose questions if few are waiting; bad input is noted in `problem`."""
@@ -152,7 +159,7 @@ class QuestionQueue:
             short, self._short = self._short, False
         if belief is None or not (short or self._is_stale(belief, len(answers), len(held))):
             return
-        chosen = self.chooser.next(belief, answers, 2 * self.low, held)
+        chosen = self.chooser.next(belief, answers, 2 * LOW, held)
         if self._stop:
             return
         self.store.add_questions(chosen, model=self.model() or "", replace=True)
@@ -163,7 +170,7 @@ class QuestionQueue:
         answered, believed = self._chosen_at
         if believed is not belief or abs(n_answers - answered) >= FRESH:
             return True
-        return not self.done and self.store.n_waiting() - n_held < self.low
+        return not self.done and self.store.n_waiting() - n_held < LOW
 
     def _run(self) -> None:
         while True:
@@ -188,22 +195,122 @@ def pixel_belief(images: ImageSet, *, side: int = 12, width: int = 48) -> Belief
     """
     if images.embedded:
         given = images.images.reshape(len(images), -1)
-        return Belief(_directions(given - given.mean(0)))
-    cells = np.concatenate([_small(images.images[at : at + BLOCK], side) for at in range(0, len(images), BLOCK)])
-    cells -= cells.mean(0)
-    directions = np.linalg.eigh(cells.T @ cells)[1][:, ::-1]
-    return Belief(_directions(cells @ directions[:, :width].astype(np.float32)))
-
-
-def _directions(features: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rows of length 1; the features are changed in place."""
+        features = given - given.mean(0)
+    else:
+        blocks = [_shrink(images.images[at : at + BLOCK], side) for at in range(0, len(images), BLOCK)]
+        cells = np.concatenate(blocks)
+        cells -= cells.mean(0)
+        directions = np.linalg.eigh(cells.T @ cells)[1][:, ::-1]
+        features = cells @ directions[:, :width].astype(np.float32)
     features[:, 0] += 1e-6  # an image that is the mean of all has no direction of its own
-    return np.asarray(features / np.linalg.norm(features, axis=1, keepdims=True), np.float32)
+    return Belief(np.asarray(features / np.linalg.norm(features, axis=1, keepdims=True), np.float32))
 
 
-def _small(images: NDArray[np.uint8], side: int) -> NDArray[np.float32]:
+def _shrink(images: NDArray[np.uint8], side: int) -> NDArray[np.float32]:
     """Images (n, h, w, c) as means over at most side × side cells: (n, cells)."""
     edges = np.linspace(0, images.shape[1], min(side, images.shape[1]) + 1).astype(np.int64)
     sums = np.add.reduceat(np.add.reduceat(images.astype(np.float32), edges[:-1], axis=1), edges[:-1], axis=2)
     area = np.diff(edges)[:, None] * np.diff(edges)
     return np.asarray(sums / (255 * area[..., None]), np.float32).reshape(len(images), -1)
+
+
+# The terminal: images as coloured blocks, one key and Enter for an answer
+
+
+def picture(image: NDArray[np.uint8], columns: int) -> list[str]:
+    """An image (h, w, c) as lines of coloured half blocks, two pixels of height to a line."""
+    made = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).convert("RGB")
+    how = Image.Resampling.NEAREST if image.shape[0] < columns else Image.Resampling.BOX
+    pixels = np.asarray(made.resize((columns, columns + columns % 2), how))
+    colours = [[";".join(map(str, colour)) for colour in line] for line in pixels.tolist()]
+    return [
+        "".join(f"\x1b[38;2;{up}m\x1b[48;2;{low}m{HALF_BLOCK}" for up, low in zip(top, bottom, strict=True)) + "\x1b[0m"
+        for top, bottom in zip(colours[::2], colours[1::2], strict=True)
+    ]
+
+
+def side_by_side(pictures: Sequence[list[str]], captions: Sequence[str], columns: int) -> str:
+    """Pictures of equal size in a row, each under its caption."""
+    head = "  ".join(f"{caption[:columns]:<{columns}}" for caption in captions)
+    return "\n".join([head, *("  ".join(parts) for parts in zip(*pictures, strict=True))])
+
+
+def read_choice(text: str, question: Question) -> int | None:
+    """The choice that a line means: y/n for a pair, 1-5 or 0 for which of these, u, p, f; None for any other line."""
+    numbered = {str(at): at - 1 for at in range(1, len(question.shown) + 1)}
+    keys = _ALWAYS | (_PAIR if question.kind == "pair" else _NONE_OF_THESE | numbered)
+    return keys.get(text.strip().lower())
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Shows a question and reads its answer; `write` and `read` are like print and input."""
+
+    images: ImageSet
+    write: Callable[[str], None] = print
+    read: Callable[[str], str] = input
+    width: int = 80
+    colour: bool = True
+
+    @classmethod
+    def of_terminal(cls, images: ImageSet) -> "Prompt":
+        """A prompt as wide as this terminal; without pictures if colours are not wanted (NO_COLOR, a pipe)."""
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        return cls(images, width=shutil.get_terminal_size().columns, colour=colour)
+
+    def ask(self, question: Question, heading: str = "") -> int:
+        """The choice of the user; PREVIOUS and FINISHED are choices too, and an end of input is FINISHED."""
+        self.write(self._show(question, heading))
+        keys = "y same, n different" if question.kind == "pair" else f"1-{len(question.shown)}, 0 none of these"
+        while True:
+            try:
+                text = self.read(f"{keys}, u unsure, p previous, f finished: ")
+            except EOFError:
+                return FINISHED
+            choice = read_choice(text, question)
+            if choice is not None:
+                return choice
+            self.write("that is not an answer; type one of the keys above and Enter")
+
+    def _show(self, question: Question, heading: str) -> str:
+        rows, pixels = (question.image, *question.shown), self.images.to_look_at().images
+        labels = ["?", *map(str, range(1, len(rows)))] if question.kind == "which" else ["A", "B"]
+        names = [self.images.names[row] for row in rows]
+        if not self.colour:
+            return "\n".join([heading, *(f"{label}  {name}" for label, name in zip(labels, names, strict=True))])
+        columns = max(8, min(32, (self.width - 2 * len(rows)) // len(rows)))
+        pictures = [picture(np.asarray(pixels[row]), columns) for row in rows]
+        captions = [f"{label} {name.rsplit('/', 1)[-1]}" for label, name in zip(labels, names, strict=True)]
+        return f"{heading}\n{side_by_side(pictures, captions, columns)}"
+
+
+def ask_one_by_one(queue: QuestionQueue, prompt: Prompt, activity: Callable[[], str | None]) -> None:
+    """Ask until enough is answered or the user finishes. `activity` is a line about the training."""
+    store, names, who = queue.store, prompt.images.names, "terminal"
+    while (asked := _claim(queue, who)) is not None:
+        began, n_answers = time.monotonic(), store.counts().answered
+        heading = f"{n_answers:,} of {queue.chooser.total:,} answered; {activity() or 'no round yet'}"
+        choice = prompt.ask(asked.question, heading)
+        if choice == FINISHED:
+            return
+        if choice == PREVIOUS:
+            store.release(who)
+            if store.undo(who) is None:
+                prompt.write("there is no answer to undo")
+            continue
+        spent = round(1e3 * (time.monotonic() - began))
+        for found in store.answer(asked.id, choice, who, spent)[1][:1]:
+            first, last = (names[found.images[at]] for at in (0, -1))
+            said = f"one answer says different, {len(found.together):,} say same"
+            prompt.write(f"{first} and {last}: {said}; p undoes yours")
+
+
+def _claim(queue: QuestionQueue, who: str) -> Asked | None:
+    """The next question, chosen now if none waits or the model is a new one; None if nothing is left."""
+    for _ in range(2):
+        queue.fill()
+        if held := queue.claim(who, 1):
+            return held[0]
+    if queue.problem is not None:
+        raise InputError(queue.problem)
+    return None

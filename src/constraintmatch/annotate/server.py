@@ -1,240 +1,226 @@
-"""The command `annotate`: images, model, database and port are opened and checked, and the page is served.
+"""The server: its port, what the requests of the page hold, and which of them are refused.
 
-fastapi and uvicorn are imported only when a page is served: import and export work without them.
+The server listens on a machine where every site that the browser visits can try to reach it. So a request must name a
+host that is ours (else a foreign name could be bound to our address), must not come from a foreign page, must be small,
+and must bring the token if the server can be reached from other machines. Starlette limits the size. Its check of hosts
+knows names only; a server also has addresses, and those of a router or a container it does not know itself.
 """
 
-from __future__ import annotations
-
 import errno
+import ipaddress
 import logging
-import shlex
+import secrets
 import socket
-import threading
-import webbrowser
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from typing import Annotated, Any
+from urllib.parse import quote, urlsplit
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import check_target
-from constraintmatch._internal.progress import Quiet, Reporter, watched
-from constraintmatch.annotate.import_export import (
-    Exported,
-    Imported,
-    export_pairs,
-    import_answers,
-    is_label_studio,
-    read_answers,
-)
-from constraintmatch.annotate.question_queue import Chooser, QuestionQueue, pixel_belief
-from constraintmatch.annotate.store import Store, open_store
-from constraintmatch.data.datasets import DATASETS
-from constraintmatch.data.image_set import kind_of
-from constraintmatch.pipeline.sources import Data, open_at, read_pairs
-from constraintmatch.questions.next_question import Belief, Choice, Kind, Question
-from constraintmatch.questions.rounds import image_belief
-
-if TYPE_CHECKING:
-    from constraintmatch.data.image_set import ImageSet
-    from constraintmatch.models.cluster_model import ClusterModel
+from constraintmatch.questions.answers import MAX_SHOWN, NONE, UNSURE
 
 __all__ = [
-    "Door",
-    "Sitting",
+    "MAX_BODY",
+    "AnswerRequest",
+    "AskRequest",
+    "ClaimRequest",
+    "NameRequest",
+    "Rules",
+    "SettleRequest",
+    "UndoRequest",
     "address",
-    "export_answers",
-    "import_file",
+    "is_loopback",
     "listen",
-    "open_model",
-    "open_port",
-    "serve_app",
-    "serve_page",
+    "protect",
+    "rules_for",
+    "run_app",
 ]
 
+MAX_BODY = 16_384  # bytes; the largest honest request, the name of a cluster, needs a few hundred
+OPEN_PATHS = frozenset({"/", "/style.css", "/script.js", "/icon.svg"})  # nothing secret: the page asks for the rest
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+A_MONTH = 2_592_000  # seconds that the cookie lasts
+
+
+# What the page sends
+
+
+def _whole(value: object) -> object:
+    """7.0 is a whole number in JSON."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = BeforeValidator(_whole)
+Annotator = Annotated[str, Field(min_length=1, max_length=40, pattern=r"\S", description="Who answers.")]
+Number = Annotated[int, Field(ge=1, le=2**53), Whole]
+Row = Annotated[int, Field(ge=0, le=2**31 - 1, description="The row of the image in the set."), Whole]
+Hold = Annotated[int, Field(ge=0, le=50, description="How many questions the page wants to hold."), Whole]
+_CHOICES = f"The place of the chosen image (of a pair: 0, same), {NONE} none (different), {UNSURE} unsure."
+Choice = Annotated[int, Field(ge=UNSURE, lt=MAX_SHOWN, description=_CHOICES), Whole]
+STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+class UndoRequest(BaseModel):
+    """Whose last answer to undo, and how many questions to hold."""
+
+    model_config = STRICT
+    annotator: Annotator
+    hold: Hold = 0
+
+
+class AnswerRequest(UndoRequest):
+    """An answer; sent again, it is stored once."""
+
+    question: Number
+    choice: Choice
+    milliseconds: Annotated[int, Field(ge=0, le=86_400_000), Whole]
+
+
+class ClaimRequest(UndoRequest):
+    """Who wants questions, and how many to hold."""
+
+    hold: Hold = 1
+
+
+class AskRequest(ClaimRequest):
+    """An image to ask about."""
+
+    image: Row
+
+
+class SettleRequest(BaseModel):
+    """An answer to withdraw (no choice) or to change."""
+
+    model_config = STRICT
+    answer: Number
+    choice: Choice | None = None
+    annotator: Annotator
+
+
+class NameRequest(BaseModel):
+    """The name of a cluster; an empty one takes the name away."""
+
+    model_config = STRICT
+    name: Annotated[str, Field(max_length=80)]
+
+
+# Who is refused
+
 
 @dataclass(frozen=True)
-class Sitting:
-    """What is asked about, and where the answers go."""
+class Rules:
+    """Host names that are ours (IP addresses always are: no foreign name stands for them), and the token, if any."""
 
-    data: str
-    db: Path
-    model: Path | None = None
-    kind: Kind = "which"
-    choose: Choice = "recommended"
-    seed: int = 0
-    split: str | None = None
-    data_dir: Path | None = None
-    strict: bool = False
-    device: str | None = None
-    pictures: Path | None = None
-    again: Path | None = None  # a pairs file whose pairs are asked first
-
-
-@dataclass(frozen=True)
-class Door:
-    """Where the server listens, and whether the browser is opened."""
-
-    host: str = "127.0.0.1"
-    port: int = 8765
+    hosts: frozenset[str]
     token: str | None = None
-    browse: bool = True
+    cookie: str = "constraintmatch"  # browsers share cookies between ports, so the name has the port
 
 
-def serve_page(sitting: Sitting, door: Door, reporter: Reporter | None = None) -> list[tuple[str, str]]:
-    """Serve the page until Ctrl-C; what was answered and what to do next, as rows of a table."""
-    reporter = reporter or Quiet()
-    with open_port(door) as sock:
-        check_target(sitting.db)
-        data = _open_images(sitting, reporter)
-        data.images.to_look_at()
-        again = [] if sitting.again is None else _questions_of(sitting.again, data.images)
-        believe = _believer(sitting, data.images, reporter)
-        with _open_answers(sitting, data, reporter) as store:
-            if again:
-                n = store.add_questions(again, model=str(sitting.again), urgent=True)
-                asked = f"{n:,} of the {len(again):,} pairs of {sitting.again} are asked first"
-                reporter.say(f"{asked}; the others have answers already")
-            belief = believe()
-            chooser = Chooser(kind=sitting.kind, choose=sitting.choose, seed=sitting.seed)
-            name = None if sitting.model is None else str(sitting.model)
-            serve_app(sock, door, reporter, data, QuestionQueue(store, lambda: belief, chooser, lambda: name))
-            return _next_steps(sitting, store, belief)
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens there."""
+    return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
-def export_answers(sitting: Sitting, out: Path, reporter: Reporter | None = None) -> Exported:
-    """Write the answers as a pairs file, also while a server runs; an existing file is replaced."""
-    check_target(out)
-    data = _open_images(sitting, reporter or Quiet())
-    with _open_answers(sitting, data, read_only=True) as store:
-        return export_pairs(store, out)
+def rules_for(host: str, port: int, token: str | None = None) -> Rules:
+    """The rules of a server that listens on `host`; if other machines can reach it, it always has a token."""
+    own = {"localhost", host.lower()}
+    if not is_loopback(host):
+        own |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+        token = token or secrets.token_urlsafe(16)  # 128 bits that can stand in an address
+    return Rules(frozenset(own), token, f"constraintmatch-{port}")
 
 
-def import_file(
-    sitting: Sitting,
-    file: Path,
-    reporter: Reporter | None = None,
-    *,
-    columns: str | None = None,
-    same: str | None = None,
-    different: str | None = None,
-) -> Imported:
-    """Take the answers of a pairs file, or of Label Studio's export (.json), into the database (see `read_answers`)."""
-    reporter = reporter or Quiet()
-    if file.is_dir():
-        raise InputError(f"{file}: is a folder; name a pairs file or Label Studio's export (.json)")
-    if not file.is_file():
-        raise InputError(f"{file}: no such file; check the name")
-    if not is_label_studio(file) and (same is not None or different is not None):
-        raise InputError(f"--same and --different go with an export of Label Studio (.json), not with {file}")
-    if is_label_studio(file) and columns is not None:
-        raise InputError(f"--columns goes with a pairs file, not with {file}; leave it out")
-    check_target(sitting.db)
-    data = _open_images(sitting, reporter)
-    given, n_left_out = read_answers(file, data.images.names, columns=columns, same=same, different=different)
-    with _open_answers(sitting, data, reporter) as store:
-        return import_answers(store, given, n_left_out)
+def protect(app: FastAPI, rules: Rules) -> None:
+    """Put the checks before every route, and the security headers on every response."""
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=MAX_BODY)
+
+    @app.middleware("http")
+    async def check(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        refusal = _refusal(request, rules)
+        if refusal is None:
+            response = await call_next(request)
+        else:
+            response = JSONResponse({"detail": refusal[1]}, refusal[0])
+        response.headers.update(HEADERS)
+        response.headers.setdefault("cache-control", "no-store")
+        offer = request.query_params.get("token", "")
+        if rules.token is not None and request.scope["path"] == "/" and _is_token(offer, rules.token):
+            response.set_cookie(rules.cookie, rules.token, A_MONTH, httponly=True, samesite="strict")
+        return response
 
 
-def _questions_of(file: Path, images: ImageSet) -> list[Question]:
-    """The pairs of a file as questions: same or different?"""
-    pairs = read_pairs(file, images).merged()
-    return [Question(left, (right,)) for left, right in zip(pairs.left.tolist(), pairs.right.tolist(), strict=True)]
+def _refusal(request: Request, rules: Rules) -> tuple[int, str] | None:
+    """Status and reason why a request is refused; None for one that may pass."""
+    hosts, path = request.headers.getlist("host"), request.scope["path"]
+    host = hosts[0] if len(hosts) == 1 else ""
+    if not _is_own(host, rules.hosts):
+        return 421, f"this server is not {host[:100]!r}; open the address that it printed"
+    if _is_foreign(request, host):
+        return 403, "requests from other sites are refused; open the page itself"
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > MAX_BODY:  # as JSON; Starlette counts what comes without a length
+        return 413, f"the request is larger than {MAX_BODY:,} bytes"
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if request.method not in ("GET", "HEAD") and kind != "application/json":
+        return 415, "send application/json"  # the form of a foreign page cannot
+    if rules.token is not None and path not in OPEN_PATHS and not _has_token(request, rules.token, rules.cookie):
+        return 401, "the token is missing or wrong; open the address with ?token= that the server printed"
+    return None
 
 
-@contextmanager
-def _open_answers(
-    sitting: Sitting, data: Data, reporter: Reporter | None = None, *, read_only: bool = False
-) -> Iterator[Store]:
-    """The database, made if needed. It is opened last, so that a refused command leaves none."""
-    source, pictures = data.record["source"], data.record.get("pictures", "")
-    with open_store(sitting.db, data.images, source=source, pictures=pictures, read_only=read_only) as store:
-        if store.notice and reporter is not None:
-            reporter.say(store.notice)
-        yield store
+def _is_own(host: str, own: frozenset[str]) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    return name in own or _is_address(name)
 
 
-def _open_images(sitting: Sitting, reporter: Reporter) -> Data:
-    """The images, at the size of the model if there is a model."""
-    is_dataset, size = sitting.data in DATASETS, None
-    if sitting.split is not None and not is_dataset:
-        raise InputError(f"--split {sitting.split} goes with a data set ({', '.join(DATASETS)}), not with a folder")
-    if sitting.model is not None and not is_dataset:
-        config = open_model(sitting.model).config
-        size = config.side, config.channels
-    data = open_at(
-        sitting.data,
-        size,
-        "train",
-        split=sitting.split,
-        data_dir=sitting.data_dir,
-        strict=sitting.strict,
-        pictures=sitting.pictures,
-        reporter=reporter,
-    )
-    if len(data.images) < 2:
-        raise InputError(f"{sitting.data}: has only one image; questions need two or more")
-    return data
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
-def open_model(path: Path | str, size: tuple[int, int] | None = None) -> ClusterModel:
-    """The model of a model or run folder; with a size (side, channels), only if it takes such images."""
-    from constraintmatch.models.cluster_model import load_model
-
-    model = load_model(path)
-    takes = model.config.side, model.config.channels
-    if size not in (None, takes):
-        raise InputError(
-            f"{path}: takes {kind_of(*takes)}, these are {kind_of(*size)}; name a model that was trained on such images"
-        )
-    return model
+def _is_foreign(request: Request, host: str) -> bool:
+    """Whether the page of another site sent the request. Links to our page may stand anywhere."""
+    if any(origin not in (f"http://{host}", f"https://{host}") for origin in request.headers.getlist("origin")):
+        return True
+    if request.headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
+        return False
+    link = request.method == "GET" and request.headers.get("sec-fetch-mode") == "navigate"
+    return not (link and request.scope["path"] == "/")
 
 
-def _believer(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Callable[[], Belief]:
-    """A function that makes the belief, which may take long; the model and the device are checked at once."""
-    if sitting.model is None:
-        what = "the embeddings" if images.embedded else "the pixels"
-        reporter.say(f"no model: questions are chosen by {what} (--model asks better ones)")
-        return lambda: pixel_belief(images)
-    from constraintmatch.training.loop import choose_device
-
-    model, device = open_model(sitting.model, (images.side, images.channels)), choose_device(sitting.device)
-
-    def look() -> Belief:
-        with watched(reporter, "looking at the images", len(images)) as progress:
-            return image_belief(model, images, device=device, progress=progress)
-
-    return look
+def _has_token(request: Request, token: str, cookie: str) -> bool:
+    kind, _, given = request.headers.get("authorization", "").partition(" ")
+    bearer = given.strip() if kind.lower() == "bearer" else ""
+    offers = (request.cookies.get(cookie, ""), request.query_params.get("token", ""), bearer)
+    return any(_is_token(offer, token) for offer in offers)
 
 
-def _next_steps(sitting: Sitting, store: Store, belief: Belief) -> list[tuple[str, str]]:
-    """Where the answers are and what to do with them."""
-    counts, quoted = store.counts(), shlex.quote(sitting.data)
-    kinds = f"{counts.same:,} same, {counts.different:,} different, {counts.unsure:,} unsure"
-    rows = [("answers", f"{sitting.db} ({counts.answered:,}: {kinds})")]
-    if n := store.n_contradictions():
-        rows.append(("contradictions", f"{n:,}; settle them on the page, or train leaves some of them out"))
-    if not counts.answered:
-        return rows
-    split = "" if sitting.split is None else f" --split {sitting.split}"
-    split += "" if sitting.pictures is None else f" --pictures {shlex.quote(str(sitting.pictures))}"
-    export = f"constraintmatch annotate {quoted}{split} --db {shlex.quote(str(sitting.db))} --export pairs.csv"
-    has_clusters = belief.probabilities is not None and sitting.model is not None
-    start = f"--model {shlex.quote(str(sitting.model))}" if has_clusters else "--clusters K"
-    return [*rows, ("pairs", export), ("then", f"constraintmatch train {quoted} --pairs pairs.csv {start}")]
+def _is_token(offer: str, token: str) -> bool:
+    return bool(token) and secrets.compare_digest(offer.encode(), token.encode())
 
 
-# The port and the server
-
-
-def open_port(door: Door) -> socket.socket:
-    """The socket of the door, before anything else is done: a port in use shows at once."""
-    if not all(find_spec(name) for name in ("fastapi", "uvicorn")):
-        raise InputError("the page needs fastapi and uvicorn; install them: pip install 'constraintmatch[web]'")
-    return listen(door.host, door.port)
+# The port
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -258,19 +244,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 def _why_not(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} is in use; stop what uses it or choose another, for example --port {_free_port(host)}"
+        with listen(host, 0) as probe:
+            free = probe.getsockname()[1]
+        return f"port {port} is in use; stop what uses it or choose another, for example --port {free}"
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"port {port} needs more rights than you have; choose one above 1,023, for example --port 8765"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"--host {host}: not an address of this machine; use 127.0.0.1 or 0.0.0.0"
     return f"--host {host} --port {port}: cannot listen there ({error.strerror}); choose another"
-
-
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def address(sock: socket.socket, host: str, token: str | None = None) -> str:
@@ -282,34 +263,8 @@ def address(sock: socket.socket, host: str, token: str | None = None) -> str:
     return f"http://{name}:{port}/" + (f"?token={quote(token)}" if token else "")
 
 
-def serve_app(
-    sock: socket.socket,
-    door: Door,
-    reporter: Reporter,
-    data: Data,
-    queue: QuestionQueue,
-    activity: Callable[[], str | None] = lambda: None,
-) -> None:
-    """Serve the page over these images and questions on the socket until Ctrl-C."""
-    from constraintmatch.annotate.api import create_app
-    from constraintmatch.annotate.security import is_loopback, rules_for
-
-    rules = rules_for(door.host, sock.getsockname()[1], door.token)
-    place = address(sock, door.host, rules.token)
-    reporter.say(f"the page is at {place} (Ctrl-C ends; every answer is saved at once)")
-    if not is_loopback(door.host):
-        reporter.say("everybody with this address can see the images and answer; share it with care")
-    if door.browse:  # the socket listens already, so the browser waits; some browsers block the call that opens them
-        threading.Thread(target=webbrowser.open, args=(place,), daemon=True).start()
-    source = str(data.record["name"])
-    app = create_app(data.images, queue, folder=data.files, source=source, activity=activity, rules=rules)
-    _run(app, sock)
-
-
-def _run(app: Any, sock: socket.socket) -> None:
+def run_app(app: FastAPI, sock: socket.socket) -> None:
     """Serve until Ctrl-C or SIGTERM, and return."""
-    import uvicorn
-
     quiet: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False}
     server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=3, lifespan="on", ws="none", **quiet))
 

@@ -1,39 +1,68 @@
 """The answers in SQLite: one row each, on the disk before it is acknowledged, never deleted.
 
 One server holds a database and keeps the answers that stand in memory too; any number of threads may use one store.
-Images are stored by name, with a tiny thumbnail: a moved or replaced image is noticed, and its answers are set aside.
+Images are stored by name, with a tiny thumbnail: the answers about a moved or replaced image are set aside.
 """
 
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch.annotate.api_types import (
-    LONGEST,
+from constraintmatch.annotate.database import (
     Asked,
+    Contradiction,
     Counts,
+    Database,
     Given,
-    Recorded,
+    LinkGraph,
     StoredAnswer,
-    annotator_name,
     clean,
-    facts_of,
-    speed,
 )
-from constraintmatch.annotate.contradictions import Contradiction, LinkGraph
-from constraintmatch.annotate.schema import ALIKE, ANSWERS, ASKABLE, DROP_WAITING, Database, one_server
-from constraintmatch.annotate.thumbnails import ImageIdentity, Kept, Place
+from constraintmatch.annotate.thumbnails import ImageIdentity
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question
 
-__all__ = ["Store", "open_store"]
+__all__ = ["Store", "annotator_name", "open_store"]
+
+LONGEST = 100  # characters of an annotator's or a cluster's name
+_RECENT = 50  # answers that decide the speed
+_PAUSE = 60_000  # milliseconds; longer is a pause
+# Every answer with its question
+_ANSWERS = (
+    "SELECT answers.id, question, image, shown, look, choice, annotator, milliseconds, time, model, weight, origin, "
+    "withdrawn FROM answers JOIN questions ON questions.id = question"
+)
+# The questions with a key that wait, or whose answer has another choice than the given one (unsure)
+_ALIKE = (
+    "SELECT questions.* FROM questions LEFT JOIN answers ON question = questions.id AND withdrawn = '' "
+    "WHERE key = ? AND (state = 'waiting' OR (state = 'answered' AND choice != ?))"
+)
+# What an annotator may get now: urgent questions first, then those that the annotator holds
+_ASKABLE = (
+    "SELECT id, image, shown, look, urgent FROM questions WHERE state = 'waiting' "
+    "AND (holder IS NULL OR holder = :who OR held_until <= :now) "
+    "ORDER BY urgent DESC, (holder IS :who AND held_until > :now) DESC, id"
+)
+_DROP_WAITING = (  # those that nobody holds
+    "UPDATE questions SET state = 'retired' WHERE state = 'waiting' AND NOT urgent "
+    "AND (holder IS NULL OR held_until <= ?)"
+)
+
+
+def annotator_name(text: str) -> str:
+    """The name of an annotator as it is stored; an empty or very long one is an InputError."""
+    name = clean(text).strip()
+    if not 0 < len(name) <= LONGEST:
+        raise InputError(f"an annotator needs a name of 1 to {LONGEST} characters, not {len(name):,}")
+    return name
 
 
 @contextmanager
@@ -55,20 +84,12 @@ def open_store(
     is an InputError. `read_only`: to read while a server runs. After `claim_seconds` others get a question that an
     annotator took and did not answer.
     """
-    path, place, identity = Path(path), Place.of(images, source, pictures), ImageIdentity(images)
-
-    def opened(read_only: bool) -> Store:
-        return Store(Database(path, flag=flag, read_only=read_only), identity, claim_seconds, clock)
-
+    path, identity = Path(path), ImageIdentity(images, source, pictures)
     if not read_only and path.is_file() and path.stat().st_size:  # a refused database gets no lock
-        with closing(opened(True)) as store:
-            store.check(place)
-    with ExitStack() as stack:
-        if not read_only:
-            stack.enter_context(one_server(path, flag))
-        store = stack.enter_context(closing(opened(read_only)))
-        store.load(place, read_only=read_only)
-        yield store
+        with closing(Database(path, flag=flag, read_only=True)) as found:
+            identity.check(found)
+    with closing(Database(path, flag=flag, read_only=read_only)) as database:
+        yield Store(database, identity, claim_seconds, clock)
 
 
 class Store:
@@ -77,46 +98,29 @@ class Store:
     def __init__(
         self, database: Database, identity: ImageIdentity, claim_seconds: float, clock: Callable[[], float]
     ) -> None:
-        self.path, self.image_names, self.close = database.path, identity.names, database.close
-        self.notice: str | None = None  # what was set aside and why, in one line
+        self.path, self.image_names = database.path, identity.names
+        self.notice: str | None = None  # what is set aside and why, in one line
         self._database, self._identity = database, identity
         self._claim_seconds, self._clock = claim_seconds, clock
         self._graph = LinkGraph()
         self._standing: dict[int, Given] = {}
-        self._kinds: Counter[int] = Counter()  # how many stand: 0 same, NONE different, UNSURE
-
-    # Open
-
-    def check(self, place: Place) -> tuple[list[dict[str, Any]], Kept]:
-        """The questions and which of their images are here; a database of other images is an InputError."""
-        questions = self._database.select("SELECT id, image, shown, look FROM questions")
-        about = {row["key"]: row["value"] for row in self._database.select("SELECT key, value FROM about")}
-        kept = self._identity.check(questions)
-        if kept.is_another_set:
-            made = Place(about.get("folder", ""), about.get("pictures"))
-            raise InputError(f"{self.path}: {kept.refusal(made, place, self._database.flag)}")
-        return questions, kept
-
-    def load(self, place: Place, *, read_only: bool) -> None:
-        """Check that the database belongs to these images, and read the answers that stand."""
-        questions, kept = self.check(place)
-        here = {row["id"]: self._identity.question(row) for row in questions}
-        for row in self._database.select("SELECT * FROM answers WHERE withdrawn = '' ORDER BY id"):
+        questions, reason = identity.check(database)
+        here = {row["id"]: identity.question(row) for row in questions}
+        for row in database.select("SELECT * FROM answers WHERE withdrawn = '' ORDER BY id"):
             if (question := here[row["question"]]) is not None:
                 columns = {name: row[name] for name in ("annotator", "milliseconds", "origin", "question")}
-                self._remember(row["id"], Given(Answer(question, row["choice"]), **columns), check=False)
+                self._standing[row["id"]] = given = Given(Answer(question, row["choice"]), **columns)
+                self._graph.add(row["id"], given.answer)
         if n := self.n_set_aside():
-            what = "answer is" if n == 1 else "answers are"
-            self.notice = f"{self.path}: {n:,} {what} kept but set aside: {kept.reason()}"
-        if not read_only:
-            self._begin(place, [number for number, question in here.items() if question is None])
-
-    def _begin(self, place: Place, unaskable: list[int]) -> None:
-        """Note the place, and retire questions whose images are not here. A read-only file shows here, not later."""
-        about = {"opened": self._now(), "folder": place.source or None, "pictures": place.pictures}
-        with self._database.transaction() as connection:
-            retire = "UPDATE questions SET state = 'retired' WHERE id = ? AND state = 'waiting'"
-            connection.executemany(retire, [(number,) for number in unaskable])
+            self.notice = f"{self.path}: {n:,} {'answer is' if n == 1 else 'answers are'} kept but set aside: {reason}"
+        if database.read_only:
+            return
+        about = {"opened": self._now(), "folder": identity.source or None, "pictures": identity.pictures}
+        with database.transaction() as connection:  # a read-only file shows here, not later
+            unaskable = [(number,) for number, question in here.items() if question is None]
+            connection.executemany(
+                "UPDATE questions SET state = 'retired' WHERE id = ? AND state = 'waiting'", unaskable
+            )
             noted = [(key, value) for key, value in about.items() if value is not None]
             connection.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", noted)
 
@@ -133,12 +137,12 @@ class Store:
         """
         with self._database.transaction() as connection:
             if replace:
-                connection.execute(DROP_WAITING, (self._clock(),))
+                connection.execute(_DROP_WAITING, (self._clock(),))
             return sum(self._queue(question, model, urgent) for question in questions)
 
     def _queue(self, question: Question, model: str, urgent: bool) -> bool:
         key = self._identity.columns(question)[-1]
-        alike = self._database.select(ALIKE, (key, UNSURE))
+        alike = self._database.select(_ALIKE, (key, UNSURE))
         known = any(self._identity.question(row) is not None for row in alike)  # else it is about replaced images
         if not known:
             self._insert_question(question, model, "waiting", urgent=urgent)
@@ -162,7 +166,7 @@ class Store:
         who, now = annotator_name(annotator), self._clock()
         claimed: list[Asked] = []
         with self._database.transaction() as connection:
-            for row in self._database.select(ASKABLE, {"who": who, "now": now}):
+            for row in self._database.select(_ASKABLE, {"who": who, "now": now}):
                 if len(claimed) == n:
                     break
                 question = self._identity.question(row)
@@ -191,39 +195,39 @@ class Store:
 
     # Answer
 
-    def answer(self, asked_id: int, choice: int, annotator: str, milliseconds: int | None = None) -> Recorded:
-        """Store an answer; it is on the disk when this returns.
+    def answer(
+        self, asked_id: int, choice: int, annotator: str, milliseconds: int | None = None
+    ) -> tuple[int, list[Contradiction]]:
+        """Store an answer; it is on the disk when its number and the contradictions that it makes come back.
 
         The same answer sent twice (a lost reply) is stored once. Another answer to an answered question is an
-        InputError, whoever gives it: the first one counts until it is undone or settled.
+        InputError for every annotator: the first one counts until it is undone or settled.
         """
         who = annotator_name(annotator)
         with self._database.lock:
-            question, state = self._asked(asked_id)
+            found = self._find("SELECT * FROM questions WHERE id = ?", asked_id)
+            question = self._identity.question(found[0]) if found else None
+            if question is None:
+                raise InputError(f"question {asked_id} is not in {self.path}; reload the page")
             given = Given(Answer(question, choice), who, milliseconds=milliseconds, question=asked_id)
-            if state == "answered":
+            if found[0]["state"] == "answered":
                 return self._again(given)
             with self._database.transaction() as connection:
                 number = self._insert_answer(given)
                 connection.execute("UPDATE questions SET state = 'answered', holder = NULL WHERE id = ?", (asked_id,))
-            return Recorded(number, self._remember(number, given))
+            self._standing[number] = given
+            self._graph.add(number, given.answer)
+            return number, self._graph.contradictions_of(number, given.answer)
 
-    def _again(self, given: Given) -> Recorded:
+    def _again(self, given: Given) -> tuple[int, list[Contradiction]]:
         for number, known in reversed(self._standing.items()):
             if known.question == given.question:
                 if (known.answer, known.annotator) == (given.answer, given.annotator):
-                    return Recorded(number, self._graph.contradictions_of(number, given.answer))
+                    return number, self._graph.contradictions_of(number, given.answer)
                 raise InputError(
                     f"question {given.question:,} is already answered (by {known.annotator}); undo that first"
                 )
         raise InputError(f"question {given.question:,} is already answered; reload the page")
-
-    def _asked(self, asked_id: int) -> tuple[Question, str]:
-        found = self._find("SELECT * FROM questions WHERE id = ?", asked_id)
-        question = self._identity.question(found[0]) if found else None
-        if question is None:
-            raise InputError(f"question {asked_id} is not in {self.path}; reload the page")
-        return question, found[0]["state"]
 
     def _insert_answer(self, given: Given, replaces: int | None = None) -> int:
         spent = None if given.milliseconds is None else min(max(given.milliseconds, 0), 2**53)
@@ -251,7 +255,7 @@ class Store:
             self._forget(last)
             return Asked(given.question, given.answer.question)
 
-    def settle(self, answer_id: int, annotator: str, choice: int | None = None) -> Recorded:
+    def settle(self, answer_id: int, annotator: str, choice: int | None = None) -> tuple[int, list[Contradiction]]:
         """Settle a contradiction: withdraw an answer, or change it to another choice.
 
         The old row stays, marked; a change is a new row. Returns the number of the answer that stands now (of the
@@ -259,30 +263,32 @@ class Store:
         """
         who = annotator_name(annotator)
         with self._database.lock:
-            old = self._standing.get(answer_id)
+            old, number = self._standing.get(answer_id), answer_id
             if old is None:
                 raise InputError(f"answer {answer_id} does not stand in {self.path}; reload the page")
-            if choice == old.answer.choice:
-                return Recorded(answer_id, self.contradictions())
-            changed = None if choice is None else Answer(old.answer.question, choice)
-            new = None if changed is None else Given(changed, who, question=old.question)
-            number = answer_id
-            with self._database.transaction() as connection:
-                self._withdraw(answer_id, who, "withdrawn" if new is None else "changed")
-                if new is None:
+            if choice is None:
+                with self._database.transaction() as connection:
+                    self._withdraw(answer_id, who, "withdrawn")
                     connection.execute("UPDATE questions SET state = 'retired' WHERE id = ?", (old.question,))
-                else:
+                self._forget(answer_id)
+            elif choice != old.answer.choice:
+                new = Given(Answer(old.answer.question, choice), who, question=old.question)
+                with self._database.transaction():
+                    self._withdraw(answer_id, who, "changed")
                     number = self._insert_answer(new, replaces=answer_id)
-            self._forget(answer_id)
-            if new is not None:
-                self._remember(number, new)
-            return Recorded(number, self.contradictions())
+                self._forget(answer_id)
+                self._standing[number] = new
+                self._graph.add(number, new.answer)
+            return number, self.contradictions()
 
     def _withdraw(self, answer_id: int, who: str, why: str) -> None:
         self._database.connection.execute(
             "UPDATE answers SET withdrawn = ?, withdrawn_by = ?, withdrawn_at = ? WHERE id = ?",
             (why, who, self._now(), answer_id),
         )
+
+    def _forget(self, number: int) -> None:
+        self._graph.remove(number, self._standing.pop(number).answer)
 
     def take_in(self, given: Iterable[Given]) -> int:
         """Store answers that come from a file, all of them or none; how many were new.
@@ -291,21 +297,22 @@ class Store:
         be imported twice.
         """
         with self._database.lock:
-            said = {fact for row in self.rows() for fact in facts_of(row.image, row.shown, row.choice, row.annotator)}
+            said = {fact for row in self.rows() for fact in _facts(row.image, row.shown, row.choice, row.annotator)}
             taken: dict[int, Given] = {}
             with self._database.transaction():
                 for one in given:
                     who, asked = annotator_name(one.annotator), one.answer.question
                     image, shown, *_ = self._identity.columns(asked)
-                    facts = facts_of(image, json.loads(shown), one.answer.choice, who)
+                    facts = _facts(image, json.loads(shown), one.answer.choice, who)
                     if facts <= said:
                         continue
                     said |= facts
                     number = self._insert_question(asked, "", "answered")
                     new = replace(one, annotator=who, time=clean(one.time), origin=clean(one.origin), question=number)
                     taken[self._insert_answer(new)] = new
+            self._standing |= taken
             for number, new in taken.items():
-                self._remember(number, new, check=False)
+                self._graph.add(number, new.answer)
             return len(taken)
 
     # Look
@@ -317,11 +324,11 @@ class Store:
 
     def rows(self) -> list[StoredAnswer]:
         """Every answer ever given, withdrawn ones and those set aside too, in their order."""
-        return [self._row(row) for row in self._database.select(f"{ANSWERS} ORDER BY answers.id")]
+        return [self._row(row) for row in self._database.select(f"{_ANSWERS} ORDER BY answers.id")]
 
     def row(self, answer_id: int) -> StoredAnswer:
         """One answer, whether it stands or not."""
-        found = self._find(f"{ANSWERS} WHERE answers.id = ?", answer_id)
+        found = self._find(f"{_ANSWERS} WHERE answers.id = ?", answer_id)
         if not found:
             raise InputError(f"answer {answer_id} is not in {self.path}; reload the page")
         return self._row(found[0])
@@ -329,13 +336,13 @@ class Store:
     def _row(self, row: dict[str, Any]) -> StoredAnswer:
         question = self._identity.question(row)
         answer = None if question is None else Answer(question, row["choice"])
-        values = row | {"shown": tuple(json.loads(row["shown"])), "answer": answer}
-        return StoredAnswer(**{name: value for name, value in values.items() if name != "look"})
+        del row["look"]
+        return StoredAnswer(**row | {"shown": tuple(json.loads(row["shown"])), "answer": answer})
 
-    def contradictions(self, limit: int | None = 10) -> list[Contradiction]:
-        """The open contradictions, oldest first; all of many (limit=None) may take long."""
+    def contradictions(self) -> list[Contradiction]:
+        """The oldest open contradictions, at most ten."""
         with self._database.lock:
-            return self._graph.contradictions(limit)
+            return self._graph.contradictions()
 
     def n_contradictions(self) -> int:
         """How many contradictions are open."""
@@ -349,16 +356,15 @@ class Store:
             return n_kept - len(self._standing)
 
     def counts(self) -> Counts:
-        """How many answers of each kind stand."""
+        """How many answers of each kind stand, and answers per minute over the last ones, with pauses cut short."""
         with self._database.lock:
-            return Counts(
-                answered=len(self._standing),
-                same=self._kinds[0],
-                different=self._kinds[NONE],
-                unsure=self._kinds[UNSURE],
-                withdrawn=self._database.number("SELECT count(*) FROM answers WHERE withdrawn != ''"),
-                per_minute=speed(given.milliseconds for given in reversed(self._standing.values())),
-            )
+            standing = list(self._standing.values())
+            withdrawn = self._database.number("SELECT count(*) FROM answers WHERE withdrawn != ''")
+        kinds = Counter(min(given.answer.choice, 0) for given in standing)
+        times = (given.milliseconds for given in reversed(standing) if given.milliseconds is not None)
+        recent = [min(max(one, 0), _PAUSE) for one in islice(times, _RECENT)]
+        speed = round(60_000 * len(recent) / max(sum(recent), 1), 1)
+        return Counts(len(standing), kinds[0], kinds[NONE], kinds[UNSURE], withdrawn, speed)
 
     def names(self) -> dict[int, str]:
         """The names that people gave to clusters."""
@@ -382,18 +388,11 @@ class Store:
         places = ", ".join("?" * len(values))
         return int(self._database.connection.execute(f"INSERT INTO {columns} VALUES ({places})", values).lastrowid or 0)
 
-    def _remember(self, number: int, given: Given, *, check: bool = True) -> list[Contradiction]:
-        self._standing[number] = given
-        self._kinds[min(given.answer.choice, 0)] += 1
-        if check:
-            return self._graph.add_checked(number, given.answer)
-        self._graph.add(number, given.answer)
-        return []
-
-    def _forget(self, number: int) -> None:
-        given = self._standing.pop(number)
-        self._kinds[min(given.answer.choice, 0)] -= 1
-        self._graph.remove(number, given.answer)
-
     def _now(self) -> str:
         return datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
+
+
+def _facts(image: str, shown: Sequence[str], choice: int, annotator: str) -> set[tuple[Any, ...]]:
+    """What an answer says of each pair of images, and who says it."""
+    says = [UNSURE if choice == UNSURE else int(at == choice) for at in range(len(shown))]
+    return {(annotator, says[at], *sorted((image, other))) for at, other in enumerate(shown)}

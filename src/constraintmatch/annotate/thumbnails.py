@@ -1,12 +1,11 @@
-"""Small copies of images: pictures and galleries for the page, and tiny ones that show whether an image has changed."""
+"""Small copies of images: tiny ones that show whether an image has changed, pictures and galleries for the page."""
 
 import hashlib
 import io
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,20 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch.annotate.api_types import clean
+from constraintmatch.annotate.database import Database, clean
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import Answer, Question, implied_groups
-from constraintmatch.questions.next_question import Belief
+from constraintmatch.questions.belief import Belief
 
-__all__ = ["Gallery", "ImageIdentity", "Kept", "Place", "Thumbnails", "galleries"]
+__all__ = ["Gallery", "ImageIdentity", "Picture", "Thumbnails", "galleries"]
 
 LARGEST = 800  # pixels: what a large screen shows of one of two images
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 MAX_PIXELS = 100_000_000  # larger files would block the server; the pixels of the model are shown instead
 
 Picture = tuple[bytes, str]  # content and media type
+# The number of a cluster, its images, typical ones first, and how sure the model is of each (None without a model)
+Gallery = tuple[int, NDArray[np.int64], NDArray[np.float32] | None]
 _CELLS = 4  # a thumbnail is 4 × 4 grey means: one byte each
 _TOLERANCE = 32  # of 255: decoders, sizes and colour conversions differ by less, other images by more
 
@@ -35,84 +36,17 @@ _TOLERANCE = 32  # of 255: decoders, sizes and colour conversions differ by less
 # The same image as before?
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where images come from: a folder, a file or a data set, and of embeddings their pictures ("": none)."""
-
-    source: str = ""
-    pictures: str | None = None  # None: not known, or these are images themselves
-
-    @classmethod
-    def of(cls, images: ImageSet, source: Path | str, pictures: Path | str) -> "Place":
-        """Where these images come from: files by their whole path, data sets by their name."""
-
-        def absolute(place: Path | str) -> str:
-            return clean(str(Path(place).resolve() if str(place) and Path(place).exists() else place))
-
-        return cls(absolute(source), absolute(pictures) if images.embedded else None)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Which of the images that a database mentions are here: how many, which are missing, which have other pixels."""
-
-    n_mentioned: int
-    missing: tuple[str, ...]
-    changed: tuple[str, ...]
-
-    @property
-    def is_another_set(self) -> bool:
-        """Whether most of the images are not here."""
-        return 2 * (len(self.missing) + len(self.changed)) > self.n_mentioned
-
-    def refusal(self, made: Place, here: Place, flag: str) -> str:
-        """Why a database made with other images cannot be used with those here, and what to do."""
-        what = []
-        if self.missing:
-            what.append(f"{len(self.missing):,} of its {self.n_mentioned:,} image names are not there")
-        if self.changed:
-            what.append(f"{len(self.changed):,} of its {self.n_mentioned:,} images look different there")
-        fix = _fix(made, here, f"another {flag}", same_names=not self.missing)
-        return f"not about the images of {here.source or 'this set'} ({', '.join(what)}); {fix}"
-
-    def reason(self) -> str:
-        """Why answers are set aside, and what to do; "" if all images are here."""
-        parts = []
-        if self.missing:
-            parts.append(f"{_listed(self.missing)} moved, renamed or deleted")
-        if self.changed:
-            parts.append(f"{_listed(self.changed)} replaced by another picture")
-        return f"{' and '.join(parts)}; put the images back to use them" if parts else ""
-
-
-def _fix(made: Place, here: Place, other: str, *, same_names: bool) -> str:
-    owner = f"it belongs to {made.source}; " if made.source not in ("", here.source) else ""
-    how, flag = ("without", "leave --pictures out") if here.pictures else ("with", "add --pictures FOLDER")
-    if here.pictures is not None and (same_names or not owner):  # probably the embeddings that it was made with
-        if made.pictures is None:
-            return f"{owner}if it was made {how} pictures, {flag}, else give {other}"
-        if made.pictures and made.pictures != here.pictures:
-            return f"{owner}it was made with pictures; give --pictures {shlex.quote(made.pictures)} or {other}"
-        if here.pictures and not made.pictures:
-            return f"{owner}it was made without pictures; {flag} or give {other}"
-    if made.source and not owner:
-        return f"they have changed since; put them back or give {other}"
-    return f"{owner}give its folder or {other}"
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    return f"{len(names):,} {'image' if len(names) == 1 else 'images'} ({listed})"
-
-
 class ImageIdentity:
-    """Turns questions into names and thumbnails and back. Thumbnails are made when they are needed."""
+    """Turns questions into names and tiny thumbnails and back; knows a moved or replaced image.
 
-    def __init__(self, images: ImageSet) -> None:
-        self._images = (images.shown or images).images
-        self.names = images.names
-        self._rows = images.rows()
-        self._made: dict[int, bytes] = {}
+    `source` is where the images come from (a folder, a file or a data set), `pictures` where those of embeddings do.
+    """
+
+    def __init__(self, images: ImageSet, source: Path | str, pictures: Path | str) -> None:
+        self.names, self._rows, pixels = images.names, images.rows(), (images.shown or images).images
+        self.source = _absolute(source)
+        self.pictures = _absolute(pictures) if images.embedded else None  # "": no pictures; None: images themselves
+        self._look = cache(lambda row: _thumbnail(pixels[row]))  # made when it is needed
 
     def columns(self, question: Question) -> tuple[str, str, bytes, str]:
         """The columns image, shown, look and key of a question; an InputError for rows that do not exist."""
@@ -127,19 +61,43 @@ class ImageIdentity:
     def question(self, row: Mapping[str, Any]) -> Question | None:
         """A stored question by row numbers; None if one of its images is missing or has other pixels."""
         stored = list(_stored(row))
-        rows = [self._rows.get(name) for name, _ in stored]
-        if None in rows or any(self._is_changed(name, look) for name, look in stored):
+        if any(name not in self._rows or self._is_changed(name, look) for name, look in stored):
             return None
-        image, *shown = (number for number in rows if number is not None)
+        image, *shown = (self._rows[name] for name, _ in stored)
         return Question(image, tuple(shown))
 
-    def check(self, questions: Iterable[Mapping[str, Any]]) -> Kept:
-        """Which of the images that these stored questions mention are here."""
-        mentioned = dict.fromkeys(pair for row in questions for pair in _stored(row))
-        names = dict.fromkeys(name for name, _ in mentioned)
-        missing = tuple(name for name in names if name not in self._rows)
-        changed = dict.fromkeys(name for name, look in mentioned if name in self._rows and self._is_changed(name, look))
-        return Kept(len(names), missing, tuple(changed))
+    def check(self, database: Database) -> tuple[list[dict[str, Any]], str]:
+        """The stored questions, and why some are set aside; a database of other images is an InputError."""
+        questions = database.select("SELECT id, image, shown, look FROM questions")
+        stored = dict.fromkeys(pair for row in questions for pair in _stored(row))
+        names = dict.fromkeys(name for name, _ in stored)
+        missing = [name for name in names if name not in self._rows]
+        here = [pair for pair in stored if pair[0] in self._rows]
+        changed = list(dict.fromkeys(name for name, look in here if self._is_changed(name, look)))
+        if 2 * (len(missing) + len(changed)) > len(names):
+            what = [(len(missing), "image names are not"), (len(changed), "images look different")]
+            why = ", ".join(f"{n:,} of its {len(names):,} {how} there" for n, how in what if n)
+            fix = self._fix(database, same_names=not missing)
+            raise InputError(f"{database.path}: not about the images of {self.source or 'this set'} ({why}); {fix}")
+        gone = [(missing, "moved, renamed or deleted"), (changed, "replaced by another picture")]
+        why = " and ".join(f"{_list(images)} {how}" for images, how in gone if images)
+        return questions, f"{why}; put the images back to use them"
+
+    def _fix(self, database: Database, *, same_names: bool) -> str:
+        about = {row["key"]: row["value"] for row in database.select("SELECT key, value FROM about")}
+        source, pictures, other = about.get("folder", ""), about.get("pictures"), f"another {database.flag}"
+        owner = f"it belongs to {source}; " if source not in ("", self.source) else ""
+        how, flag = ("without", "leave --pictures out") if self.pictures else ("with", "add --pictures FOLDER")
+        if self.pictures is not None and (same_names or not owner):  # probably the embeddings that it was made with
+            if pictures is None:  # not known
+                return f"{owner}if it was made {how} pictures, {flag}, else give {other}"
+            if pictures and pictures != self.pictures:
+                return f"{owner}it was made with pictures; give --pictures {shlex.quote(pictures)} or {other}"
+            if self.pictures and not pictures:
+                return f"{owner}it was made without pictures; {flag} or give {other}"
+        if source and not owner:
+            return f"they have changed since; put them back or give {other}"
+        return f"{owner}give its folder or {other}"
 
     def _is_changed(self, name: str, stored: bytes) -> bool:
         now = self._look(self._rows[name])
@@ -148,10 +106,15 @@ class ImageIdentity:
         difference = np.frombuffer(now, np.uint8).astype(int) - np.frombuffer(stored, np.uint8)
         return bool(np.abs(difference).max() > _TOLERANCE)
 
-    def _look(self, row: int) -> bytes:
-        if row not in self._made:
-            self._made[row] = _thumbnail(self._images[row])
-        return self._made[row]
+
+def _absolute(place: Path | str) -> str:
+    """A file by its whole path, a data set by its name."""
+    return clean(str(Path(place).resolve() if str(place) and Path(place).exists() else place))
+
+
+def _list(names: list[str]) -> str:
+    listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"{len(names):,} {'image' if len(names) == 1 else 'images'} ({listed})"
 
 
 def _stored(row: Mapping[str, Any]) -> Iterable[tuple[str, bytes]]:
@@ -185,10 +148,10 @@ class Thumbnails:
     read, the pixels that the model sees are shown.
     """
 
-    def __init__(self, images: ImageSet, folder: Path | None = None, *, kept: int = 512) -> None:
+    def __init__(self, images: ImageSet, folder: Path | None = None) -> None:
         self._names, self._seen, self._folder = images.names, images.to_look_at(), folder
-        self.large = lru_cache(maxsize=kept)(self._large)
-        self.small = lru_cache(maxsize=kept)(self._small)
+        self.large = lru_cache(maxsize=512)(self._large)
+        self.small = lru_cache(maxsize=512)(self._small)
 
     def _small(self, row: int) -> Picture:
         pixels = self._seen.images[row]
@@ -226,24 +189,15 @@ def _encode(image: Image.Image, kind: str) -> Picture:
     return file.getvalue(), f"image/{kind.lower()}"
 
 
-@dataclass(frozen=True, eq=False)
-class Gallery:
-    """The images of a cluster, typical ones first, and how sure the model is of each (None without a model)."""
-
-    cluster: int
-    rows: NDArray[np.int64]
-    confidence: NDArray[np.float32] | None
-
-
 def galleries(belief: Belief | None, answers: Sequence[Answer], n_images: int) -> list[Gallery]:
     """The clusters of the model that have images; without a model the groups that answers make, largest first."""
     if belief is None or belief.probabilities is None:
         group = implied_groups(answers, n_images)
         parts = [np.flatnonzero(group == number) for number in range(group.max(initial=-1) + 1)]
         parts.sort(key=lambda rows: (-len(rows), rows[0]))
-        return [Gallery(number, rows, None) for number, rows in enumerate(parts)]
+        return [(number, rows, None) for number, rows in enumerate(parts)]
     clusters, confidence = belief.probabilities.argmax(1), belief.probabilities.max(1)
     order = np.lexsort((-confidence, clusters))
     starts = np.searchsorted(clusters[order], np.arange(belief.probabilities.shape[1] + 1))
     parts = [order[start:end] for start, end in pairwise(starts)]
-    return [Gallery(number, rows, confidence[rows]) for number, rows in enumerate(parts) if len(rows)]
+    return [(number, rows, confidence[rows]) for number, rows in enumerate(parts) if len(rows)]

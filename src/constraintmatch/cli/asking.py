@@ -55,8 +55,7 @@ def loop(
       constraintmatch loop digits --clusters 10 \
         --oracle labels --wrong 0.05
     """
-    from constraintmatch.annotate import loop as loops
-    from constraintmatch.annotate.server import Door
+    from constraintmatch.annotate import commands
     from constraintmatch.pipeline.plan import Train
 
     _check_who(**who)
@@ -64,13 +63,13 @@ def loop(
     rounds = {name: given.pop(name) for name in ("every", "steps", "last_steps", "choose", "seed") if name in given}
     if "terminal" in who:
         asked.setdefault("kind", "pair")  # y and n need no other keys, and two pictures fit a narrow terminal
-    request = loops.Loop(data=data, images=Train(**images, **given), **{"out": Path("loop"), **asked}, **rounds)
+    request = commands.Loop(data=data, images=Train(**images, **given), **{"out": Path("loop"), **asked}, **rounds)
     if "oracle" in who:
-        rows = loops.ask_labels(request, who.get("wrong", 0.0), reporter)
+        rows = commands.ask_labels(request, who.get("wrong", 0.0), reporter)
     elif "terminal" in who:
-        rows = loops.ask_in_terminal(request, reporter=reporter)
+        rows = commands.ask_in_terminal(request, reporter=reporter)
     else:
-        rows = loops.ask_on_page(request, Door(**door), reporter)
+        rows = commands.ask_on_page(request, commands.Door(**door), reporter)
     print_rows(rows)
 
 
@@ -120,7 +119,7 @@ def annotate(data: Source, *, asked: Flags, reporter: Reporter, exchange: Flags,
       constraintmatch train photos --pairs pairs.csv \
         --model runs/photos --out runs/better
     """
-    from constraintmatch.annotate import server
+    from constraintmatch.annotate import commands, import_export
 
     export, import_ = (exchange.pop(name, None) for name in ("export", "import_"))
     if export is not None and import_ is not None:
@@ -129,14 +128,14 @@ def annotate(data: Source, *, asked: Flags, reporter: Reporter, exchange: Flags,
         raise InputError("--same and --different go with --import EXPORT.json")
     if import_ is None and "columns" in exchange:
         raise InputError("--columns goes with --import PAIRS.csv")
-    sitting = server.Sitting(data, **{"db": Path("answers.db"), **asked}, **images)
+    sitting = import_export.Sitting(data, **{"db": Path("answers.db"), **asked}, **images)
     if export is not None:
-        print_rows([("pairs", f"{export} ({server.export_answers(sitting, export, reporter).describe()})")])
+        print_rows([("pairs", f"{export} ({import_export.export_answers(sitting, export, reporter)})")])
     elif import_ is not None:
-        taken = server.import_file(sitting, import_, reporter, **exchange)
-        print_rows([("answers", f"{sitting.db} ({taken.describe()})")])
+        taken = import_export.import_file(sitting, import_, reporter, **exchange)
+        print_rows([("answers", f"{sitting.db} ({taken})")])
     else:
-        print_rows(server.serve_page(sitting, server.Door(**door), reporter))
+        print_rows(commands.serve_page(sitting, commands.Door(**door), reporter))
 
 
 @command(_PANEL, how=shared("columns", "split", "data_dir"))
