@@ -141,7 +141,7 @@ def drawing(name: str, rows: Mapping[Cell, Row], dataset: str, steps: int | None
     steps = max(counts, key=lambda value: (counts[value], value))
     shown = [(curve, x, rows[cut]) for curve, x, cell in points if (cut := replace(cell, steps=steps)) in rows]
     levels = [(label, rows[cell]) for label, cell in _levels(across, dataset, steps) if cell in rows]
-    check_same_start(row for *_, row in (*shown, *levels))
+    check_same_start([*(row for _, _, row in shown), *(row for _, row in levels)])
     curves = []
     for curve, label in labels.items():
         found = sorted((x, row.summary("test", metric)) for its, x, row in shown if its == curve)

@@ -320,7 +320,8 @@ def _narrow_table(lines: Sequence[str], width: int) -> str:
             groups[-1].append(column)
         else:
             groups.append([column])
-    keys, parts = list(range(n_keys)), []
+    keys = list(range(n_keys))
+    parts: list[list[int]] = []
     for group in groups:
         taken = sum(2 + widths[column] for column in (*keys[1:], *(parts[-1][n_keys:] if parts else ()), *group))
         if parts and min(widths[0], _NARROWEST) + taken <= width:
