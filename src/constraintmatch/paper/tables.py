@@ -56,13 +56,12 @@ TITLES = {
     "supervised": "Supervised",
 }
 DASH = "–"
-NOT_RUN, NOT_YET = "not run here", "not run yet"
+NOT_YET = "not run yet"
+_NOT_RUN = "not run here"
 _VARIANTS = {HEAD_FIRST: ", the head first (ours)", MERGED_FIRST: ", clusters merged first (ours)"}  # by options
 
 Rows = Mapping[Cell, Row]
-Line = tuple[
-    str, Row | None, PublishedRow | None
-]  # of a table: title, our row if it was run, the paper's if it has one
+Line = tuple[str, Row | None, PublishedRow | None]  # title, our row if it was run, the paper's if it has one
 
 
 def part_text(
@@ -204,7 +203,7 @@ def _part(title: str, lines: Sequence[Line], dataset: str, split: str = "test") 
         yield from _compared(lines, dataset, split)
         return
     printed = [line for line in lines if _paper(line, dataset, METRICS[0]) is not None]
-    yield f"### {title}: {NOT_RUN}" + ("" if printed else ", and not in the paper")
+    yield f"### {title}: {_NOT_RUN}" + ("" if printed else ", and not in the paper")
     if printed:
         header = ["the paper's values", "pairs", *(metric.upper() for metric in METRICS)]
         shown = [[line[0], _amount(line), *(_starred(line, dataset, name) for name in METRICS)] for line in printed]
@@ -228,7 +227,7 @@ def _compared(lines: Sequence[Line], dataset: str, split: str) -> Iterator[str]:
 def _compared_line(line: Line, dataset: str, split: str) -> list[str]:
     title, row, printed = line
     if row is None:
-        folds = NOT_RUN if printed and printed.method else DASH
+        folds = _NOT_RUN if printed and printed.method else DASH
     else:
         folds = DASH if row.cell.method == "scan" else str(len(row.results))
     cells = [title, _amount(line), folds]
