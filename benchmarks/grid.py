@@ -25,8 +25,7 @@ from constraintmatch.evaluation.metrics import predict, scores
 from constraintmatch.methods.parts.head_training import seen_by, taken_off
 from constraintmatch.methods.parts.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel, load_model
-from constraintmatch.pipeline.config import make_config
-from constraintmatch.pipeline.recipes import training_size
+from constraintmatch.pipeline.config import make_config, training_size
 from constraintmatch.pipeline.train import train
 from constraintmatch.questions.answers import Answer
 from constraintmatch.questions.belief import Belief

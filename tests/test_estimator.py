@@ -302,11 +302,11 @@ def test_a_column_of_labels_scores_as_the_labels_do(fitted: ConstraintMatch, str
         ({"steps": 0}, "steps is 0"),
         (
             {"options": {"learning_rate": 1}},
-            "constraintmatch has no setting 'learning_rate'; it has .*max_entropy",
+            "constraintmatch has no option 'learning_rate'; it has .*max_entropy",
         ),
         ({"options": {"seed": 1}}, "'seed' has a parameter of its own, random_state"),
         ({"options": {"simclr": {"n_clusters": 3}}}, "simclr knows no 'n_clusters'"),
-        ({"method": "constrained", "options": None, "max_entropy": 0.1}, "constrained has no setting 'max_entropy'"),
+        ({"method": "constrained", "options": None, "max_entropy": 0.1}, "constrained has no option 'max_entropy'"),
         ({"options": {"lr": 0.1}, "lr": 0.2}, "lr is given twice, as a parameter and in options"),
         ({"lr": -1.0}, "lr is -1.0"),
         ({"lr": "a"}, "lr is 'a'; it must be a number"),

@@ -4,7 +4,6 @@ import copy
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,13 +17,14 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Quiet, console_reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet, load_images
-from constraintmatch.evaluation.metrics import Predictions, accuracy, collapse_warnings, embed, predict
+from constraintmatch.evaluation.metrics import accuracy, collapse_warnings, embed, predict
 from constraintmatch.methods import METHODS, Context, ViewChoice
 from constraintmatch.methods.parts.preparation import check_images
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pipeline.config import (
     ORDER,
     PRETEXTS,
+    Recipe,
     TrainConfig,
     default_options,
     make_config,
@@ -40,23 +40,15 @@ from constraintmatch.training.views import View
 __all__ = ["ConstraintMatch"]
 
 Images = ImageSet | ArrayLike | Path | str
-Stages = dict[str, dict[str, Any]]  # of a start, by name; to each its options
-
 SELF_SUPERVISED = "self-supervised"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # parameters that are handed on by name; None leaves the choice to the method, the number of images and the device
 KNOBS = ("recipe", "steps", "lr", "pseudo_weight", "max_entropy", "error_rate", "pairs_per_step", "images_per_step")
 ELSEWHERE = {"device": "device", "seed": "random_state"}  # training settings and the parameters that give them
-SETTINGS = {entry.name for entry in fields(TrainSettings)} - ELSEWHERE.keys()
+SETTINGS = TrainSettings.__dataclass_fields__.keys() - ELSEWHERE.keys()
 OWN_VIEWS = ("own_weak", "own_strong", "own_contrastive")
 
 
-class ConstraintMatch(
-    ClassNamePrefixFeaturesOutMixin,  # type: ignore[misc]
-    ClusterMixin,  # type: ignore[misc]
-    TransformerMixin,  # type: ignore[misc]
-    BaseEstimator,  # type: ignore[misc]
-):
+class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """Cluster images or embeddings with a few pairs that are known to belong together or apart.
 
     Parameters
@@ -64,20 +56,18 @@ class ConstraintMatch(
     n_clusters : int, default=None
         The number of clusters, 2 or more. None takes the clusters of the model given as `start`.
     method : str, default="constraintmatch"
-        "constraintmatch", "constrained" and "pseudo_label" train on pairs. "propagate" trains no network: it carries
-        the groups that the pairs form over to the other images. "supervised" and "fully_constrained" train on the
-        labels of an `ImageSet`.
+        "constraintmatch", "constrained" and "pseudo_label" train on pairs; "propagate" carries the groups of the pairs
+        over to the other images; "supervised" and "fully_constrained" train on the labels of an `ImageSet`.
     recipe : {"safe", "paper"}, default=None
-        "safe" keeps the start unless held-out pairs show that the trained model is better; "paper" trains as published.
-        None is "safe" for the methods that have recipes.
+        "safe" keeps the start unless held-out pairs favour the training; "paper" trains as published. None is "safe".
     start : str, Path, ClusterModel or None, default="self-supervised"
         The model that training starts from. "self-supervised" makes a short start from X alone: SimCLR and linear heads
         for images, linear heads for embeddings. None is random weights. A model folder, a run folder or a
-        `ClusterModel` (which is not changed) is used as it is; if it has no clusters, linear heads find them first.
+        `ClusterModel` (which is not changed) is the start itself; if it has no clusters, linear heads find them first.
     backbone : str, default=None
         "tiny", "resnet18", "resnet34" or "timm:NAME". None chooses by the size of the images. Embeddings need none.
     steps : int, default=None
-        Training steps. None is 100 passes over the images, between 500 and 20,000 steps (1,000 on a CPU).
+        Training steps. None is 60 passes over the images, between 500 and 20,000 steps (1,000 on a CPU).
     lr : float, default=None
         Learning rate. None is 0.01.
     pseudo_weight : float, default=None
@@ -95,9 +85,8 @@ class ConstraintMatch(
     without : sequence of str, default=()
         Operations to leave out of the strong views, such as ("solarize", "rotate").
     options : dict, default=None
-        All other settings by name: arguments of the method (`min_confidence`, `warm_up`, …), training settings (`ema`,
-        `optimizer`, …), views of your own (`own_weak`, `own_strong`, `own_contrastive`), and a dict for each stage of
-        the self-supervised start, such as {"simclr": {"epochs": 500}}.
+        Other settings by name: of the method (`warm_up`, …), of the training (`ema`, …), your own views (`own_weak`,
+        `own_strong`, `own_contrastive`), and a dict for each stage of the start, such as {"simclr": {"epochs": 500}}.
     device : str, default=None
         "cuda", "mps" or "cpu". None takes the first of these that is available.
     random_state : int, RandomState, Generator or None, default=None
@@ -125,8 +114,7 @@ class ConstraintMatch(
     Notes
     -----
     Constraints name rows of X, so a search must not split X: `GridSearchCV(…, cv=[(rows, rows)])` with
-    `rows = np.arange(len(X))` trains and scores on all rows. It makes the start anew for every candidate, unless
-    `start` is a model.
+    `rows = np.arange(len(X))` uses all rows. Each candidate makes its own start, unless `start` is a model.
 
     Examples
     --------
@@ -135,8 +123,6 @@ class ConstraintMatch(
     >>> X, y = make_blobs(90, n_features=8, centers=3, random_state=0)
     >>> pairs = Constraints.sample(y, 60, seed=0)
     >>> model = ConstraintMatch(n_clusters=3, steps=20, random_state=0).fit(X, constraints=pairs)
-    >>> model.labels_.shape
-    (90,)
     >>> model.score(X, y)
     1.0
     """
@@ -165,46 +151,27 @@ class ConstraintMatch(
         random_state: int | np.random.RandomState | np.random.Generator | None = None,
         verbose: bool = False,
     ) -> None:
-        self.n_clusters = n_clusters
-        self.method = method
-        self.recipe = recipe
-        self.start = start
-        self.backbone = backbone
-        self.steps = steps
-        self.lr = lr
-        self.pseudo_weight = pseudo_weight
-        self.max_entropy = max_entropy
-        self.error_rate = error_rate
-        self.pairs_per_step = pairs_per_step
-        self.images_per_step = images_per_step
-        self.flip = flip
-        self.without = without
-        self.options = options
-        self.device = device
-        self.random_state = random_state
-        self.verbose = verbose
+        self.n_clusters, self.method, self.recipe = n_clusters, method, recipe
+        self.start, self.backbone, self.steps, self.lr = start, backbone, steps, lr
+        self.pseudo_weight, self.max_entropy, self.error_rate = pseudo_weight, max_entropy, error_rate
+        self.pairs_per_step, self.images_per_step = pairs_per_step, images_per_step
+        self.flip, self.without, self.options = flip, without, options
+        self.device, self.random_state, self.verbose = device, random_state, verbose
 
     def fit(self, X: Images, y: Any = None, *, constraints: Pairs = None) -> Self:
-        """Train on images or embeddings and pairs.
+        """Train on images or embeddings and pairs, and return the estimator.
 
         Parameters
         ----------
         X : array-like, ImageSet, path or str
-            Embeddings (n, d), images (n, h, w) or (n, h, w, c), an `ImageSet`, a folder of images, or a .npy or .npz
-            file.
+            Embeddings (n, d), images (n, h, w) or (n, h, w, c), an `ImageSet`, a folder, or a .npy or .npz file.
         y : ignored
-            Labels are not used. Pairs in this place, in any form below, are taken as `constraints`; an array of 3 or
-            4 columns is a table of pairs.
+            Labels are not used. Pairs in this place are taken as `constraints`; 3 or 4 columns are a table of pairs.
         constraints : Constraints, path, str, array-like, dict or sparse matrix, default=None
             Pairs of rows of X: `Constraints`, a pairs file, a table (n, 3) of left, right and link (1 = must-link,
             0 = cannot-link; a weight may follow), a list of such triples, a tuple of three columns,
             {"must_link": [(i, j), …], "cannot_link": […]}, or a square matrix of 1, -1 and 0. All methods but
             "supervised" and "fully_constrained" need them.
-
-        Returns
-        -------
-        self : ConstraintMatch
-            The fitted estimator.
         """
         given = choose_pairs(y, constraints)
         start = self._load_start()
@@ -213,8 +180,8 @@ class ConstraintMatch(
         pairs = as_constraints(given, images)
         _check_pairs(self.method, pairs, images, ignored=y is not None)
         config = self._configuration(start, images, n_clusters, _seed(self.random_state))
-        context = Context(reporter=console_reporter() if self.verbose else Quiet())
-        model, self.log_ = train(images, pairs, config, context)
+        reporter = console_reporter() if self.verbose else Quiet()
+        model, self.log_ = train(images, pairs, config, Context(reporter=reporter))
         self._keep(model)
         self.seed_, self.n_iter_ = config.settings.seed, int(self.log_[-1]["step"])
         predictions = predict(model, images)
@@ -229,11 +196,12 @@ class ConstraintMatch(
 
     def predict(self, X: Images) -> NDArray[np.int64]:
         """Return the cluster (n,) of each row of X, which may be new."""
-        return self._predictions(X).clusters
+        return np.asarray(self.predict_proba(X).argmax(axis=1), np.int64)
 
     def predict_proba(self, X: Images) -> NDArray[np.float32]:
         """Return the probability (n, n_clusters) of each cluster for each row of X."""
-        return self._predictions(X).probabilities
+        check_is_fitted(self, "model_")
+        return predict(self.model_, self._read(X, self.model_)).probabilities
 
     def transform(self, X: Images) -> NDArray[np.float32]:
         """Return the features (n, width) in the last layer before the clusters."""
@@ -243,17 +211,7 @@ class ConstraintMatch(
     def score(self, X: Images, y: ArrayLike | None = None) -> float:
         """Return the accuracy in [0, 1] after each cluster is matched with one class.
 
-        Parameters
-        ----------
-        X : array-like, ImageSet, path or str
-            As in `fit`.
-        y : array-like of shape (n_samples,), default=None
-            The classes, as numbers or words. None takes the labels of an `ImageSet` or of class folders.
-
-        Returns
-        -------
-        score : float
-            The share of rows whose cluster is matched with their class.
+        y (n,) has the classes as numbers or words; None takes the labels of an `ImageSet` or of class folders.
         """
         check_is_fitted(self, "model_")
         images = self._read(X, self.model_)
@@ -275,8 +233,7 @@ class ConstraintMatch(
         if model.config.n_clusters == 0:
             raise InputError(f"{source}: this model has no clusters yet; use it as start= of a new estimator")
         made = cls(model.config.n_clusters, backbone=model.config.backbone, start=None, device=device)
-        made._keep(model)
-        return made
+        return made._keep(model)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -287,33 +244,25 @@ class ConstraintMatch(
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickle, with the model on the CPU: a machine without a GPU can read it."""
         state: dict[str, Any] = super().__getstate__()
-        kept = {"model_": copy.deepcopy(self.model_).cpu()} if "model_" in state else {}
-        return {**state, **kept}
+        return state | ({"model_": copy.deepcopy(self.model_).cpu()} if "model_" in state else {})
 
     @property
     def _n_features_out(self) -> int:
-        """The number of columns of `transform`, for `get_feature_names_out` and `set_output`."""
-        return self.model_.width
+        return self.model_.width  # for `get_feature_names_out` and `set_output`
 
-    def _keep(self, model: ClusterModel) -> None:
-        self.model_ = model.eval()
-        self.n_features_in_ = model.config.side**2 * model.config.channels
-
-    def _predictions(self, X: Images) -> Predictions:
-        check_is_fitted(self, "model_")
-        return predict(self.model_, self._read(X, self.model_))
+    def _keep(self, model: ClusterModel) -> Self:
+        self.model_, self.n_features_in_ = model.eval(), model.config.side**2 * model.config.channels
+        return self
 
     def _read(self, X: Images, model: ClusterModel | None, *, reset: bool = False) -> ImageSet:
         """X as an ImageSet, at the size of the model if there is one; with `reset`, its columns are recorded."""
         if reset:
             self.__dict__.pop("feature_names_in_", None)  # of an earlier fit
-        if isinstance(X, ImageSet):
-            images = X
-        elif isinstance(X, Path | str):
-            side, channels = (None, None) if model is None else (model.config.side, model.config.channels)
-            images = load_images(X, side=side, channels=channels)
+        if isinstance(X, Path | str):
+            size: Any = {} if model is None else {"side": model.config.side, "channels": model.config.channels}
+            images = load_images(X, **size)
         else:
-            images = ImageSet.from_arrays(self._check_table(X, reset))
+            images = X if isinstance(X, ImageSet) else ImageSet.from_arrays(self._check_table(X, reset))
         if model is not None:
             check_images(model, images)
         return images
@@ -357,47 +306,34 @@ class ConstraintMatch(
 
     def _configuration(self, start: ClusterModel | None, images: ImageSet, n_clusters: int, seed: int) -> TrainConfig:
         """The configuration of the training; what cannot be used is an InputError."""
-        known, asked = _known_method(self.method), self._asked()
-        cpu = choose_device(self.device).type == "cpu"
-        asked_stages = {stage: asked.pop(stage) for stage in ORDER if stage in asked}
-        own = {name: asked.pop(name) for name in OWN_VIEWS if name in asked}
-        stages = _start_stages(short_start(len(images), cpu=cpu), asked_stages)
-        _check_settings({name: value for name, value in asked.items() if name not in known}, self.method, known)
+        if self.method in ORDER or self.method not in METHODS:  # a stage of the start is no method here
+            known = ", ".join(method for method in METHODS if method not in ORDER)
+            raise InputError(f"unknown method {self.method!r}; known are {known}")
+        asked, cpu = self._asked(), choose_device(self.device).type == "cpu"
+        own_stages = {stage: asked.pop(stage) for stage in ORDER if stage in asked}
+        stages = _start_stages(short_start(len(images), cpu=cpu), own_stages)
+        views = self._views(images, {name: asked.pop(name) for name in OWN_VIEWS if name in asked})
         made = start is None and self.start is not None and not images.embedded  # given features need no pretext task
-        start = start or self._fresh_model(images, 0 if self.start is not None else n_clusters, seed)
+        if start is None:
+            mean, std = images.moments() if images.embedded else (None, None)
+            how: Any = {"side": images.side, "channels": images.channels, "mean": mean, "std": std}
+            how |= {"n_clusters": 0 if self.start else n_clusters, "seed": derive_seed(seed, "weights")}
+            start = build_model(backbone=self.backbone, **how)
         options = {**default_options(self.method, len(images), cpu=cpu), **asked, "seed": seed, "device": self.device}
         missing = [stage for stage in ORDER if stage in stages and (made or stage not in PRETEXTS)]
-        return make_config(
-            self.method,
-            options,
-            start=start,
-            views=self._views(images, own),
-            stages=() if start.config.n_clusters else missing,
-            stage_options=stages,
-            n_clusters=n_clusters,
-        )
-
-    def _fresh_model(self, images: ImageSet, n_clusters: int, seed: int) -> ClusterModel:
-        """A network with random weights that takes the images."""
-        mean, std = images.moments() if images.embedded else (None, None)
-        return build_model(
-            n_clusters=n_clusters,
-            side=images.side,
-            channels=images.channels,
-            backbone=self.backbone,
-            mean=mean,
-            std=std,
-            seed=derive_seed(seed, "weights"),
-        )
+        chain: Any = {"stages": () if start.config.n_clusters else missing, "stage_options": stages}
+        return make_config(self.method, options, start=start, views=views, n_clusters=n_clusters, **chain)
 
     def _asked(self) -> dict[str, Any]:
         """The options and the parameters that are not None, by name; a name in both is an InputError."""
         if not isinstance(self.options or {}, Mapping):
             raise InputError(f"options is {self.options!r}; give a dictionary, such as {{'ema': 0.99}}")
-        options = dict(self.options or {})
+        options = {str(name): value for name, value in (self.options or {}).items()}
         knobs = {name: value for name in KNOBS if (value := getattr(self, name)) is not None}
         if twice := sorted(options.keys() & knobs.keys()):
             raise InputError(f"{twice[0]} is given twice, as a parameter and in options; leave it out of options")
+        for name in options.keys() & ELSEWHERE.keys():
+            raise InputError(f"options: {name!r} has a parameter of its own, {ELSEWHERE[name]}")
         return options | knobs
 
     def _views(self, images: ImageSet, own: Mapping[str, Any]) -> ViewChoice:
@@ -422,24 +358,12 @@ def _as_labels(y: ArrayLike) -> NDArray[Any]:
     missing = np.array([label is None or label != label for label in labels.tolist()], bool)  # NaN is not itself
     if missing.any():
         raise InputError(f"image {int(missing.argmax()):,} has no label in y; leave it out")
-    if labels.dtype.kind in "iu":
-        return labels
-    return np.unique(labels.astype(str) if labels.dtype.kind == "O" else labels, return_inverse=True)[1]
+    words = labels.astype(str) if labels.dtype.kind == "O" else labels
+    return labels if labels.dtype.kind in "iu" else np.unique(words, return_inverse=True)[1]
 
 
-def _known_method(name: str) -> set[str]:
-    """The names of a method's arguments; a stage of the start is no method here."""
-    if name in ORDER or name not in METHODS:
-        known = ", ".join(method for method in METHODS if method not in ORDER)
-        raise InputError(f"unknown method {name!r}; known are {known}")
-    return set(method_arguments(name))
-
-
-def _start_stages(short: Stages, asked: Mapping[str, Mapping[str, Any]]) -> Stages:
-    """The stages of the short start with the options asked for; a stage that is asked for and missing is added.
-
-    Another pretext task takes the place of the short start's, with as many epochs unless it says how many.
-    """
+def _start_stages(short: Recipe, asked: Mapping[str, Mapping[str, Any]]) -> Recipe:
+    """The short start with the options and the stages asked for; another pretext task keeps its number of epochs."""
     for stage, options in asked.items():
         if not isinstance(options, Mapping):
             raise InputError(f"options: {stage} is {options!r}; give a dictionary, such as {{'epochs': 20}}")
@@ -453,33 +377,18 @@ def _start_stages(short: Stages, asked: Mapping[str, Mapping[str, Any]]) -> Stag
 
 def _check_pairs(method: str, pairs: Constraints | None, images: ImageSet, *, ignored: bool) -> None:
     if method not in ("supervised", "fully_constrained") and (pairs is None or len(pairs) == 0):
-        fix = "give some: fit(X, constraints=pairs)"
-        if ignored and pairs is None:
-            fix += "; y is not used, but Constraints.sample(y, 300, seed=0) makes pairs from labels"
+        labels = "; y is not used, but Constraints.sample(y, 300, seed=0) makes pairs from labels"
+        fix = "give some: fit(X, constraints=pairs)" + (labels if ignored and pairs is None else "")
         raise InputError(f"{method} needs constraints and there are none; {fix}")
     if pairs is not None and pairs.n_images != len(images):
-        raise InputError(
-            f"the constraints are over {pairs.n_images:,} images, the set has {len(images):,}; give all rows of X, "
-            "in a search with cv=[(rows, rows)]"
-        )
-
-
-def _check_settings(rest: Mapping[str, Any], method: str, arguments: set[str]) -> None:
-    """What is left of the settings must be training settings without a parameter of another name."""
-    for name in rest:
-        if name in ELSEWHERE:
-            raise InputError(f"options: {name!r} has a parameter of its own, {ELSEWHERE[name]}")
-    if unknown := sorted(map(str, rest.keys() - SETTINGS)):
-        known = ", ".join(sorted({*arguments, *SETTINGS, *OWN_VIEWS, *ORDER}))
-        raise InputError(f"{method} has no setting {unknown[0]!r}; it has {known}")
+        counts = f"the constraints are over {pairs.n_images:,} images, the set has {len(images):,}"
+        raise InputError(f"{counts}; give all rows of X, in a search with cv=[(rows, rows)]")
 
 
 def _seed(state: Any) -> int:
     """A seed from a seed, from a generator's next draw, or from the system."""
-    if state is None:
-        state = np.random.default_rng()
-    if isinstance(state, np.random.Generator):
-        return int(state.integers(2**31))
+    if state is None or isinstance(state, np.random.Generator):
+        return int(np.random.default_rng(state).integers(2**31))
     if isinstance(state, np.random.RandomState):
         return int(state.randint(2**31 - 1))
     if isinstance(state, bool) or not isinstance(state, int | np.integer) or state < 0:
@@ -488,13 +397,12 @@ def _seed(state: Any) -> int:
 
 
 def _from_hub(name: str, revision: str | None) -> Path:
-    if not HUB_ID.fullmatch(name):
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise InputError(f"{name}: no such model or run folder (and not a hub name such as owner/model)")
     from huggingface_hub import snapshot_download
 
     try:
-        wanted = ["config.json", "model.safetensors"]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", "model.safetensors"]))
     except Exception as error:  # not found, no network, no permission: each comes as another exception
         said = " ".join(str(error).split())[:200]
         raise InputError(f"{name}: no such folder, and the Hugging Face hub did not give it ({said})") from None

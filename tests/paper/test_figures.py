@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +11,10 @@ from PIL import Image
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.datasets import DATASETS
-from constraintmatch.paper.figures import FIGURES, Drawing, GalleryPair, draw, draw_gallery, drawing
+from constraintmatch.paper.figures import FIGURES, Drawing, draw, drawing
+from constraintmatch.paper.gallery import draw_gallery
 from constraintmatch.paper.grids import GRIDS, Cell, grid_cells
-from constraintmatch.paper.published import TABLE_1, published
-from constraintmatch.paper.results import Row, find_rows, read_results
+from constraintmatch.paper.results import TABLE_1, Row, find_rows, published, read_results
 
 SET = "cifar100-20"
 PLAIN = Cell(SET, "constraintmatch", 10_000)
@@ -188,20 +189,22 @@ def test_a_picture_is_opaque_so_that_a_dark_page_does_not_swallow_it(drawn: list
         assert picture.convert("RGBA").getextrema()[3] == (255, 255)
 
 
-def pairs(side: int, channels: int) -> list[GalleryPair]:
+def pair(predicted: str, *true: str) -> dict[str, Any]:
+    return {"predicted": (predicted, predicted), "true": true, "confidence": (0.99, 0.98), "link": 0.97}
+
+
+PAIRS = [pair("people", "fish", "fish"), pair("people", "fish", "trees")] * 2
+
+
+def pictures(side: int, channels: int) -> np.ndarray:
     rng = np.random.Generator(np.random.Philox(0))
     small = rng.integers(0, 256, (4, 2, 8, 8, channels), dtype=np.uint8)
-    images = small.repeat(side // 8, axis=2).repeat(side // 8, axis=3)
-    true = [("fish", "fish"), ("fish", "trees")] * 2
-    return [
-        GalleryPair(two, ("people", "people"), named, (0.99, 0.98), 0.97)
-        for two, named in zip(images, true, strict=True)
-    ]
+    return small.repeat(side // 8, axis=2).repeat(side // 8, axis=3)
 
 
 @pytest.mark.parametrize(("side", "channels"), [(32, 3), (224, 3), (8, 1)])
 def test_a_gallery_is_drawn_small_from_images_of_any_size(tmp_path: Path, side: int, channels: int) -> None:
-    png, svg = draw_gallery(pairs(side, channels), tmp_path, "gallery-toy", "toy images")
+    png, svg = draw_gallery(PAIRS, pictures(side, channels), tmp_path, "gallery-toy", "toy images")
     assert png.stat().st_size < 200_000
     assert svg.stat().st_size < 200_000
     with Image.open(png) as picture:
@@ -214,7 +217,7 @@ def test_long_class_names_leave_the_images_their_room(tmp_path: Path) -> None:
     red[..., 0] = 255
     shares = []
     for name in ("fish", "large_omnivores_and_herbivores"):
-        png, _ = draw_gallery([GalleryPair(red, (name, name), (name, name), (0.99, 0.99), 1.0)] * 4, tmp_path, name, "")
+        png, _ = draw_gallery([pair(name, name, name)] * 4, [red] * 4, tmp_path, name, "")
         with Image.open(png) as picture:
             pixels = np.asarray(picture.convert("RGB"))
         shares.append((pixels == (255, 0, 0)).all(-1).mean())
@@ -223,6 +226,6 @@ def test_long_class_names_leave_the_images_their_room(tmp_path: Path) -> None:
 
 
 def test_an_odd_number_of_pairs_fits_too_and_none_is_an_error(tmp_path: Path) -> None:
-    draw_gallery(pairs(8, 3)[:3], tmp_path, "three", "")
+    draw_gallery(PAIRS[:3], pictures(8, 3)[:3], tmp_path, "three", "")
     with pytest.raises(InputError, match="no pair to show"):
-        draw_gallery([], tmp_path, "none", "")
+        draw_gallery([], [], tmp_path, "none", "")

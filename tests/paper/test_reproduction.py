@@ -1,10 +1,12 @@
 """docs/reproduction.md: it is current, complete, and says what is missing."""
 
+import importlib.util
 import json
 import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from paper_results import content, write, write_cells
@@ -12,19 +14,24 @@ from paper_results import content, write, write_cells
 from constraintmatch._internal.errors import InputError
 from constraintmatch.paper.figures import FIGURES
 from constraintmatch.paper.grids import GRIDS, Cell, grid_cells
-from constraintmatch.paper.reproduction import (
-    drawings,
-    part_text,
-    readme_part,
-    readme_table,
-    reproduction,
-    write_reproduction,
-)
 from constraintmatch.paper.results import find_rows, read_results
+from constraintmatch.paper.tables import part_text
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, DOCS = ROOT / "results" / "paper", ROOT / "docs"
 ADVICE = "run python docs/make_reproduction.py"
+
+
+def docs_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+maker, readme = docs_script("make_reproduction"), docs_script("make_readme")
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +45,19 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page(some: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Their page, with its figures beside it."""
-    return write_reproduction(some, tmp_path_factory.mktemp("docs") / "made")
+    return maker.write_reproduction(some, tmp_path_factory.mktemp("docs") / "made")
 
 
 # The committed page
 
 
 def test_the_page_is_current() -> None:
-    assert (DOCS / "reproduction.md").read_text(encoding="utf-8") == reproduction(RESULTS), ADVICE
+    assert (DOCS / "reproduction.md").read_text(encoding="utf-8") == maker.reproduction(RESULTS), ADVICE
 
 
 def test_its_figures_show_the_numbers_of_the_results() -> None:
     """By the digest in the files: the bytes differ between versions of matplotlib."""
-    every = drawings(find_rows(read_results(RESULTS)))
+    every = maker.drawings(find_rows(read_results(RESULTS)))
     assert every
     for shown in every:
         for suffix in (".png", ".svg"):
@@ -69,7 +76,7 @@ def test_every_picture_the_page_shows_is_there_and_none_is_left_over() -> None:
 
 
 def test_without_results_the_page_has_the_papers_values_and_says_so(tmp_path: Path) -> None:
-    text = write_reproduction(tmp_path / "none", tmp_path / "docs").read_text(encoding="utf-8")
+    text = maker.write_reproduction(tmp_path / "none", tmp_path / "docs").read_text(encoding="utf-8")
     for name in FIGURES:
         assert f"Not run yet (`constraintmatch paper {name}`)." in text
     assert "### CIFAR-100-20, Test: not run here" in text
@@ -89,7 +96,7 @@ def test_the_page_shows_what_ran_where_and_what_is_cut(page: Path) -> None:
 
 
 def test_every_result_is_listed_on_the_page(some: Path) -> None:
-    text = reproduction(some)
+    text = maker.reproduction(some)
     listed = re.findall(r"^\| `([^`]+)`(?: \(cut\))? ", text, re.MULTILINE)
     names = {path.stem for path in some.glob("*.json")}
     assert names <= set(listed)
@@ -97,14 +104,14 @@ def test_every_result_is_listed_on_the_page(some: Path) -> None:
 
 
 def test_the_page_is_written_again_to_the_same_bytes(some: Path, page: Path, tmp_path: Path) -> None:
-    assert write_reproduction(some, tmp_path).read_bytes() == page.read_bytes()
+    assert maker.write_reproduction(some, tmp_path).read_bytes() == page.read_bytes()
 
 
 def test_a_figure_whose_results_are_gone_is_removed_and_nothing_else(page: Path, tmp_path: Path) -> None:
     shutil.copytree(page.parent, tmp_path, dirs_exist_ok=True)
     assert list((tmp_path / "figures").iterdir())
     (tmp_path / "figures" / "gallery-cifar10.png").touch()
-    write_reproduction(tmp_path / "none", tmp_path)
+    maker.write_reproduction(tmp_path / "none", tmp_path)
     assert [path.name for path in (tmp_path / "figures").iterdir()] == ["gallery-cifar10.png"]
 
 
@@ -112,7 +119,7 @@ def test_a_gallery_among_the_results_is_shown(tmp_path: Path) -> None:
     pair = {"predicted": ["ship", "ship"], "true": ["truck", "truck"], "confidence": [0.99, 0.98], "link": 0.97}
     gallery = {"format": 1, "kind": "gallery", "name": "gallery-cifar10", "note": "CIFAR-10", "pairs": [pair]}
     gallery |= {"pairs_of_wrong": 2_000, "right_pairs": 1_500}
-    text = reproduction(write(tmp_path, gallery))
+    text = maker.reproduction(write(tmp_path, gallery))
     assert "![CIFAR-10](figures/gallery-cifar10.png)" in text
     assert "Of the 2,000 pairs of such images 75.0 % have the right pseudo-constraint." in text
     assert re.search(r"\| 0\.97 +\| ship +\| ship +\| truck +\| truck +\| 0\.99 and 0\.98 +\|", text)
@@ -121,7 +128,7 @@ def test_a_gallery_among_the_results_is_shown(tmp_path: Path) -> None:
 def test_a_results_file_of_another_version_stops_the_page(some: Path, tmp_path: Path) -> None:
     old = {**json.loads(next(iter(sorted(some.glob("*.json")))).read_text(encoding="utf-8")), "format": 0}
     with pytest.raises(InputError, match=r"fold0\.json: not a result of format 1"):
-        write_reproduction(write(tmp_path / "old", old), tmp_path / "docs")
+        maker.write_reproduction(write(tmp_path / "old", old), tmp_path / "docs")
     assert not (tmp_path / "docs").exists()
 
 
@@ -134,7 +141,7 @@ def test_the_readmes_table_has_ours_the_papers_and_the_gain(tmp_path: Path) -> N
         content(Cell("cifar10", "scan"), 0.88),
         *(content(cell, acc) for cell, acc in zip(ours, (0.931, 0.933), strict=True)),
     ]
-    lines = readme_table(find_rows(read_results(write(tmp_path, *contents)))).splitlines()
+    lines = readme.reproduction_table(find_rows(read_results(write(tmp_path, *contents)))).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0] == ["", "CIFAR-10", "paper", "CIFAR-100-20", "paper"]
     assert cells[2][1:] == ["88.00", "87.60", "not run yet", "45.90"]
@@ -146,13 +153,15 @@ def test_the_readmes_table_has_ours_the_papers_and_the_gain(tmp_path: Path) -> N
 
 def test_the_readmes_table_has_no_cut_results(tmp_path: Path) -> None:
     cut = replace(Cell("cifar10", "constraintmatch", 10_000), steps=3_000)
-    assert readme_table(find_rows(read_results(write_cells(tmp_path, [cut])))) == readme_table({})
+    assert readme.reproduction_table(
+        find_rows(read_results(write_cells(tmp_path, [cut])))
+    ) == readme.reproduction_table({})
 
 
 def test_the_readmes_part_says_so_when_nothing_was_run(tmp_path: Path) -> None:
-    assert "have not been run yet; `constraintmatch paper table1`" in readme_part(tmp_path)
+    assert "have not been run yet; `constraintmatch paper table1`" in readme.reproduction_part(tmp_path)
     write_cells(tmp_path, [Cell("cifar10", "scan")])
-    assert readme_table(find_rows(read_results(tmp_path))) in readme_part(tmp_path)
+    assert readme.reproduction_table(find_rows(read_results(tmp_path))) in readme.reproduction_part(tmp_path)
 
 
 def test_a_figure_can_be_had_of_one_length_and_of_a_rehearsal(tmp_path: Path) -> None:

@@ -390,17 +390,17 @@ def test_the_gallery_finds_pairs_that_are_wrong_and_rightly_linked() -> None:
     sure = rng.uniform(0.9, 1, 200)
     probabilities = np.full((200, 4), 0.0, np.float32)
     probabilities[np.arange(200), classes] = sure
-    found = wrong_but_right(Predictions(probabilities), classes, labels)
-    assert set(found.wrong) == set(np.flatnonzero((labels != classes) & (probabilities.max(1) > 0.98)))
-    assert found.must_links
-    assert found.cannot_links
-    for left, right in found.must_links:
+    wrong, must_links, cannot_links = wrong_but_right(Predictions(probabilities), classes, labels)
+    assert set(wrong) == set(np.flatnonzero((labels != classes) & (probabilities.max(1) > 0.98)))
+    assert must_links
+    assert cannot_links
+    for left, right in must_links:
         assert labels[left] == labels[right]
         assert classes[left] == classes[right] != labels[left]
-    for left, right in found.cannot_links:
+    for left, right in cannot_links:
         assert labels[left] != labels[right]
         assert classes[left] != classes[right]
-    rows = [row for pair in (*found.must_links[:2], *found.cannot_links[:2]) for row in pair]
+    rows = [row for pair in (*must_links[:2], *cannot_links[:2]) for row in pair]
     assert len(set(rows)) == len(rows)
 
 

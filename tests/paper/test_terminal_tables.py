@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from paper_results import write_cells
 
 from constraintmatch.paper.grids import grid_cells
-from constraintmatch.paper.reproduction import part_text
-from constraintmatch.paper.tables import markdown
-from constraintmatch.paper.terminal_tables import for_terminal
+from constraintmatch.paper.tables import for_terminal, markdown, part_text
 
 
 @pytest.fixture(scope="module")

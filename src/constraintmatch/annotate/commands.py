@@ -297,8 +297,8 @@ def _start(loop: Loop, reporter: Reporter, check: Callable[[Data], object]) -> t
     """The images and the model that every round begins with: given, or made once by the missing stages."""
     from constraintmatch.methods import Context
     from constraintmatch.models.cluster_model import with_clusters
-    from constraintmatch.pipeline.plan import plan_pretraining
     from constraintmatch.pipeline.config import SHORT_STAGES, short_start
+    from constraintmatch.pipeline.plan import plan_pretraining
     from constraintmatch.pipeline.train import pretrain
     from constraintmatch.training.loop import choose_device
 
@@ -336,8 +336,8 @@ def _request(loop: Loop) -> tuple[Train, bool]:
 
     A start that is there already is used, even if images have come or gone since.
     """
-    from constraintmatch.pipeline.plan import Train
     from constraintmatch.pipeline.config import SHORT_STAGES
+    from constraintmatch.pipeline.plan import Train
     from constraintmatch.training.run_folder import is_finished
 
     place, model, images = loop.out / "start", loop.model, loop.images or Train()

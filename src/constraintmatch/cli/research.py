@@ -307,16 +307,16 @@ def _show(name: str, results: Path, sets: tuple[str, ...], steps: int | None, *,
     """Print a table or the numbers of a figure: laid out for a terminal, as Markdown in a pipe."""
     from rich.console import Console
 
-    from constraintmatch.paper import reproduction, terminal_tables
     from constraintmatch.paper.grids import GRIDS
+    from constraintmatch.paper.tables import for_terminal, part_text
 
     own = tuple(dataset for dataset in sets if dataset in (*GRIDS[name].sets, "digits"))
     if sets and not own:
         return
     title = f"## {GRIDS[name].title}\n\n" if titled and name.startswith("table") else ""  # a figure has its own
-    text = title + reproduction.part_text(name, results, own or None, steps)
+    text = title + part_text(name, results, own or None, steps)
     console = Console()
-    typer.echo(terminal_tables.for_terminal(text, console.width) if console.is_terminal else text)
+    typer.echo(for_terminal(text, console.width) if console.is_terminal else text)
     if titled:
         typer.echo()
 

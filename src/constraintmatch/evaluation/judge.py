@@ -127,7 +127,8 @@ def hide_images(constraints: Constraints, *, share: float = SHARE, seed: int = 0
     """The pairs in two parts: those without hidden images to train on, and about this share of them to judge by.
 
     Every pair of a hidden image is held out, so nothing that training pairs imply is among them. A pair has two images:
-    half the share of the images is hidden, but of few images more: ten would judge by chance. An image of many pairs stays: hiding it would hold out most of them.
+    half the share of the images is hidden, and of few images more, because ten images judge by chance. An image of many
+    pairs stays: hiding it would hold out most of them.
     """
     n = len(constraints)
     ends = np.concatenate([constraints.left, constraints.right])

@@ -1,45 +1,36 @@
 """The gallery of the paper's appendix: confidently wrong pseudo-labels whose pseudo-constraints are right."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json
 from constraintmatch.data.datasets import DATASETS
-from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, match_clusters, predict
-from constraintmatch.paper.figures import GalleryPair, draw_gallery
+from constraintmatch.paper.figures import new_figure, save_figure
 from constraintmatch.paper.grids import Cell
 from constraintmatch.paper.results import FORMAT
-from constraintmatch.paper.runner import Place, cell_images, train_cell
+from constraintmatch.paper.runner import Place, train_cell
 from constraintmatch.training.losses import soft_links
 from constraintmatch.training.run_folder import write_result
 
-__all__ = ["GALLERY_STEPS", "Found", "gallery_cell", "gallery_sets", "make_gallery", "wrong_but_right"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["draw_gallery", "gallery_sets", "make_gallery", "wrong_but_right"]
 
 GALLERY_STEPS = 500  # the paper's, early enough for pseudo-labels to be wrong
 MIN_CONFIDENCE = 0.98
+LARGEST_THUMBNAIL = 64  # pixels: larger images only make the files heavy
 Pair = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Found:
-    """Rows of confidently wrong images, and pairs of them whose pseudo-constraint is right, of each kind."""
-
-    wrong: NDArray[np.int64]
-    must_links: list[Pair]
-    cannot_links: list[Pair]
-
-
-def gallery_cell(dataset: str) -> Cell:
-    """The training that the gallery is taken from."""
-    return Cell(dataset, "constraintmatch", 10_000, steps=GALLERY_STEPS)
 
 
 def gallery_sets(sets: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -51,34 +42,43 @@ def gallery_sets(sets: Sequence[str] | None = None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(sets or ("cifar10",)))
 
 
-def make_gallery(dataset: str, place: Place, figures: Path | str, *, seed: int = 0) -> Path:
-    """The picture and the JSON of one data set: two must-links above, two cannot-links below; made once."""
-    gallery_sets([dataset])
-    cell, name = gallery_cell(dataset), f"gallery-{dataset}"
+def make_gallery(dataset: str, place: Place, figures: Path | str) -> Path:
+    """The JSON of one data set, with its picture: two must-links above, two cannot-links below; made once."""
+    cell, name = Cell(dataset, "constraintmatch", 10_000, steps=GALLERY_STEPS), f"gallery-{dataset}"
     target = place.results / f"{name}.json"
-    if _is_made(target, cell, Path(figures) / f"{name}.png"):
+    if _is_made(target, cell) and (Path(figures) / f"{name}.png").is_file():
         place.reporter.say(f"{name}: made before")
         return target
-    images = _some_images(cell, place, seed)
+    images = place.images(cell, "train")
+    drawn = np.random.Generator(np.random.Philox(0)).permutation(len(images))
+    images = images.take(np.sort(drawn[: 10 * DATASETS[dataset].images_per_step]))  # as many as ten steps see
     predictions = predict(train_cell(cell, place), images)
     assert images.labels is not None
-    classes = _matched(predictions, images)
-    found = wrong_but_right(predictions, classes, images.labels)
-    chosen = [*found.must_links[:2], *found.cannot_links[:2]]
-    pairs = [_shown(pair, images, predictions, classes) for pair in chosen]
-    note = (
-        f"{DATASETS[dataset].title}, ConstraintMatch after {GALLERY_STEPS} steps: {len(found.wrong):,} of "
-        f"{len(images):,} training images are wrong with a confidence above {MIN_CONFIDENCE}"
-    )
-    draw_gallery(pairs, figures, name, note)
-    told = [_told(pair, rows, images) for pair, rows in zip(pairs, chosen, strict=True)]
-    values = {"format": FORMAT, "kind": "gallery", "name": name, "note": note, "cell": cell.request(), "pairs": told}
-    write_result(target, {**values, **_counts(found, images.labels, classes)})
+    names = images.classes or tuple(str(number) for number in range(predictions.n_clusters))
+    matches = match_clusters(images.labels, predictions.clusters, predictions.n_clusters, len(names))
+    classes = matches[predictions.clusters]  # (n,) of each image the class that its cluster is matched with
+    wrong, must_links, cannot_links = wrong_but_right(predictions, classes, images.labels)
+    chosen = [list(pair) for pair in (*must_links[:2], *cannot_links[:2])]
+    pairs = [
+        {
+            "images": [images.names[row] for row in rows],
+            "predicted": tuple(names[classes[row]] for row in rows),
+            "true": tuple(names[images.labels[row]] for row in rows),
+            "confidence": tuple(predictions.confidence[rows].tolist()),
+            "link": float(soft_links(torch.from_numpy(predictions.probabilities[rows]))[0, 1]),
+        }
+        for rows in chosen
+    ]
+    shares = f"{len(wrong):,} of {len(images):,} training images are wrong with a confidence above {MIN_CONFIDENCE}"
+    note = f"{DATASETS[dataset].title}, ConstraintMatch after {GALLERY_STEPS} steps: {shares}"
+    draw_gallery(pairs, [np.asarray(images.images[rows]) for rows in chosen], figures, name, note)
+    values = {"format": FORMAT, "kind": "gallery", "name": name, "note": note, "cell": cell.request(), "pairs": pairs}
+    write_result(target, {**values, **_counts(images.labels[wrong], classes[wrong])})
     return target
 
 
-def _is_made(target: Path, cell: Cell, picture: Path) -> bool:
-    """Whether result and picture are there; a result of another format or training is refused by name."""
+def _is_made(target: Path, cell: Cell) -> bool:
+    """Whether the result is there; one of another format or training is refused by name."""
     if not target.is_file():
         return False
     found = read_json(target)
@@ -86,35 +86,30 @@ def _is_made(target: Path, cell: Cell, picture: Path) -> bool:
         raise InputError(f"{target}: not a gallery of format {FORMAT}; move it away or choose another --results")
     if found.get("cell") != cell.request():
         raise InputError(f"{target}: a gallery of another training; move it away or choose another --results")
-    return picture.is_file()
+    return True
 
 
-def _some_images(cell: Cell, place: Place, seed: int) -> ImageSet:
-    """As many training images as ten steps see."""
-    everything = cell_images(cell, "train", place)
-    drawn = np.random.Generator(np.random.Philox(seed)).permutation(len(everything))
-    return everything.take(np.sort(drawn[: 10 * DATASETS[cell.dataset].images_per_step]))
+def _counts(labels: NDArray[np.int64], classes: NDArray[np.int64]) -> dict[str, int]:
+    """How many pairs of confidently wrong images there are, and how many have the right pseudo-constraint."""
+    right = (labels[:, None] == labels) == (classes[:, None] == classes)
+    n = len(labels)
+    return {"wrong": n, "pairs_of_wrong": n * (n - 1) // 2, "right_pairs": int(np.triu(right, 1).sum())}
 
 
 def wrong_but_right(
-    predictions: Predictions,
-    classes: NDArray[np.int64],
-    labels: NDArray[np.int64],
-    *,
-    confidence: float = MIN_CONFIDENCE,
-) -> Found:
-    """Images that are surely of the wrong class (n,), and pairs of them that are still linked rightly.
+    predictions: Predictions, classes: NDArray[np.int64], labels: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], list[Pair], list[Pair]]:
+    """Rows of confidently wrong images, and must-links and cannot-links between them that are right.
 
-    A must-link: both of one class, both given the same wrong one. A cannot-link: of two classes, given two others. No
-    image and no class comes twice among the first pairs of a kind, so that the pictures differ.
+    A must-link: both of one class, both given the same wrong one. A cannot-link: of two classes, given two others. The
+    first pairs of each kind share no image and no class, so that the pictures differ.
     """
-    wrong = np.flatnonzero((classes != labels) & (predictions.confidence > confidence))
+    wrong = np.flatnonzero((classes != labels) & (predictions.confidence > MIN_CONFIDENCE))
     order = wrong[np.argsort(-predictions.confidence[wrong], kind="stable")]
     must = list(_partners(order, lambda a, b: bool(labels[a] == labels[b] and classes[a] == classes[b]), labels))
-    used = {row for pair in must[:2] for row in pair}
-    rest = np.array([row for row in order.tolist() if row not in used], dtype=np.int64)
+    rest = order[~np.isin(order, must[:2])]
     cannot = list(_partners(rest, lambda a, b: bool(labels[a] != labels[b] and classes[a] != classes[b]), labels))
-    return Found(wrong, must, cannot)
+    return wrong, must, cannot
 
 
 def _partners(order: NDArray[np.int64], fits: Callable[[int, int], bool], labels: NDArray[np.int64]) -> Iterator[Pair]:
@@ -132,41 +127,44 @@ def _partners(order: NDArray[np.int64], fits: Callable[[int, int], bool], labels
                 break
 
 
-def _matched(predictions: Predictions, images: ImageSet) -> NDArray[np.int64]:
-    """The class (n,) that each image's cluster stands for."""
-    assert images.labels is not None
-    n_classes = len(images.classes or ()) or int(images.labels.max()) + 1
-    mapping = match_clusters(images.labels, predictions.clusters, predictions.n_clusters, n_classes)
-    return mapping[predictions.clusters]
+def draw_gallery(
+    pairs: Sequence[Mapping[str, Any]], images: Sequence[NDArray[np.uint8]], folder: Path | str, name: str, note: str
+) -> tuple[Path, Path]:
+    """The gallery's PNG and SVG: pairs in two columns, above each the link, below each image what was guessed.
+
+    Each of the pairs has two images (2, h, w, c), the two classes `predicted` and `true`, the two values of
+    `confidence`, and the soft pseudo-constraint `link` (1 = must-link).
+    """
+    if not pairs:
+        raise InputError(f"{name}: no pair to show; choose a lower confidence or an earlier model")
+    n_rows = (len(pairs) + 1) // 2
+    height = 1.0 + 2.6 * n_rows
+    digest = hashlib.sha256(note.encode())
+    with new_figure((7.6, height), layout=None) as figure:  # by hand: long class names would leave images no room
+        figure.suptitle("Wrong pseudo-labels, right pseudo-constraints", x=0.02, ha="left", fontsize=11, weight="bold")
+        grid = figure.subplots(n_rows, 5, squeeze=False, width_ratios=[1, 1, 0.1, 1, 1])
+        figure.subplots_adjust(0.03, 1.15 / height, 0.97, 1 - 0.7 / height, wspace=0.15, hspace=0.6)
+        for axes in grid.flat:
+            axes.set_axis_off()
+        for place, (pair, two) in enumerate(zip(pairs, images, strict=True)):
+            row, column = divmod(place, 2)
+            _draw_pair(grid[row, 3 * column : 3 * column + 2], pair, two)
+            digest.update(two.tobytes())
+            digest.update(repr(tuple(pair[key] for key in ("predicted", "true", "confidence", "link"))).encode())
+        figure.text(0.02, 0.12 / height, textwrap.fill(note, 105), fontsize=9, color="#444444")
+        return save_figure(figure, Path(folder) / name, digest.hexdigest()[:16])
 
 
-def _shown(pair: Pair, images: ImageSet, predictions: Predictions, classes: NDArray[np.int64]) -> GalleryPair:
-    rows = list(pair)
-    assert images.labels is not None
-    names = images.classes or tuple(str(number) for number in range(predictions.n_clusters))
-    left, right = predictions.confidence[rows].tolist()
-    return GalleryPair(
-        np.asarray(images.images[rows]),
-        (names[classes[rows[0]]], names[classes[rows[1]]]),
-        (names[images.labels[rows[0]]], names[images.labels[rows[1]]]),
-        (left, right),
-        float(soft_links(torch.from_numpy(predictions.probabilities[rows]))[0, 1]),
-    )
-
-
-def _told(pair: GalleryPair, rows: Pair, images: ImageSet) -> dict[str, Any]:
-    parts = {"predicted": pair.predicted, "true": pair.true, "confidence": pair.confidence, "link": pair.link}
-    return {"images": [images.names[row] for row in rows], **parts}
-
-
-def _counts(found: Found, labels: NDArray[np.int64], classes: NDArray[np.int64]) -> dict[str, Any]:
-    """How often the pseudo-constraints between confidently wrong images are right: all pairs of them."""
-    same_class = labels[found.wrong][:, None] == labels[found.wrong][None, :]
-    same_guess = classes[found.wrong][:, None] == classes[found.wrong][None, :]
-    above = np.triu(np.ones_like(same_class), 1)
-    n = int(above.sum())
-    return {
-        "wrong": len(found.wrong),
-        "pairs_of_wrong": n,
-        "right_pairs": int((above & (same_class == same_guess)).sum()),
-    }
+def _draw_pair(places: Sequence["Axes"], pair: Mapping[str, Any], images: NDArray[np.uint8]) -> None:
+    same = pair["true"][0] == pair["true"][1]
+    title = f"pseudo-constraint {pair['link']:.2f}: {'must-link' if same else 'cannot-link'}"
+    colour = "#0072B2" if same else "#D55E00"
+    places[0].set_title(title, loc="left", fontsize=9, color=colour, weight="bold")
+    said = zip(pair["predicted"], pair["confidence"], pair["true"], strict=True)
+    for axes, image, (predicted, sure, true) in zip(places, images, said, strict=True):
+        picture = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
+        picture.thumbnail((LARGEST_THUMBNAIL, LARGEST_THUMBNAIL))  # never makes it larger
+        axes.imshow(np.asarray(picture), cmap="gray", vmin=0, vmax=255, interpolation="none")
+        lines = (f"says {predicted}, {100 * sure:.0f} %", f"is {true}")
+        text = "\n".join(textwrap.fill(line.replace("_", " "), 24) for line in lines)  # CIFAR's names have underscores
+        axes.text(0.5, -0.04, text, transform=axes.transAxes, ha="center", va="top", fontsize=8)

@@ -1,7 +1,6 @@
 """Model cards: README.md of a model folder, made from the results that have its weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ from constraintmatch._internal.files import read_json, write_atomically
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.models.cluster_model import ClusterModel, load_model, model_folder
 from constraintmatch.paper.grids import STEPS
-from constraintmatch.paper.published import METRICS, TABLE_1, TABLE_3, PublishedRow, published
-from constraintmatch.paper.results import read_content
-from constraintmatch.paper.tables import DASH, TITLES, markdown
+from constraintmatch.paper.results import METRICS, TABLE_1, TABLE_3, is_whole, published, read_content
+from constraintmatch.paper.tables import DASH, TITLES, markdown, number
 from constraintmatch.pipeline.train import weights_hash
 
 __all__ = ["card_text", "write_card"]
@@ -32,9 +30,11 @@ _LABELS = {
 _STAGE = "A stage of a self-supervised start: made from the images alone, without labels or pairs."
 _NO_LABELS = "Labels were used for nothing but the scores."
 
+Stage = tuple[Mapping[str, Any], Path, Mapping[str, Any]]  # an entry of a model's history, and the result of that run
+
 
 def write_card(folder: Path | str, results: Path | str = "results/paper") -> Path:
-    """The folder's README.md, written anew."""
+    """The folder's README.md, written again."""
     target, text = model_folder(folder) / "README.md", card_text(folder, results)
     write_atomically(target, lambda path: path.write_text(text, encoding="utf-8"))
     return target
@@ -54,9 +54,10 @@ def card_text(folder: Path | str, results: Path | str = "results/paper") -> str:
     stages = [_stage(one, str(trained[0]["method"]), results.parent) for one in trained]
     if cell is not None:
         what, dataset, parts = _WHAT[cell["cell"]["method"]], cell["cell"]["dataset"], _cell_parts(folder, cell)
-    elif stages and stages[-1].result:
-        what, dataset, path = _STAGE, stages[-1].dataset, stages[-1].path
-        parts = _stage_parts(folder, stages[-1])
+    elif stages and stages[-1][2]:
+        entry, path, result = stages[-1]
+        what, dataset = _STAGE, str(entry["data"]["name"])
+        parts = _stage_parts(folder, dataset, result["scores"])
     else:
         raise InputError(
             f"{folder}: no result in {results} has these weights, so there is nothing to state; "
@@ -68,30 +69,15 @@ def card_text(folder: Path | str, results: Path | str = "results/paper") -> str:
     return "\n\n".join([*head, *parts, _made(stages, cell), f"## Licence\n\n{licence}", source]) + "\n"
 
 
-# Where the numbers come from
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """One entry of a model's history, and the result of that stage where it is of the same run, else nothing."""
-
-    told: Mapping[str, Any]
-    path: Path
-    result: Mapping[str, Any]
-
-    @property
-    def dataset(self) -> str:
-        return str(self.told["data"]["name"])
-
-
-def _stage(told: Mapping[str, Any], pretext: str, folder: Path) -> _Stage:
-    start, method = f"start-{told.get('data', {}).get('name')}", told["method"]
+def _stage(entry: Mapping[str, Any], pretext: str, folder: Path) -> Stage:
+    """The entry with its result, which has the same steps, rate and seed; with an empty one if there is none."""
+    start, method = f"start-{entry.get('data', {}).get('name')}", entry["method"]
     for path in (folder / f"{start}-{pretext}-{method}.json", folder / f"{start}-{method}.json"):
         found = read_json(path) if path.is_file() else {}
         settings = {**found.get("settings", {}), **({"steps": found["steps"]} if "steps" in found else {})}
-        if found and all(settings.get(key) == told[key] for key in ("steps", "lr", "seed")):
-            return _Stage(told, path, found)
-    return _Stage(told, path, {})
+        if found and all(settings.get(key) == entry[key] for key in ("steps", "lr", "seed")):
+            return entry, path, found
+    return entry, path, {}
 
 
 def _find_cell(weights: str, results: Path) -> tuple[Path, dict[str, Any] | None]:
@@ -103,53 +89,39 @@ def _find_cell(weights: str, results: Path) -> tuple[Path, dict[str, Any] | None
     return results, None
 
 
-# What is said
-
-
 def _cell_parts(folder: Path, found: Mapping[str, Any]) -> Iterator[str]:
     """The scores, how to check them, and the training."""
-    cell = found["cell"]
+    cell, kept = found["cell"], found["half"]["scores"]["test"]
+    ours = {"this folder, half precision": kept, "as trained": found["scores"]["test"]}
+    lines = [[title, *(f"{100 * scores[metric]:.2f}" for metric in METRICS)] for title, scores in ours.items()]
     yield "## Scores"
-    yield _score_table(found)
+    yield markdown(["", *(metric.upper() for metric in METRICS)], [*lines, *_paper_line(found)])
     yield f"In %, on the {found['data']['test']:,} test images."
     if found["cut"]:
         yield f"The training is cut: {cell['steps']:,} of {STEPS:,} steps. It is not comparable with the paper's."
-    yield _check(folder, cell["dataset"], found["half"]["scores"]["test"])
+    expected = ", ".join(f"{metric.upper()} {kept[metric]:.4f}" for metric in METRICS)
+    yield "To check them, on a CPU or a GPU (`--json FILE` has all digits):"
+    yield _command(folder, cell["dataset"])
+    yield f"should say {expected}, ACC to ± 0.0005 (a twentieth of a point): machines round differently."
     yield "## How it was made"
     yield _training(found)
 
 
-def _score_table(found: Mapping[str, Any]) -> str:
-    ours = {"this folder, half precision": found["half"]["scores"]["test"], "as trained": found["scores"]["test"]}
-    lines = [[title, *(f"{100 * told[metric]:.2f}" for metric in METRICS)] for title, told in ours.items()]
-    if (paper := _paper(found)) is not None:
-        values = [paper.value(found["cell"]["dataset"], metric) for metric in METRICS]
-        lines.append(["the paper's", *(DASH if value is None else f"{value:.2f}" for value in values)])
-    return markdown(["", *(metric.upper() for metric in METRICS)], lines)
-
-
-def _paper(found: Mapping[str, Any]) -> PublishedRow | None:
-    """The printed row of this cell, if the paper has it; none for a cut training or a smaller copy of the set."""
-    cell = found["cell"]
-    whole = (found["data"]["train"], found["data"]["test"]) == DATASETS[cell["dataset"]].splits[::2]
-    if found["cut"] or cell["options"] or cell["noise"] or not whole:
-        return None
+def _paper_line(found: Mapping[str, Any]) -> Iterator[list[str]]:
+    """The paper's values, if it has this cell; none for a cut training or a smaller copy of the set."""
+    cell, dataset = found["cell"], found["cell"]["dataset"]
+    if found["cut"] or cell["options"] or cell["noise"] or not is_whole(dataset, found["data"]):
+        return
     bound = cell["method"] in ("supervised", "fully_constrained")
-    wide = cell["n_clusters"] != DATASETS[cell["dataset"]].n_clusters
-    row = published(TABLE_3 if wide else TABLE_1, "test", cell["method"], None if bound else cell["n_constraints"])
-    return row if row is not None and cell["dataset"] in row.scores else None
+    table = TABLE_1 if cell["n_clusters"] == DATASETS[dataset].n_clusters else TABLE_3
+    row = published(table, "test", cell["method"], None if bound else cell["n_constraints"])
+    if row is not None and dataset in row.scores:
+        yield ["the paper's", *(number(row.value(dataset, metric)) for metric in METRICS)]
 
 
-def _check(folder: Path, dataset: str, told: Mapping[str, float]) -> str:
+def _command(folder: Path, dataset: str) -> str:
     where = "" if DATASETS[dataset].bundled else " --data-dir DIR"
-    expected = ", ".join(f"{metric.upper()} {told[metric]:.4f}" for metric in METRICS)
-    return f"""To check them, on a CPU or a GPU (`--json FILE` has all digits):
-
-```sh
-constraintmatch evaluate {_shown(folder)} {dataset}{where}
-```
-
-should say {expected}, ACC to ± 0.0005 (a twentieth of a point): machines round differently."""
+    return f"```sh\nconstraintmatch evaluate {_shown(folder)} {dataset}{where}\n```"
 
 
 def _training(found: Mapping[str, Any]) -> str:
@@ -166,44 +138,32 @@ def _training(found: Mapping[str, Any]) -> str:
     said.append(_LABELS.get(method, f"{_NO_LABELS[:-1]} and these pairs." if cell["n_constraints"] else _NO_LABELS))
     said.append(f"Start: `{found['start']['name']}`, weights `{found['start']['weights']}`.")
     chosen = {**found["arguments"], **found["settings"], "evaluate_every": None}  # which changes nothing
-    told = ", ".join(f"`{key}` {value}" for key, value in chosen.items() if value is not None)
-    return f"{TITLES[method]}: {' '.join(said)}\n\nSettings: {told}."
+    settings = ", ".join(f"`{key}` {value}" for key, value in chosen.items() if value is not None)
+    return f"{TITLES[method]}: {' '.join(said)}\n\nSettings: {settings}."
 
 
-def _stage_parts(folder: Path, stage: _Stage) -> Iterator[str]:
+def _stage_parts(folder: Path, dataset: str, scores: Mapping[str, float]) -> Iterator[str]:
     names = {"knn_acc": "accuracy of the 20 nearest neighbours", "acc": "ACC", "nmi": "NMI", "ari": "ARI"}
-    told = [
-        f"{title} {100 * stage.result['scores'][key]:.2f}"
-        for key, title in names.items()
-        if key in stage.result["scores"]
-    ]
+    said = ", ".join(f"{title} {100 * scores[key]:.2f}" for key, title in names.items() if key in scores)
     yield "## Scores"
-    yield f"On the test images, in %, before rounding to half precision: {', '.join(told)}."
-    if "acc" in stage.result["scores"]:
-        where = "" if DATASETS[stage.dataset].bundled else " --data-dir DIR"
-        yield f"```sh\nconstraintmatch evaluate {_shown(folder)} {stage.dataset}{where}\n```"
+    yield f"On the test images, in %, before rounding to half precision: {said}."
+    if "acc" in scores:
+        yield _command(folder, dataset)
     yield "## How it was made"
     yield _NO_LABELS
 
 
-def _made(stages: Sequence[_Stage], cell: Mapping[str, Any] | None) -> str:
+def _made(stages: Sequence[Stage], cell: Mapping[str, Any] | None) -> str:
     """A line for each stage; seconds and hardware where its result is known."""
     lines = []
-    for place, stage in enumerate(stages):
-        last = place == len(stages) - 1 and cell is not None and cell["cell"]["method"] == stage.told["method"]
-        result = cell if last and cell is not None else stage.result
+    for place, (entry, _, result) in enumerate(stages):
+        if cell is not None and place == len(stages) - 1 and cell["cell"]["method"] == entry["method"]:
+            result = cell
         where = result.get("environment", {})
-        lines.append(
-            [
-                str(stage.told["method"]),
-                f"{stage.told['steps']:,}",
-                f"{stage.told['lr']:g}",
-                f"{result['seconds']:,.0f}" if result else DASH,
-                str(where.get("gpu") or where.get("platform") or DASH),
-                str(where.get("torch") or DASH),
-                str(where.get("commit") or DASH),
-            ]
-        )
+        seconds = f"{result['seconds']:,.0f}" if result else DASH
+        facts = (where.get("gpu") or where.get("platform"), where.get("torch"), where.get("commit"))
+        how = [str(entry["method"]), f"{entry['steps']:,}", f"{entry['lr']:g}", seconds]
+        lines.append([*how, *(str(fact or DASH) for fact in facts)])
     return markdown(["stage", "steps", "lr", "seconds", "hardware", "torch", "commit"], lines)
 
 
@@ -216,5 +176,5 @@ def _architecture(model: ClusterModel, folder: Path) -> str:
 
 
 def _shown(path: Path) -> str:
-    """As it was given; of an absolute path, which is nobody else's, the name."""
+    """The path as given; only the name of an absolute path, which differs on other machines."""
     return path.name if path.is_absolute() else path.as_posix()

@@ -1,4 +1,4 @@
-"""Finished cells, read back from their JSON: grouped to rows over the folds, averaged, compared fold by fold."""
+"""The scores that the paper prints, and ours: finished cells, read back from JSON and grouped over the folds."""
 
 import reprlib
 import statistics
@@ -10,28 +10,136 @@ from typing import Any
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json
 from constraintmatch.data.datasets import DATASETS
-from constraintmatch.paper.grids import Cell, Option
-from constraintmatch.paper.published import METRICS, SPLITS
+from constraintmatch.paper.grids import PAPER_SETS, Cell, Option
 from constraintmatch.training.run_folder import current_arguments
 
 __all__ = [
     "FORMAT",
     "FREE_SETTINGS",
-    "Comparison",
+    "METRICS",
+    "TABLE_1",
+    "TABLE_2",
+    "TABLE_3",
+    "PublishedRow",
     "Result",
     "Row",
     "Summary",
     "check_same_start",
     "compare",
     "find_rows",
+    "is_whole",
+    "published",
     "read_content",
     "read_results",
 ]
 
+METRICS = ("acc", "nmi", "ari")
+
+# What the paper prints, in percent
+
+_Scores = tuple[float, float, float]  # ACC, NMI, ARI
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """One printed row: a model at one number of constraints, and its scores by data set.
+
+    `method` is our name for it; the baselines that the paper quotes have none. `n_constraints` is None for the upper
+    bounds, which have every label or every pair. `significant` are the sets with a star: p < 0.05 against the
+    constrained competitor in all three scores.
+    """
+
+    split: str
+    title: str
+    method: str | None
+    n_constraints: int | None
+    scores: Mapping[str, _Scores]
+    significant: tuple[str, ...] = ()
+
+    def value(self, dataset: str, metric: str) -> float | None:
+        """A score in percent; None where the paper has a dash."""
+        scores = self.scores.get(dataset)
+        return None if scores is None else scores[METRICS.index(metric)]
+
+
+def published(rows: Iterable[PublishedRow], split: str, method: str, n_constraints: int | None) -> PublishedRow | None:
+    """The printed row of one of our methods, or None."""
+    wanted = (split, method, n_constraints)
+    return next((row for row in rows if (row.split, row.method, row.n_constraints) == wanted), None)
+
+
+def _row(split: str, title: str, method: str | None, n: int | None, *scores: _Scores | None) -> PublishedRow:
+    """A row of Table I, with the scores in its order of columns; None is its dash."""
+    found = {name: row for name, row in zip(PAPER_SETS, scores, strict=True) if row is not None}
+    starred: tuple[str, ...] = PAPER_SETS if method == "constraintmatch" else ()
+    if (split, n) == ("test", 10_000):  # the text says "all data sets"; this one has no star in the table
+        starred = tuple(name for name in starred if name != "imagenet10")
+    return PublishedRow(split, title, method, n, found, starred)
+
+
+# fmt: off
+TABLE_1 = (
+  _row("test", "Supervised", "supervised", None,
+    (93.80, 86.20, 87.00), (80.00, 68.00, 63.20), (80.60, 65.90, 63.10), None, None),
+  _row("test", "Fully constrained", "fully_constrained", None,
+    (94.86, 88.39, 89.11), (77.99, 68.37, 61.94), (90.49, 80.94, 80.47), (96.64, 93.45, 92.60), (67.10, 73.52, 58.13)),
+  _row("test", "SCAN", "scan", 0,
+    (87.60, 78.70, 75.80), (45.90, 46.80, 30.10), (76.70, 68.00, 61.60), (86.20, 81.57, 75.71), (47.20, 55.42, 35.87)),
+  _row("test", "Constrained", "constrained", 5_000,
+    (90.12, 80.52, 80.02), (50.99, 46.23, 32.63), (85.90, 74.62, 72.51), (93.12, 87.43, 85.49), (44.08, 43.27, 28.92)),
+  _row("test", "ConstraintMatch", "constraintmatch", 5_000,
+    (92.23, 84.64, 84.27), (54.19, 52.74, 37.84), (88.20, 78.20, 76.68), (94.68, 90.43, 88.61), (49.43, 55.23, 38.12)),
+  _row("test", "Constrained", "constrained", 10_000,
+    (90.89, 81.73, 81.47), (52.45, 46.57, 33.79), (88.21, 77.63, 76.38), (94.90, 90.42, 89.04), (45.52, 44.44, 30.10)),
+  _row("test", "ConstraintMatch", "constraintmatch", 10_000,
+    (93.17, 85.88, 85.92), (57.15, 54.37, 40.59), (90.08, 80.57, 79.81), (95.68, 92.09, 90.70), (50.73, 54.92, 38.34)),
+  _row("train+test", "PICA", None, 0,
+    (69.60, 59.10, 51.20), (33.70, 31.00, 17.10), (71.30, 61.10, 53.10), (87.00, 80.20, 76.10), (35.20, 35.20, 20.10)),
+  _row("train+test", "MICE", None, 0,
+    (83.50, 73.70, 69.80), (44.00, 43.60, 28.00), (75.20, 63.50, 57.50), None, (43.90, 42.30, 28.60)),
+  _row("train+test", "CC", None, 0,
+    (79.00, 70.50, 63.70), (42.90, 43.10, 26.60), (85.00, 76.40, 72.60), (89.30, 85.90, 82.20), (42.90, 44.50, 27.40)),
+  _row("train+test", "TCC", None, 0,
+    (90.60, 79.00, 73.30), (49.10, 47.90, 31.20), (81.40, 73.20, 68.90), (89.70, 84.80, 82.50), (59.50, 55.40, 41.70)),
+  _row("train+test", "SCAN", "scan", 0,
+    (88.53, 80.09, 77.72), (50.67, 47.72, 33.07), (81.28, 70.15, 65.22), (91.63, 84.00, 82.93), (44.06, 45.09, 30.75)),
+  _row("train+test", "Constrained", "constrained", 5_000,
+    (91.14, 82.30, 82.05), (51.63, 46.58, 33.37), (80.51, 68.38, 63.68), (95.09, 88.42, 89.49), (43.25, 38.82, 28.93)),
+  _row("train+test", "ConstraintMatch", "constraintmatch", 5_000,
+    (92.67, 85.12, 84.98), (54.16, 52.68, 37.79), (82.97, 71.13, 67.80), (95.61, 89.64, 90.59), (47.63, 47.82, 35.95)),
+  _row("train+test", "Constrained", "constrained", 10_000,
+    (92.21, 83.07, 84.08), (53.13, 47.20, 34.86), (89.90, 80.12, 79.49), (96.47, 91.18, 92.36), (44.17, 40.07, 30.13)),
+  _row("train+test", "ConstraintMatch", "constraintmatch", 10_000,
+    (93.61, 86.55, 86.80), (57.18, 53.37, 40.30), (91.30, 82.42, 82.13), (96.68, 91.59, 92.80), (49.34, 49.16, 37.37)),
+)
+# fmt: on
+
+
+def _test_row(title: str, method: str, n: int, **scores: _Scores) -> PublishedRow:
+    return PublishedRow("test", title, method, n, {name.replace("_", "-"): row for name, row in scores.items()})
+
+
+TABLE_2 = (  # the ablation
+    _test_row("SCAN", "scan", 0, cifar100_20=(45.90, 46.80, 30.10)),
+    _test_row("+ constrained", "constrained", 10_000, cifar100_20=(52.45, 46.57, 33.79)),
+    _test_row("+ pseudo-labelling", "pseudo_label", 10_000, cifar100_20=(55.38, 53.49, 39.98)),
+    _test_row("+ pseudo-constraining", "constraintmatch", 10_000, cifar100_20=(57.15, 54.37, 40.59)),
+)
+TABLE_3 = (  # overclustering: five outputs for each class
+    _test_row("SCAN", "scan", 0, cifar10=(34.68, 61.56, 34.52), cifar100_20=(29.88, 47.35, 23.23)),
+    _test_row("Constrained", "constrained", 10_000, cifar10=(82.24, 75.40, 73.80), cifar100_20=(39.41, 44.34, 27.86)),
+    _test_row(
+        "ConstraintMatch", "constraintmatch", 10_000, cifar10=(88.89, 83.04, 82.06), cifar100_20=(43.65, 52.37, 34.88)
+    ),
+)
+
+
+# Ours, read back
+
 FORMAT = 1
-_KEYS = ("name", "cell", "data", "start", "arguments", "settings", "scores", "seconds", "environment")
+FREE_SETTINGS = ("seed", "evaluate_every")  # may differ between the folds of a row
 _OBJECTS = ("cell", "cell.options", "data", "start", "arguments", "settings", "scores", "scores.test")
-_ENTRIES = (  # what they must be, in words and in Python, and where they stand
+_ENTRIES = (  # what an entry must be, in words and in Python, and its places
     ("an object", (dict,), (*_OBJECTS, "scores.train+test", "environment")),
     ("a text", (str,), ("name", "cell.dataset", "cell.method", "start.name", "start.weights")),
     ("a whole number", (int,), ("cell.n_constraints", "cell.fold", "cell.n_clusters", "cell.steps")),
@@ -39,9 +147,8 @@ _ENTRIES = (  # what they must be, in words and in Python, and where they stand
     ("a number", (int, float), ("cell.noise", "seconds")),
 )
 _LOWEST = {"acc": 0.0, "nmi": 0.0, "ari": -1.0}
-_ROUNDING = 1e-6  # by so much a score may go beyond its bounds
-_MEND = "move it away or choose another --results"
-FREE_SETTINGS = ("seed", "evaluate_every")  # may differ between the folds of a row
+_ROUNDING = 1e-6  # how far a score may be outside its bounds
+_FIX = "move it away or choose another --results"
 
 
 @dataclass(frozen=True)
@@ -60,12 +167,6 @@ class Result:
     environment: Mapping[str, Any]
     data: Mapping[str, Any]
 
-    @property
-    def whole(self) -> bool:
-        """Whether the set had as many images as the paper's: a smaller copy is not set beside its values."""
-        n_train, _, n_test = DATASETS[self.cell.dataset].splits
-        return (self.data["train"], self.data["test"]) == (n_train, n_test)
-
 
 @dataclass(frozen=True)
 class Summary:
@@ -83,29 +184,13 @@ class Row:
     cell: Cell
     results: tuple[Result, ...]
 
-    def values(self, split: str, metric: str) -> list[float]:
-        return [result.scores[split][metric] for result in self.results]
-
     def summary(self, split: str, metric: str) -> Summary:
-        values = self.values(split, metric)
+        values = [result.scores[split][metric] for result in self.results]
         return Summary(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Gains on the folds that two rows share, in points, and p of the one-sided Wilcoxon signed-rank test."""
-
-    gains: tuple[float, ...]
-    p: float
-
-    @property
-    def smallest_p(self) -> float:
-        """What p would be if every fold gained: with fewer than five folds no result is significant at 0.05."""
-        return 0.5 ** len(self.gains)
-
-
 def read_results(folder: Path | str) -> tuple[Result, ...]:
-    """The finished cells of a folder, by name; results of other kinds are passed over, of other formats refused."""
+    """The finished cells of a folder, by name; results of other kinds are skipped, of other formats refused."""
     found = (_read(path) for path in sorted(Path(folder).glob("*.json")))
     return tuple(result for result in found if result is not None)
 
@@ -113,59 +198,51 @@ def read_results(folder: Path | str) -> tuple[Result, ...]:
 def find_rows(results: Iterable[Result]) -> dict[Cell, Row]:
     """The rows, by their cell at fold 0; folds that were not trained alike are an InputError that names the files."""
     folds: dict[Cell, list[Result]] = {}
-    for result in results:
+    for result in sorted(results, key=lambda result: result.cell.fold):
         folds.setdefault(replace(result.cell, fold=0), []).append(result)
-    return {cell: _row(cell, found) for cell, found in folds.items()}
+    rows = {cell: Row(cell, tuple(found)) for cell, found in folds.items()}
+    for row in rows.values():
+        check_same_start([row])
+        for result in row.results[1:]:
+            _check_alike(row.results[0], result)
+    return rows
+
+
+def is_whole(dataset: str, data: Mapping[str, Any]) -> bool:
+    """Whether the set had as many images as the paper's: a smaller copy is not compared with its values."""
+    return (data["train"], data["test"]) == DATASETS[dataset].splits[::2]
 
 
 def check_same_start(rows: Iterable[Row]) -> None:
-    """An InputError that names two files where rows that stand side by side began with other weights or images."""
-    rows = list(rows)
-    _check_same_data(result for row in rows for result in row.results)
-    seen: dict[str, Result] = {}
-    for result in (result for row in rows for result in row.results if result.start != "random"):
-        first = seen.setdefault(result.start, result)
-        if first.weights != result.weights:
-            raise InputError(
-                f"{first.path} and {result.path}: from other weights of {result.start} ({first.weights}, "
-                f"{result.weights}), so they are not compared; run one of them again or move it away"
-            )
-
-
-def _check_same_data(results: Iterable[Result]) -> None:
-    seen: dict[str, Result] = {}
-    for result in results:
-        first = seen.setdefault(result.cell.dataset, result)
+    """An InputError that names two files if rows to be compared began with other weights or have other images."""
+    sets: dict[str, Result] = {}
+    starts: dict[str, Result] = {}
+    for result in (result for row in rows for result in row.results):
+        first, name = sets.setdefault(result.cell.dataset, result), result.cell.dataset
         if first.data != result.data:
-            raise InputError(
-                f"{first.path} and {result.path}: of other images of {result.cell.dataset} "
-                f"({_other_data(first.data, result.data)}), "
-                "so they are not compared; run one of them again or move it away"
-            )
+            images = f"of other images of {name} ({_other_data(first.data, result.data)})"
+            raise _unlike(first, result, images, "compared")
+        first = result if result.start == "random" else starts.setdefault(result.start, result)
+        if first.weights != result.weights:
+            weights = f"from other weights of {result.start} ({first.weights}, {result.weights})"
+            raise _unlike(first, result, weights, "compared")
 
 
-def _other_data(left: Mapping[str, Any], right: Mapping[str, Any]) -> str:
-    """What differs: how many there are, or else which."""
-    kinds = {"train": "training", "test": "test"}
-    told = [f"{left[key]:,} and {right[key]:,} {kind} images" for key, kind in kinds.items() if left[key] != right[key]]
-    return ", ".join(told) or f"fingerprints {left.get('fingerprint')} and {right.get('fingerprint')}"
+def compare(ours: Row, theirs: Row, split: str, metric: str) -> tuple[tuple[float, ...], float] | None:
+    """Gains in points on the folds that both rows have, and p of the one-sided Wilcoxon signed-rank test.
 
-
-def compare(ours: Row, theirs: Row, split: str, metric: str) -> Comparison | None:
-    """`ours` against `theirs` on the folds that both have; None where there are none. Cut and full never meet.
-
-    Scores that differ by rounding alone are equal; equal folds say nothing and are left out, as Wilcoxon has it.
+    None if they share no fold or differ in steps. Scores that differ by rounding alone are equal.
     """
     if ours.cell.steps != theirs.cell.steps:
         return None
     other = {result.cell.fold: result.scores[split][metric] for result in theirs.results}
     both = [(result.scores[split][metric], result.cell.fold) for result in ours.results if result.cell.fold in other]
     gains = tuple(round(value - other[fold], 9) for value, fold in both)
-    return Comparison(gains, _signed_rank_p(gains)) if gains else None
+    return (gains, _signed_rank_p(gains)) if gains else None
 
 
 def _signed_rank_p(gains: Sequence[float]) -> float:
-    """p of "greater" over all 2^n signs, which is exact with ties too (SciPy's own exact method is not)."""
+    """p of "greater" over all 2^n signs, which is exact with ties too; equal folds do not count, as Wilcoxon has it."""
     from scipy.stats import PermutationMethod, wilcoxon
 
     moved = [gain for gain in gains if gain]
@@ -179,26 +256,24 @@ def read_content(path: Path) -> dict[str, Any] | None:
     """A finished cell's JSON; None for results of other kinds. Another form is an InputError that names it."""
     content = read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("kind"), str):
-        raise InputError(f"{path}: not a result of format {FORMAT}; {_MEND}")
+        raise InputError(f"{path}: not a result of format {FORMAT}; {_FIX}")
     if content["kind"] != "cell":
         return None
-    if missing := [key for key in _KEYS if key not in content]:
-        raise InputError(f"{path}: {', '.join(missing)} missing; {_MEND}")
     if wrong := next(_wrong_entries(content), None):
-        raise InputError(f"{path}: {wrong}; {_MEND}")
+        raise InputError(f"{path}: {wrong}; {_FIX}")
     return content
 
 
 def _wrong_entries(content: Mapping[str, Any]) -> Iterator[str]:
-    """What is said of entries of the wrong kind, and of scores that are none."""
+    """A sentence for each entry of the wrong kind, and for each score out of its bounds."""
     for words, kinds, places in _ENTRIES:
         yield from (f"{place} is not {words}" for place in places if type(_entry(content, place)) not in kinds)
     half = content.get("half", {})
     if not isinstance(half, dict):
         yield "half is not an object"
     for place in ("scores.test", "scores.train+test", *(["half.scores.test"] if half else [])):
-        for metric in METRICS:
-            value, lowest = _entry(content, f"{place}.{metric}"), _LOWEST[metric]
+        for metric, lowest in _LOWEST.items():
+            value = _entry(content, f"{place}.{metric}")
             if type(value) not in (int, float) or not lowest - _ROUNDING <= value <= 1 + _ROUNDING:
                 yield f"{place}.{metric} is {reprlib.repr(value)}, not a number from {lowest:g} to 1"
 
@@ -220,63 +295,63 @@ def _read(path: Path) -> Result | None:
         name = result.cell.name
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise InputError(f"{path}: cannot be read ({reason}); {_MEND}") from None
+        raise InputError(f"{path}: cannot be read ({reason}); {_FIX}") from None
     if not name == content["name"] == path.stem:
         raise InputError(f"{path}: its settings are those of {name}; name it so, or move it away")
     if bool(content.get("cut")) != result.cell.cut:
-        raise InputError(f"{path}: says cut is {content.get('cut')} of {result.cell.steps:,} steps; {_MEND}")
+        raise InputError(f"{path}: says cut is {content.get('cut')} of {result.cell.steps:,} steps; {_FIX}")
     return result
 
 
 def _result(path: Path, content: Mapping[str, Any]) -> Result:
-    peak = content.get("peak_gib")
+    values, peak = content["cell"], content.get("peak_gib")
+    if values["dataset"] not in DATASETS:
+        raise ValueError(f"data set {values['dataset']!r} is not known")
+    if odd := [key for key, value in values["options"].items() if not isinstance(value, Option)]:
+        raise ValueError(f"option {odd[0]} is not a number or a text")
     return Result(
         path,
-        _cell(content["cell"]),
-        str(content["start"]["name"]),
-        str(content["start"]["weights"]),
-        {split: {metric: 100 * float(content["scores"][split][metric]) for metric in METRICS} for split in SPLITS},
+        Cell(**{**values, "options": tuple(sorted(values["options"].items()))}),
+        content["start"]["name"],
+        content["start"]["weights"],
+        {
+            split: {metric: 100 * content["scores"][split][metric] for metric in METRICS}
+            for split in ("test", "train+test")
+        },
         current_arguments(content["arguments"], path),
         content["settings"],
-        float(content["seconds"]),
+        content["seconds"],
         None if peak is None else float(peak),
         content["environment"],
         content["data"],
     )
 
 
-def _cell(values: Mapping[str, Any]) -> Cell:
-    if values["dataset"] not in DATASETS:
-        raise ValueError(f"data set {values['dataset']!r} is not known")
-    if odd := [key for key, value in values["options"].items() if not isinstance(value, Option)]:
-        raise ValueError(f"option {odd[0]} is not a number or a text")
-    return Cell(**{**values, "options": tuple(sorted(values["options"].items()))})
+def _check_alike(first: Result, second: Result) -> None:
+    """An InputError if two folds of a row have other arguments or settings."""
+    for name in ("arguments", "settings"):
+        left, right = getattr(first, name), getattr(second, name)
+        if name == "arguments" and left.keys() != right.keys():
+            from constraintmatch.pipeline.config import method_arguments  # with torch: seldom needed
+
+            # an argument that is newer than a result had its default there
+            before = {key: parameter.default for key, parameter in method_arguments(first.cell.method).items()}
+            left, right = {**before, **left}, {**before, **right}
+        for key in sorted((left.keys() | right.keys()) - {*FREE_SETTINGS}):
+            if left.get(key) != right.get(key):
+                problem = f"{key} is {left.get(key)!r} in one, {right.get(key)!r} in the other"
+                raise _unlike(first, second, problem, "averaged")
 
 
-def _row(cell: Cell, results: Sequence[Result]) -> Row:
-    ordered = tuple(sorted(results, key=lambda result: result.cell.fold))
-    row = Row(cell, ordered)
-    check_same_start([row])
-    for result in ordered[1:]:
-        for name in ("arguments", "settings"):
-            _check_alike(ordered[0], result, name)
-    return row
+def _other_data(left: Mapping[str, Any], right: Mapping[str, Any]) -> str:
+    """What differs: how many images there are, or else which."""
+    kinds = {"train": "training", "test": "test"}
+    counts = [
+        f"{left[key]:,} and {right[key]:,} {kind} images" for key, kind in kinds.items() if left[key] != right[key]
+    ]
+    return ", ".join(counts) or f"fingerprints {left.get('fingerprint')} and {right.get('fingerprint')}"
 
 
-def _check_alike(first: Result, second: Result, name: str) -> None:
-    left, right = getattr(first, name), getattr(second, name)
-    if name == "arguments" and left.keys() != right.keys():
-        before = _defaults(first.cell.method)  # of an argument that came up later: what was done before
-        left, right = {**before, **left}, {**before, **right}
-    for key in sorted((left.keys() | right.keys()) - {*FREE_SETTINGS}):
-        if left.get(key) != right.get(key):
-            raise InputError(
-                f"{first.path} and {second.path}: {key} is {left.get(key)!r} in one, {right.get(key)!r} in the other, "
-                "so they are not averaged; run one of them again or move it away"
-            )
-
-
-def _defaults(method: str) -> dict[str, Any]:
-    from constraintmatch.pipeline.config import method_arguments  # with torch: seldom needed
-
-    return {name: parameter.default for name, parameter in method_arguments(method).items()}
+def _unlike(first: Result, second: Result, problem: str, verb: str) -> InputError:
+    both = f"{first.path} and {second.path}"
+    return InputError(f"{both}: {problem}, so they are not {verb}; run one of them again or move it away")

@@ -1,17 +1,52 @@
-"""The paper's tables with our numbers beside its own, as Markdown."""
+"""The paper's tables and figures with our numbers next to its own, as Markdown, for a page or a terminal."""
 
 import statistics
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import read_json
 from constraintmatch.data.datasets import DATASETS
-from constraintmatch.paper.grids import HEAD_FIRST, MERGED_FIRST, Cell
-from constraintmatch.paper.published import METRICS, SETS, TABLE_1, TABLE_2, TABLE_3, PublishedRow
-from constraintmatch.paper.results import Row, Summary, check_same_start, compare
+from constraintmatch.paper.figures import Drawing, drawing
+from constraintmatch.paper.grids import GRIDS, HEAD_FIRST, MERGED_FIRST, PAPER_SETS, Cell
+from constraintmatch.paper.results import (
+    METRICS,
+    TABLE_1,
+    TABLE_2,
+    TABLE_3,
+    PublishedRow,
+    Row,
+    Summary,
+    check_same_start,
+    compare,
+    find_rows,
+    is_whole,
+    read_results,
+)
 
-__all__ = ["DASH", "TITLES", "markdown", "signed", "spread", "table1", "table2", "table3"]
+__all__ = [
+    "DASH",
+    "NOT_YET",
+    "TABLES",
+    "TITLES",
+    "figure_numbers",
+    "for_terminal",
+    "gallery_texts",
+    "markdown",
+    "not_run",
+    "number",
+    "part_text",
+    "signed",
+    "spread",
+    "table1",
+    "table2",
+    "table3",
+]
 
-_SPLIT_TITLES = {"test": "Test", "train+test": "Train(+Test)"}
 TITLES = {
     "scan": "SCAN (the start)",
     "constrained": "Constrained",
@@ -21,58 +56,75 @@ TITLES = {
     "supervised": "Supervised",
 }
 DASH = "–"
-NOT_RUN = "not run here"
-_VARIANTS = {  # by options
-    HEAD_FIRST: ", the head first (ours)",
-    MERGED_FIRST: ", clusters merged first (ours)",
-}
-_BOUNDS = ("supervised", "fully_constrained")
+NOT_YET = "not run yet"
+_NOT_RUN = "not run here"
+_VARIANTS = {HEAD_FIRST: ", the head first (ours)", MERGED_FIRST: ", clusters merged first (ours)"}  # by options
 
 Rows = Mapping[Cell, Row]
+Line = tuple[str, Row | None, PublishedRow | None]  # title, our row if it was run, the paper's if it has one
 
 
-@dataclass(frozen=True)
-class _Line:
-    """One line of a table: what it is called, our row if it was run, the paper's if it is printed."""
-
-    title: str
-    amount: int | None
-    row: Row | None
-    printed: PublishedRow | None
-
-    def paper(self, dataset: str, metric: str) -> float | None:
-        """The paper's value; a cut row or one of a smaller copy of the set is not compared, so it has none."""
-        other = self.row is not None and (self.row.cell.cut or not self.row.results[0].whole)
-        return None if other or self.printed is None else self.printed.value(dataset, metric)
-
-    def star(self, dataset: str) -> str:
-        """The paper's mark of significance."""
-        printed = self.printed if self.paper(dataset, METRICS[0]) is not None else None
-        return "*" if printed is not None and dataset in printed.significant else ""
+def part_text(
+    name: str, results_folder: Path | str, sets: Sequence[str] | None = None, steps: int | None = None
+) -> str:
+    """One table or figure as Markdown; a figure as its numbers, from trainings of this number of steps."""
+    if name == "gallery":
+        return "\n\n".join(gallery_texts(results_folder))
+    if name not in GRIDS:
+        raise InputError(f"unknown table or figure {name!r}; known are {', '.join(GRIDS)}, gallery")
+    rows, chosen = find_rows(read_results(results_folder)), tuple(sets or GRIDS[name].sets)
+    if name in TABLES:
+        return TABLES[name](rows, chosen)
+    found = [drawing(name, rows, dataset, steps) for dataset in chosen]
+    shown = [f"{one.heading}; {one.note}\n\n{figure_numbers(one)}" for one in found if one is not None]
+    return "\n\n".join(shown) or not_run(name)
 
 
-def table1(rows: Rows, sets: Sequence[str] = SETS) -> str:
-    """Table I: each set, on the test images and on Train(+Test)."""
-    return "\n\n".join(part for dataset in sets for part in _table1_of(rows, dataset))
+def not_run(name: str) -> str:
+    return f"{NOT_YET.capitalize()} (`constraintmatch paper {name}`)."
 
 
-def table2(rows: Rows, sets: Sequence[str] = ("cifar100-20", "cifar10")) -> str:
-    """Table II, the ablation; the paper has it for CIFAR-100-20 only, other sets appear when they were run."""
-    return "\n\n".join(_small_table(rows, TABLE_2, dataset) for dataset in sets)
+def figure_numbers(shown: Drawing) -> str:
+    """The figure's points as a table, x across, and a line with what does not depend on x."""
+    places = sorted({x for curve in shown.curves for x, _ in curve.points})
+    lines = []
+    for curve in shown.curves:
+        known = dict(curve.points)
+        lines.append([curve.label, *(spread(known[x]) if x in known else DASH for x in places)])
+    table = markdown([f"{shown.metric.upper()} in %", *(f"{x:,g}" for x in places)], lines)
+    across = ", ".join(f"{level.label} {spread(level.summary)}" for level in shown.levels)
+    return table + (f"\n\nFor comparison: {across}." if across else "")
 
 
-def table3(rows: Rows, sets: Sequence[str] = ("cifar10", "cifar100-20")) -> str:
-    """Table III, overclustering with five times as many outputs as classes."""
-    return "\n\n".join(_small_table(rows, TABLE_3, dataset, times=5) for dataset in sets)
+def gallery_texts(folder: Path | str) -> list[str]:
+    """The galleries among the results: pictures, notes and pairs."""
+    contents = [read_json(path) for path in sorted(Path(folder).glob("*.json"))]
+    return [_gallery(content) for content in contents if content["kind"] == "gallery"] or [not_run("gallery")]
+
+
+def _gallery(content: Mapping[str, Any]) -> str:
+    place, note = f"figures/{content['name']}", content["note"]
+    lines = []
+    for pair in content["pairs"]:
+        sure = " and ".join(f"{value:.2f}" for value in pair["confidence"])
+        lines.append([f"{pair['link']:.2f}", *pair["predicted"], *pair["true"], sure])
+    table = markdown(["pseudo-constraint", "says", "says", "is", "is", "confidence"], lines, 6)
+    share = ""
+    if n := content.get("pairs_of_wrong", 0):
+        right = 100 * content["right_pairs"] / n
+        share = f"\n\nOf the {n:,} pairs of such images {right:.1f} % have the right pseudo-constraint."
+    return f"![{note}]({place}.png)\n\n{note} ([SVG]({place}.svg)):\n\n{table}{share}"
+
+
+# Forms
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A table whose columns stand one below the other in plain text too; the first `left` are left-aligned."""
-    every = [header, *lines]
-    widths = [max(3, *(len(line[column]) for line in every)) for column in range(len(header))]
+    """A table with aligned columns in plain text too; the first `left` of them are left-aligned."""
+    widths = [max(3, *map(len, column)) for column in zip(header, *lines, strict=True)]
     rule = ["-" * width if column < left else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
-    padded = [[_pad(cell, widths[column], column < left) for column, cell in enumerate(line)] for line in every]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [padded[0], rule, *padded[1:]])
+    rows = [[_pad(line[c], width, c < left) for c, width in enumerate(widths)] for line in (header, *lines)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (rows[0], rule, *rows[1:]))
 
 
 def spread(summary: Summary) -> str:
@@ -85,152 +137,208 @@ def signed(value: float | None) -> str:
     return DASH if value is None else f"{value + 0.0:+.2f}"
 
 
-# What stands in a table
-
-
-def _table1_of(rows: Rows, dataset: str) -> Iterator[str]:
-    title = DATASETS[dataset].title
-    for split, split_title in _SPLIT_TITLES.items():
-        lines = [line for printed in TABLE_1 if printed.split == split for line in _lines(rows, dataset, printed)]
-        if split == "train+test":  # the paper has no upper bounds here
-            lines = [*_bounds(rows, dataset), *lines]
-        if any(line.row for line in lines):
-            yield f"### {title}, {split_title}"
-            yield from _compared(lines, dataset, split)
-        else:
-            yield f"### {title}, {split_title}: {NOT_RUN}"
-            yield _printed_only(lines, dataset)
-
-
-def _small_table(rows: Rows, printed: Sequence[PublishedRow], dataset: str, times: int = 1) -> str:
-    """Table II or III of one set, with so many outputs for each class."""
-    n_clusters = times * DATASETS[dataset].n_clusters
-    lines = [line for row in printed for line in _lines(rows, dataset, row, n_clusters)]
-    title = f"### {DATASETS[dataset].title}" + (f", {n_clusters} outputs" if times > 1 else "")
-    if any(line.row for line in lines):
-        return "\n\n".join([title, *_compared(lines, dataset, "test")])
-    if dataset not in printed[0].scores:
-        return f"{title}: {NOT_RUN}, and not in the paper"
-    return f"{title}: {NOT_RUN}\n\n{_printed_only(lines, dataset)}"
-
-
-def _lines(rows: Rows, dataset: str, printed: PublishedRow, n_clusters: int = 0) -> list[_Line]:
-    """The line of a printed row, one more for each cut run of its cell, and those of the variants that were run."""
-    if printed.method is None:
-        return [_Line(printed.title, printed.n_constraints, None, printed)]
-    title, wanted = TITLES[printed.method], Cell(dataset, printed.method, printed.n_constraints or 0, 0, n_clusters)
-    found: list[tuple[str, Row | None]] = [(title, rows.get(wanted)), *_cut_rows(rows, wanted, title)]
-    for options, said in _VARIANTS.items():
-        variant = replace(wanted, options=options)
-        found += [(title + said, rows[variant])] if variant in rows else []
-        found += _cut_rows(rows, variant, title + said)
-    return [_Line(said, printed.n_constraints, row, printed) for said, row in found]
-
-
-def _cut_rows(rows: Rows, full: Cell, title: str) -> list[tuple[str, Row]]:
-    """The cut runs of a cell, the longest first, and what they are called."""
-    cut = sorted((row for cell, row in rows.items() if _is_cut_of(cell, full)), key=lambda row: -row.cell.steps)
-    return [(f"{title}, cut ({row.cell.steps:,} steps)", row) for row in cut]
-
-
-def _is_cut_of(cell: Cell, full: Cell) -> bool:
-    return cell.cut and replace(cell, steps=full.steps) == full
-
-
-def _bounds(rows: Rows, dataset: str) -> list[_Line]:
-    found = [(method, rows.get(Cell(dataset, method))) for method in _BOUNDS]
-    return [_Line(TITLES[method], None, row, None) for method, row in found if row is not None]
-
-
-# How it is written
-
-
-def _compared(lines: Sequence[_Line], dataset: str, split: str) -> Iterator[str]:
-    check_same_start(line.row for line in lines if line.row)
-    header = ["", "pairs", "folds", *(name for metric in METRICS for name in (metric.upper(), "paper", "diff."))]
-    yield markdown(header, [_compared_line(line, dataset, split) for line in lines])
-    start = next((line for line in lines if line.row and line.row.cell.method == "scan"), None)
-    gains = [_gain_line(line, start, dataset, split) for line in lines if start and _has_gain(line)]
-    if gains:
-        names = [name for metric in METRICS for name in (metric.upper(), "paper")]
-        yield "Over the start, in points (ours over our start, the paper's over its SCAN row):"
-        yield markdown(["", "pairs", *names], gains)
-    if tested := _wilcoxon(lines, split):
-        yield "ConstraintMatch over constrained on the same folds (Wilcoxon signed-rank, one-sided):"
-        yield "\n".join(f"- {sentence}" for sentence in tested)
-
-
-def _compared_line(line: _Line, dataset: str, split: str) -> list[str]:
-    if line.row is not None:
-        folds = str(len(line.row.results)) if line.row.cell.method != "scan" else DASH
-    else:
-        folds = DASH if line.printed is None or line.printed.method is None else NOT_RUN
-    cells = [line.title, _amount(line.amount), folds]
-    for metric in METRICS:
-        summary = line.row.summary(split, metric) if line.row else None
-        paper = line.paper(dataset, metric)
-        difference = summary.mean - paper if summary and paper is not None else None
-        cells += [spread(summary) if summary else DASH, _number(paper) + line.star(dataset), signed(difference)]
-    return cells
-
-
-def _has_gain(line: _Line) -> bool:
-    return line.row is not None and line.row.cell.method not in ("scan", "supervised")
-
-
-def _gain_line(line: _Line, start: _Line, dataset: str, split: str) -> list[str]:
-    assert line.row is not None
-    assert start.row is not None
-    cells = [line.title, _amount(line.amount)]
-    for metric in METRICS:
-        ours = line.row.summary(split, metric).mean - start.row.summary(split, metric).mean
-        paper, before = line.paper(dataset, metric), start.paper(dataset, metric)
-        cells += [signed(ours), signed(None if paper is None or before is None else paper - before)]
-    return cells
-
-
-def _wilcoxon(lines: Sequence[_Line], split: str) -> list[str]:
-    """One sentence for each number of constraints at which both methods were run."""
-    rows = {line.row.cell: line.row for line in lines if line.row}
-    ours = [row for cell, row in rows.items() if cell.method == "constraintmatch"]
-    both = [(row, rows.get(replace(row.cell, method="constrained"))) for row in ours]
-    told = [_tested(row, theirs, split) for row, theirs in both if theirs is not None]
-    return [sentence for sentence in told if sentence is not None]
-
-
-def _tested(ours: Row, theirs: Row, split: str) -> str | None:
-    compared = {metric: compare(ours, theirs, split, metric) for metric in METRICS}
-    found = {metric: one for metric, one in compared.items() if one is not None}
-    if not found:
-        return None
-    told = [f"{name.upper()} {statistics.fmean(one.gains):+.2f} (p = {one.p:.3f})" for name, one in found.items()]
-    first, cut = found[METRICS[0]], f", cut ({ours.cell.steps:,} steps)" if ours.cell.cut else ""
-    n = len(first.gains)
-    # With n folds p is 1 / 2^n at best: below five folds that is over 0.05.
-    limit = (
-        ""
-        if n >= 5
-        else f". With n = {n} the smallest p possible is {first.smallest_p:.4g}: significance at 0.05 cannot be reached"
-    )
-    variant = _VARIANTS.get(ours.cell.options, "")
-    return f"{ours.cell.n_constraints:,} pairs{variant}{cut}, n = {n}: {', '.join(told)}{limit}"
-
-
-def _printed_only(lines: Sequence[_Line], dataset: str) -> str:
-    header = ["the paper's values", "pairs", *(metric.upper() for metric in METRICS)]
-    shown = [line for line in lines if line.paper(dataset, METRICS[0]) is not None]
-    values = [[_number(line.paper(dataset, metric)) + line.star(dataset) for metric in METRICS] for line in shown]
-    named = [[line.title, _amount(line.amount)] for line in shown]
-    return markdown(header, [[*name, *value] for name, value in zip(named, values, strict=True)])
-
-
-def _amount(amount: int | None) -> str:
-    return "all" if amount is None else f"{amount:,}"
-
-
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     return DASH if value is None else f"{value:.2f}"
 
 
 def _pad(cell: str, width: int, left: bool) -> str:
     return cell.ljust(width) if left else cell.rjust(width)
+
+
+# The tables
+
+
+def table1(rows: Rows, sets: Sequence[str] = PAPER_SETS) -> str:
+    """Table I: each set, on the test images and on Train(+Test)."""
+    parts: list[str] = []
+    for dataset in sets:
+        for split, split_title in {"test": "Test", "train+test": "Train(+Test)"}.items():
+            lines = [line for printed in TABLE_1 if printed.split == split for line in _lines(rows, dataset, printed)]
+            if split == "train+test":  # the paper has no upper bounds here
+                bounds = [(TITLES[name], rows.get(Cell(dataset, name))) for name in ("supervised", "fully_constrained")]
+                lines = [*((title, row, None) for title, row in bounds if row), *lines]
+            parts += _part(f"{DATASETS[dataset].title}, {split_title}", lines, dataset, split)
+    return "\n\n".join(parts)
+
+
+def table2(rows: Rows, sets: Sequence[str] = ("cifar100-20", "cifar10")) -> str:
+    """Table II, the ablation; the paper has it for CIFAR-100-20 only, other sets appear when they were run."""
+    lines = {dataset: [line for row in TABLE_2 for line in _lines(rows, dataset, row)] for dataset in sets}
+    return "\n\n".join(part for name in sets for part in _part(DATASETS[name].title, lines[name], name))
+
+
+def table3(rows: Rows, sets: Sequence[str] = ("cifar10", "cifar100-20")) -> str:
+    """Table III, overclustering with five times as many outputs as classes."""
+    parts: list[str] = []
+    for dataset in sets:
+        n_clusters = 5 * DATASETS[dataset].n_clusters
+        lines = [line for row in TABLE_3 for line in _lines(rows, dataset, row, n_clusters)]
+        parts += _part(f"{DATASETS[dataset].title}, {n_clusters} outputs", lines, dataset)
+    return "\n\n".join(parts)
+
+
+TABLES = {"table1": table1, "table2": table2, "table3": table3}
+
+
+def _lines(rows: Rows, dataset: str, printed: PublishedRow, n_clusters: int = 0) -> list[Line]:
+    """The line of a printed row, one more for each cut run of its cell, and those of the variants that were run."""
+    if printed.method is None:
+        return [(printed.title, None, printed)]
+    title, plain = TITLES[printed.method], Cell(dataset, printed.method, printed.n_constraints or 0, 0, n_clusters)
+    lines: list[Line] = []
+    for options, variant in {(): "", **_VARIANTS}.items():
+        wanted = replace(plain, options=options)
+        if wanted in rows or not options:
+            lines.append((title + variant, rows.get(wanted), printed))
+        cut = [row for cell, row in rows.items() if cell.cut and replace(cell, steps=wanted.steps) == wanted]
+        longest_first = sorted(cut, key=lambda row: -row.cell.steps)
+        lines += [(f"{title}{variant}, cut ({row.cell.steps:,} steps)", row, printed) for row in longest_first]
+    return lines
+
+
+def _part(title: str, lines: Sequence[Line], dataset: str, split: str = "test") -> Iterator[str]:
+    """A table with its heading and comparisons; only the paper's values if nothing was run."""
+    if any(row for _, row, _ in lines):
+        yield f"### {title}"
+        yield from _compared(lines, dataset, split)
+        return
+    printed = [line for line in lines if _paper(line, dataset, METRICS[0]) is not None]
+    yield f"### {title}: {_NOT_RUN}" + ("" if printed else ", and not in the paper")
+    if printed:
+        header = ["the paper's values", "pairs", *(metric.upper() for metric in METRICS)]
+        shown = [[line[0], _amount(line), *(_starred(line, dataset, name) for name in METRICS)] for line in printed]
+        yield markdown(header, shown)
+
+
+def _compared(lines: Sequence[Line], dataset: str, split: str) -> Iterator[str]:
+    check_same_start(row for _, row, _ in lines if row)
+    header = ["", "pairs", "folds", *(name for metric in METRICS for name in (metric.upper(), "paper", "diff."))]
+    yield markdown(header, [_compared_line(line, dataset, split) for line in lines])
+    start = next((line for line in lines if line[1] and line[1].cell.method == "scan"), None)
+    if start and (gains := [gain for line in lines if (gain := _gain_line(line, start, dataset, split))]):
+        names = [name for metric in METRICS for name in (metric.upper(), "paper")]
+        yield "Over the start, in points (ours over our start, the paper's over its SCAN row):"
+        yield markdown(["", "pairs", *names], gains)
+    if tested := [f"- {sentence}" for sentence in _wilcoxon(lines, split)]:
+        yield "ConstraintMatch over constrained on the same folds (Wilcoxon signed-rank, one-sided):"
+        yield "\n".join(tested)
+
+
+def _compared_line(line: Line, dataset: str, split: str) -> list[str]:
+    title, row, printed = line
+    if row is None:
+        folds = _NOT_RUN if printed and printed.method else DASH
+    else:
+        folds = DASH if row.cell.method == "scan" else str(len(row.results))
+    cells = [title, _amount(line), folds]
+    for metric in METRICS:
+        ours, paper = row.summary(split, metric) if row else None, _paper(line, dataset, metric)
+        difference = ours.mean - paper if ours and paper is not None else None
+        cells += [spread(ours) if ours else DASH, _starred(line, dataset, metric), signed(difference)]
+    return cells
+
+
+def _gain_line(line: Line, start: Line, dataset: str, split: str) -> list[str]:
+    """What a row gains over the start; nothing for the start and for supervised training, which does not use it."""
+    row, first = line[1], start[1]
+    if row is None or first is None or row.cell.method in ("scan", "supervised"):
+        return []
+    cells = [line[0], _amount(line)]
+    for metric in METRICS:
+        ours = row.summary(split, metric).mean - first.summary(split, metric).mean
+        paper, before = _paper(line, dataset, metric), _paper(start, dataset, metric)
+        cells += [signed(ours), signed(None if paper is None or before is None else paper - before)]
+    return cells
+
+
+def _wilcoxon(lines: Sequence[Line], split: str) -> Iterator[str]:
+    """One sentence for each training that both methods have."""
+    rows = {row.cell: row for _, row, _ in lines if row}
+    for cell in [cell for cell in rows if cell.method == "constraintmatch"]:
+        theirs = rows.get(replace(cell, method="constrained"))
+        tested = [(name, compare(rows[cell], theirs, split, name)) for name in METRICS] if theirs else []
+        found = [(name, *both) for name, both in tested if both]
+        if not found:
+            continue
+        n = len(found[0][1])
+        said = ", ".join(f"{name.upper()} {statistics.fmean(gains):+.2f} (p = {p:.3f})" for name, gains, p in found)
+        cut = f", cut ({cell.steps:,} steps)" if cell.cut else ""
+        if n < 5:  # p is 1 / 2^n at best: below five folds that is over 0.05
+            said += f". With n = {n} the smallest p possible is {0.5**n:.4g}: significance at 0.05 cannot be reached"
+        yield f"{cell.n_constraints:,} pairs{_VARIANTS.get(cell.options, '')}{cut}, n = {n}: {said}"
+
+
+def _paper(line: Line, dataset: str, metric: str) -> float | None:
+    """The paper's value; a cut row or one of a smaller copy of the set is not compared with it."""
+    _, row, printed = line
+    unlike = row is not None and (row.cell.cut or not is_whole(dataset, row.results[0].data))
+    return None if unlike or printed is None else printed.value(dataset, metric)
+
+
+def _starred(line: Line, dataset: str, metric: str) -> str:
+    """The paper's value with its mark of significance."""
+    value, printed = _paper(line, dataset, metric), line[2]
+    return number(value) + ("*" if value is not None and printed and dataset in printed.significant else "")
+
+
+def _amount(line: Line) -> str:
+    return "all" if line[2] is None or line[2].n_constraints is None else f"{line[2].n_constraints:,}"
+
+
+# In a terminal
+
+_NARROWEST = 16  # letters of a title that are not broken: ConstraintMatch and a comma
+
+
+def for_terminal(text: str, width: int) -> str:
+    """Markdown in lines of at most `width` letters: tables without bars, wide ones in parts below each other.
+
+    Numbers are never broken, so the width must be 40 or more.
+    """
+    blocks = []
+    for is_table, found in groupby(text.splitlines(), lambda line: line.startswith("|")):
+        lines = list(found)
+        blocks += [_narrow_table(lines, width)] if is_table else [_prose(line, width) for line in lines]
+    return "\n".join(blocks)
+
+
+def _prose(line: str, width: int) -> str:
+    plain = line.lstrip("#").strip() if line.startswith("#") else line.replace("`", "")
+    indent = "  " if plain.startswith("- ") else ""
+    return textwrap.fill(plain, width, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _narrow_table(lines: Sequence[str], width: int) -> str:
+    """The first columns say what a line is: every part has them, then as many groups of columns as fit."""
+    header, rule, *rows = [[cell.strip().replace("**", "") for cell in line.strip("|").split("|")] for line in lines]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    n_keys = 1 + sum(name in ("", "pairs") for name in header[1:])
+    groups: list[list[int]] = []
+    for column in range(n_keys, len(header)):
+        if groups and header[column] in ("paper", "diff."):  # mean nothing without the column before
+            groups[-1].append(column)
+        else:
+            groups.append([column])
+    keys = list(range(n_keys))
+    parts: list[list[int]] = []
+    for group in groups:
+        taken = sum(2 + widths[column] for column in (*keys[1:], *(parts[-1][n_keys:] if parts else ()), *group))
+        if parts and min(widths[0], _NARROWEST) + taken <= width:
+            parts[-1] += group
+        else:
+            parts.append([*keys, *group])
+    left = [not cell.endswith(":") for cell in rule]
+    return "\n\n".join(_columns([header, *rows], widths, left, part[1:], width) for part in parts or [keys])
+
+
+def _columns(
+    lines: Sequence[Sequence[str]], widths: Sequence[int], left: Sequence[bool], others: Sequence[int], width: int
+) -> str:
+    """Some columns of a table; the first one is wrapped to what the others leave."""
+    first = min(widths[0], max(_NARROWEST, width - sum(2 + widths[column] for column in others)))
+    drawn = []
+    for line in lines:
+        *before, title = textwrap.wrap(line[0], first) or [""]
+        drawn += before
+        drawn.append("  ".join([title.ljust(first), *(_pad(line[c], widths[c], left[c]) for c in others)]))
+    return "\n".join(text.rstrip() for text in drawn)

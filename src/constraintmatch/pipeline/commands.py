@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import check_folder, check_target, read_json, write_atomically, write_error, write_json
+from constraintmatch._internal.files import (
+    check_folder,
+    check_target,
+    read_json,
+    write_atomically,
+    write_error,
+    write_json,
+)
 from constraintmatch._internal.progress import Quiet, Reporter, watched
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS
