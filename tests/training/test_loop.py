@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,6 +72,22 @@ def test_fit_is_plain_sgd_with_the_papers_schedule() -> None:
     module = network()
     fit(module, numbers, squares, CPU)
     assert_equal(weights(module), weights(reference(CPU)))
+
+
+PACKAGE = ("constraintmatch", "training")
+
+
+def test_one_call_stands_between_fit_and_the_optimiser(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, step = [], torch.optim.SGD.step
+
+    def spy(self: torch.optim.SGD, closure: None = None) -> None:
+        stack = traceback.extract_stack()
+        calls.append([frame.name for frame in stack if Path(frame.filename).parts[-3:-1] == PACKAGE])
+        step(self, closure)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", spy)
+    fit(network(), numbers, squares, replace(CPU, steps=2, ema=0.9, clip_norm=1.0))
+    assert calls == [["fit", "__call__"]] * 2
 
 
 def test_schedules_start_at_one_and_end_where_they_say() -> None:

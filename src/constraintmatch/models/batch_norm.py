@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["BatchNorm", "apart", "can_keep_apart", "passes"]
+__all__ = ["BatchNorm", "apart", "can_keep_apart", "frozen_statistics", "passes"]
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -60,3 +60,14 @@ def passes(network: Callable[..., Tensor], module: nn.Module, *batches: Tensor, 
     sizes = [len(batch) for batch in batches]
     with apart(module, sizes):
         return torch.split(network(torch.cat(batches)), sizes)
+
+
+@contextmanager
+def frozen_statistics(module: nn.Module) -> Iterator[None]:
+    """Inside, passes in training mode leave no trace in the buffers (running statistics)."""
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    try:
+        yield
+    finally:
+        for name, buffer in module.named_buffers():
+            buffer.copy_(before[name])

@@ -6,6 +6,7 @@ the seed and t alone, so a run that resumes at t sees what an uninterrupted one 
 
 import hashlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -22,12 +23,13 @@ __all__ = [
     "ImageStore",
     "LabelBatch",
     "PairBatch",
-    "PairSource",
     "Shuffled",
     "ViewMaker",
     "Views",
+    "batches_ahead",
     "derive_seed",
     "map_tensors",
+    "pair_batches",
 ]
 
 B = TypeVar("B")
@@ -158,25 +160,65 @@ class ViewMaker:
         return self._compiled[id(view)]
 
 
-class PairSource:
-    """Batches of constrained pairs under one view."""
+def pair_batches(
+    store: ImageStore, constraints: Constraints, batch: int, view: View, maker: ViewMaker, seed: int
+) -> Callable[[int], PairBatch]:
+    """Batches of constrained pairs under one view, by the step."""
+    shuffled = Shuffled(len(constraints), batch, derive_seed(seed, "pairs"), store.device)
+    columns = (constraints.left, constraints.right, constraints.link, constraints.weight)
+    left, right, link, weight = (torch.from_numpy(column.copy()).to(store.device) for column in columns)
 
-    def __init__(
-        self, store: ImageStore, constraints: Constraints, batch: int, view: View, maker: ViewMaker, seed: int
-    ) -> None:
-        self.store, self.view, self.maker = store, view, maker
-        device = store.device
-        self.shuffled = Shuffled(len(constraints), batch, derive_seed(seed, "pairs"), device)
-        self.left, self.right = (torch.from_numpy(x.copy()).to(device) for x in (constraints.left, constraints.right))
-        self.link, self.weight = (torch.from_numpy(x.copy()).to(device) for x in (constraints.link, constraints.weight))
+    def next_batch(step: int) -> PairBatch:
+        chosen = shuffled(step)
+        images = store.take(torch.cat((left[chosen], right[chosen])))
+        one, other = maker(view, images, step, "pairs").chunk(2)
+        return PairBatch(one, other, link[chosen], weight[chosen])
 
-    def rows(self, step: int) -> Tensor:
-        """The images of the step's pairs (2n,): all left ones, then all right ones."""
-        chosen = self.shuffled(step)
-        return torch.cat((self.left[chosen], self.right[chosen]))
+    return next_batch
 
-    def __call__(self, step: int) -> PairBatch:
-        chosen = self.shuffled(step)
-        images = self.maker(self.view, self.store.take(self.rows(step)), step, "pairs")
-        left, right = images.chunk(2)
-        return PairBatch(left, right, self.link[chosen], self.weight[chosen])
+
+def batches_ahead(
+    next_batch: Callable[[int], B], steps: int, *, stream: torch.cuda.Stream | None
+) -> Callable[[int], B]:
+    """The same batches, each made while the step before it runs, and none after the last step.
+
+    A thread makes them, or the given stream: views are many small kernels, which fit into the gaps between those of the
+    step.
+    """
+    begin = _in_thread(next_batch) if stream is None else _on_stream(next_batch, stream)
+    begun: dict[int, Callable[[], B]] = {}
+
+    def take(step: int) -> B:
+        batch = (begun.pop(step, None) or begin(step))()
+        if step + 1 < steps:
+            begun[step + 1] = begin(step + 1)
+        return batch
+
+    return take
+
+
+def _in_thread(next_batch: Callable[[int], B]) -> Callable[[int], Callable[[], B]]:
+    executor = ThreadPoolExecutor(1, thread_name_prefix="batches")
+    return lambda step: executor.submit(next_batch, step).result
+
+
+def _on_stream(next_batch: Callable[[int], B], stream: torch.cuda.Stream) -> Callable[[int], Callable[[], B]]:
+    stream.wait_stream(torch.cuda.current_stream(stream.device))  # the images may still be on their way
+
+    def begin(step: int) -> Callable[[], B]:
+        with torch.cuda.stream(stream):
+            batch, made = next_batch(step), stream.record_event()
+
+        def finish() -> B:
+            here = torch.cuda.current_stream(stream.device)
+            here.wait_event(made)
+
+            def keep(tensor: Tensor) -> Tensor:
+                tensor.record_stream(here)  # its memory is not given away before this stream is done with it
+                return tensor
+
+            return map_tensors(batch, keep)
+
+        return finish
+
+    return begin
