@@ -7,14 +7,12 @@ captured in a CUDA graph. A mean over nothing is 0 and still has a graph.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
-    "ScanTerms",
     "all_pairs_loss",
     "balanced_confident_cross_entropy",
     "confident",
@@ -38,13 +36,7 @@ __all__ = [
 # where a compiler fuses the block into its sum and forms none of it, what keeps the kernels (and their compiling) few.
 _BLOCK_CPU, _BLOCK_GPU, _BLOCK_COMPILED = 2**19, 2**21, 2**27
 
-
-class ScanTerms(NamedTuple):
-    """The parts of SCAN's loss: `total` = `consistency` − entropy_weight · `entropy`."""
-
-    consistency: Tensor
-    entropy: Tensor
-    total: Tensor
+Rate = float | Tensor  # a tensor () is not compiled in as a constant: another value needs no other graph
 
 
 def pair_scores(left: Tensor, right: Tensor) -> Tensor:
@@ -59,16 +51,16 @@ def pair_loss(
     weight: Tensor | None = None,
     *,
     mean: bool = True,
-    error_rate: float | tuple[float, float] = 0.0,
+    error_rate: Rate | tuple[Rate, Rate] = 0.0,
 ) -> Tensor:
     """The MCL of n pairs: −c_ij log ĉ_ij − (1 − c_ij) log(1 − ĉ_ij), ĉ_ij = ⟨ŷ_i, ŷ_j⟩, c_ij = `link`, hard or soft.
 
     The weighted mean over pairs, as the published code has it; `mean=False` gives the paper's sum. Both logarithms are
     clamped at the smallest normal number (log ≥ −87.4 in fp32): rows of exact zeros and ones give finite losses and
     gradients. 1 − ĉ_ij is summed from small parts, not subtracted from one: a sure but wrong pair keeps its gradient.
-    With ε = `error_rate` of the links wrong, whichever they are, a link says "same" with the probability
-    ε + (1 − 2ε) ĉ_ij, and that takes the place of ĉ_ij. Two rates (missed, invented) stand for "same" that is answered
-    "different" and for "different" that is answered "same": then it is (1 − missed) ĉ_ij + invented (1 − ĉ_ij).
+    With ε = `error_rate` of the links wrong, a link says "same" with the probability ε + (1 − 2ε) ĉ_ij, which replaces
+    ĉ_ij. Two rates (missed, invented) are those of "same" answered "different" and of "different" answered "same":
+    then it is (1 − missed) ĉ_ij + invented (1 − ĉ_ij). Rates are numbers, or tensors () on the device of the rows.
     """
     left, right = _lifted(left), _lifted(right)
     same, different = pair_scores(left, right), pair_scores(left, _complements(right))
@@ -134,7 +126,7 @@ def hard_links(links: Tensor, threshold: float) -> Tensor:
 
 
 def all_pairs_loss(
-    p: Tensor, links: Tensor, keep: Tensor, *, self_pairs: bool = True, error_rate: float = 0.0
+    p: Tensor, links: Tensor, keep: Tensor, *, self_pairs: bool = True, error_rate: Rate = 0.0
 ) -> Tensor:
     """L^pseudo: the MCL of all ordered pairs of selected rows against `links`, mean over those pairs.
 
@@ -199,11 +191,11 @@ def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
     return _weighted(_cross_entropies(similarity, partner))
 
 
-def scan_loss(p_anchor: Tensor, p_neighbour: Tensor, *, entropy_weight: float = 5.0) -> ScanTerms:
+def scan_loss(p_anchor: Tensor, p_neighbour: Tensor, *, entropy_weight: float = 5.0) -> Tensor:
     """SCAN's loss: −mean log⟨p, q⟩ of anchors and neighbours (n, k) − `entropy_weight` · H(mean p), in nats."""
     consistency = _weighted(-_log(pair_scores(p_anchor, p_neighbour)))
     entropy = _entropy(_lifted(p_anchor).sum(0) / max(1, len(p_anchor)))
-    return ScanTerms(consistency, entropy, consistency - entropy_weight * entropy)
+    return consistency - entropy_weight * entropy
 
 
 def balanced_confident_cross_entropy(logits: Tensor, guess: Tensor, *, min_confidence: float = 0.99) -> Tensor:
@@ -242,17 +234,14 @@ def _entropy(p: Tensor) -> Tensor:
 
 
 def _binary_cross_entropy(
-    same: Tensor, different: Tensor, link: Tensor, error_rate: float | tuple[float, float]
+    same: Tensor, different: Tensor, link: Tensor, error_rate: Rate | tuple[Rate, Rate]
 ) -> Tensor:
     """−c log ĉ − (1 − c) log(1 − ĉ) from ĉ = `same` and 1 − ĉ = `different`; rounding above one is cut off."""
     link = link.to(same.dtype)
     if isinstance(error_rate, tuple):
         missed, invented = error_rate
-        same, different = (
-            (1 - missed) * same + invented * different,
-            (1 - invented) * different + missed * same,
-        )
-    elif error_rate:
+        same, different = (1 - missed) * same + invented * different, (1 - invented) * different + missed * same
+    elif isinstance(error_rate, Tensor) or error_rate:
         same, different = (error_rate + (1 - 2 * error_rate) * score for score in (same, different))
     return -(link * _log(same.clamp(max=1)) + (1 - link) * _log(different.clamp(max=1)))
 

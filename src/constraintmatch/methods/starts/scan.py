@@ -88,7 +88,7 @@ def scan(
         # each side has its own BatchNorm statistics, as published
         sides = passes(network, trained, batch.anchor, batch.neighbour, joint=bench.compile)
         anchor, other = (side.float().softmax(-1) for side in sides)
-        return {"head0": scan_loss(anchor, other, entropy_weight=entropy_weight).total}  # as logs have always named it
+        return {"head0": scan_loss(anchor, other, entropy_weight=entropy_weight)}  # as logs have always named it
 
     log = fit(
         trained,
