@@ -195,10 +195,11 @@ def test_strong_is_made_of_the_operations_it_draws() -> None:
     uniforms = torch.rand((300, view.n_draws), generator=generator())
     result, names = view.apply(images, uniforms), list(views.OPERATIONS)
     for i, (which, strength, sign, applied) in enumerate(uniforms.tolist()):
-        operation = views.OPERATIONS[names[int(which * 14)]]
+        name = names[int(which * 14)]
+        operation = views.OPERATIONS[name]
         value = operation.value(torch.tensor([float(1 + int(strength * 9))]), torch.tensor([sign < 0.5]), 32)
         expected = operation.apply(images[i : i + 1], value) if applied < 0.5 else images[i : i + 1]
-        assert torch.equal(result[i : i + 1], expected), operation.name
+        assert torch.equal(result[i : i + 1], expected), name
 
 
 def test_two_operations_follow_one_another() -> None:
