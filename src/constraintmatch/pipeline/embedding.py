@@ -15,7 +15,8 @@ from constraintmatch.data.datasets import DATASETS, DataSet
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed
 from constraintmatch.methods.parts.preparation import check_images
-from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, made_for_side
+from constraintmatch.models.backbones import made_for_side
+from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model
 from constraintmatch.pipeline.sources import ClassFolders, open_at
 from constraintmatch.training.loop import choose_device
 

@@ -17,7 +17,8 @@ from constraintmatch._internal.progress import Quiet, Reporter, watched
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed
 from constraintmatch.methods.parts.preparation import check_images, spread
-from constraintmatch.models.cluster_model import JOIN, ClusterModel, Joined, load_model, save_model, unfilled_model
+from constraintmatch.models.backbones import JOIN, Joined
+from constraintmatch.models.cluster_model import ClusterModel, load_model, save_model, unfilled_model
 from constraintmatch.pipeline.sources import open_at
 from constraintmatch.training.loop import choose_device
 

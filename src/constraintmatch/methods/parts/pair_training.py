@@ -32,7 +32,7 @@ from constraintmatch.methods.parts.preparation import (
     prepare,
     spread,
 )
-from constraintmatch.models.batch_norm import frozen_statistics, passes
+from constraintmatch.models.backbones import frozen_statistics, passes
 from constraintmatch.models.cluster_model import ClusterModel, with_clusters
 from constraintmatch.training.batches import PairBatch, Shuffled, Views, derive_seed, pair_batches
 from constraintmatch.training.loop import TrainSettings, choose_device, fit
