@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.metrics import accuracy, predict
-from constraintmatch.evaluation.neighbours import nearest_neighbours
+from constraintmatch.evaluation.metrics import accuracy, nearest_neighbours, predict
 from constraintmatch.methods import METHODS
 from constraintmatch.methods.parts.linear_heads import (
     LinearHead,

@@ -19,10 +19,10 @@ from constraintmatch.evaluation.metrics import (
     agreement,
     cluster_quality,
     collapse_warnings,
+    nearest_neighbours,
     predict,
     scores,
 )
-from constraintmatch.evaluation.neighbours import nearest_neighbours
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training import views
 from constraintmatch.training.batches import ImageStore, Shuffled, ViewMaker, derive_seed
