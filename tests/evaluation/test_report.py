@@ -22,9 +22,9 @@ from PIL import Image
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet, Skipped
-from constraintmatch.evaluation.charts import histogram, line_chart, nice_ticks, percent, short_number
 from constraintmatch.evaluation.metrics import Predictions, accuracy, agreement, collapse_warnings, nmi
 from constraintmatch.evaluation.report import report_html, why_no_report, write_report
+from constraintmatch.evaluation.report_parts import histogram, line_chart, nice_ticks, percent, short_number
 
 VOID = {"meta", "link", "img", "br"}
 MakeRun = Callable[..., Path]
