@@ -285,7 +285,7 @@ def test_boxes_have_the_areas_and_ratios_torchvision_draws() -> None:
 
 
 def jitter_draws(order: list[int], brightness: float, contrast: float, saturation: float, hue: float) -> Tensor:
-    """Uniforms that make `_jittered` apply these factors in this order."""
+    """Uniforms that make `_jitter` apply these factors in this order."""
     ranks = [order.index(i) / 4 for i in range(4)]
     return torch.tensor(
         [[*ranks, *((f - 0.6) / 0.8 for f in (brightness, contrast, saturation)), (hue + 0.1) / 0.2, 0.0]]
@@ -296,7 +296,7 @@ def jitter_draws(order: list[int], brightness: float, contrast: float, saturatio
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2], [2, 0, 3, 1]])
 def test_jitter_equals_torchvisions_in_any_order(order: list[int], channels: int) -> None:
     image, factors = photos(32, channels, n=1).float(), (1.3, 0.7, 1.35, -0.08)
-    ours = views._jittered(image, jitter_draws(order, *factors), (0.4, 0.4, 0.4, 0.1), 0.8)
+    ours = views._jitter(image, jitter_draws(order, *factors), (0.4, 0.4, 0.4, 0.1), 0.8)
     adjust = v2.functional
     steps = (adjust.adjust_brightness, adjust.adjust_contrast, adjust.adjust_saturation, adjust.adjust_hue)
     expected = image / 255

@@ -79,7 +79,7 @@ def write_report(
     constraints: Constraints | None = None,
     title: str | None = None,
 ) -> Path:
-    """The path of the run's `report.html`, written anew; see `report_html`."""
+    """The path of the run's `report.html`, which is written; see `report_html`."""
     path = Path(run) / "report.html"
     page = report_html(run, images, predictions, constraints=constraints, title=title)
     write_atomically(path, lambda temporary: temporary.write_bytes(page.encode()) and None)
@@ -145,7 +145,7 @@ def _template() -> "Template":
 
 
 def _printable(value: Any) -> Any:
-    """Text with what cannot be printed as its escape; markup, which only the template writes, as it is."""
+    """Text with what cannot be printed as its escape; markup, which only the template writes, unchanged."""
     if hasattr(value, "__html__"):
         return value
     text = str(value)

@@ -120,7 +120,7 @@ def build_model(
     elif channels == 1:
         usual = (0.5,), (0.25,)
     config = ModelConfig(name, side, channels, mean or usual[0], std or usual[1], n_clusters)
-    return _seeded(config, seed, pretrained)
+    return _build(config, seed, pretrained)
 
 
 def unfilled_model(config: ModelConfig) -> ClusterModel:
@@ -274,12 +274,12 @@ def _read_config(path: Path) -> ModelConfig:
 
 
 def _on_backbone(model: ClusterModel, config: ModelConfig, seed: int) -> ClusterModel:
-    fresh = _seeded(config, seed)
+    fresh = _build(config, seed)
     fresh.backbone.load_state_dict(model.backbone.state_dict())
     return fresh.to(model.device)
 
 
-def _seeded(config: ModelConfig, seed: int, pretrained: bool = False) -> ClusterModel:
+def _build(config: ModelConfig, seed: int, pretrained: bool = False) -> ClusterModel:
     with torch.random.fork_rng(devices=[]):  # layers draw from the global generator; no other draw may change
         torch.manual_seed(seed)
         return ClusterModel(config, pretrained=pretrained)

@@ -144,7 +144,7 @@ class ViewMaker:
         self._compiled: dict[int, Callable[[Tensor, Tensor], Tensor]] = {}
 
     def __call__(self, view: View, images: Tensor, step: int, name: str) -> Tensor:
-        """The view of each image (n, c, h, w); `name` tells apart two views of one step."""
+        """The view of each image (n, c, h, w); two views of one step have two names."""
         if view.n_draws == 0:
             return view.apply(images, images.new_empty((len(images), 0), dtype=torch.float32))
         self.generator.manual_seed(derive_seed(self.seed, "view", name, step))

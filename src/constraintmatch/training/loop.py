@@ -94,7 +94,7 @@ class TrainSettings:
         """The other settings."""
         return {key: value for key, value in asdict(self).items() if key in _HOW}
 
-    def resolved(self, device: torch.device) -> "TrainSettings":
+    def resolve(self, device: torch.device) -> "TrainSettings":
         """The same settings with every None that the device decides filled in."""
         cuda = device.type == "cuda"
         bf16, compiled = (cuda if value is None else value for value in (self.bf16, self.compile))
@@ -152,7 +152,7 @@ def fit(
     checkpoint is written and `Interrupted` is raised.
     """
     device = choose_device(settings.device)
-    settings = settings.resolved(device)
+    settings = settings.resolve(device)
     layout = torch.channels_last if settings.channels_last else torch.preserve_format
     module.to(device=device, memory_format=layout).train()  # type: ignore[call-overload]
     stepper = _make_stepper(module, loss, settings, device)

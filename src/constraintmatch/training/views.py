@@ -71,12 +71,12 @@ def chain(name: str, *views: View) -> View:
         result = images
         for view, end in zip(views, ends, strict=True):
             result = view.apply(result, uniforms[:, end - view.n_draws : end])
-        return _laid_out_like(images, result)
+        return _copy_layout(images, result)
 
     return View(name, sum(view.n_draws for view in views), apply)
 
 
-def _laid_out_like(images: Tensor, result: Tensor) -> Tensor:
+def _copy_layout(images: Tensor, result: Tensor) -> Tensor:
     """The result in the images' memory format, so that channels-last data stays channels-last."""
     last = not images.is_contiguous() and images.is_contiguous(memory_format=torch.channels_last)
     return result.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
@@ -103,7 +103,7 @@ def plain() -> View:
 
 
 def without_numbers(mean: Sequence[float], *, share: float = 0.5) -> View:
-    """The strong view of embeddings (n, d, 1, 1): a share of the numbers of each, drawn anew, is the mean over all.
+    """The strong view of embeddings (n, d, 1, 1): a random share of the numbers of each is the mean over all.
 
     What is left is stretched away from the mean, so that it says as much on average (dropout).
     """
@@ -295,7 +295,7 @@ def contrastive(
         top, left, height, width = _boxes(boxes, images.shape[-1], scale, ratio)
         mirrored = mirror[:, 0] < (0.5 if flip else 0.0)
         result = pixel_ops.resized_crop(images, top, left, height, width, mirrored)
-        result = _jittered(result, colours, jitter, jitter_probability)
+        result = _jitter(result, colours, jitter, jitter_probability)
         greyed = (grey < grey_probability)[:, :, None, None]
         return pixel_ops.to_bytes(torch.where(greyed, pixel_ops.grey_float(result), result))
 
@@ -317,7 +317,7 @@ def _boxes(
     return _whole(uniforms[:, -2], side - height + 1), _whole(uniforms[:, -1], side - width + 1), height, width
 
 
-def _jittered(images: Tensor, uniforms: Tensor, most: Sequence[float], probability: float) -> Tensor:
+def _jitter(images: Tensor, uniforms: Tensor, most: Sequence[float], probability: float) -> Tensor:
     """Float images with brightness, contrast, saturation and hue changed, each image in an order of its own."""
     order = uniforms[:, :4].argsort(1)
     jittered = uniforms[:, 8] < probability

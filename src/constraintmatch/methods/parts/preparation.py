@@ -146,7 +146,7 @@ def prepare(model: ClusterModel, images: ImageSet, settings: TrainSettings, *, n
     else:
         check_images(model, images)
     device = choose_device(settings.device)
-    compiles = bool(settings.resolved(device).compile)
+    compiles = bool(settings.resolve(device).compile)
     maker = ViewMaker(derive_seed(settings.seed, "views"), device, compile=compiles)
     return Bench(device, ImageStore(images, device), maker, settings.seed, compiles)
 
