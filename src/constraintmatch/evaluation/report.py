@@ -72,27 +72,17 @@ def check_run(run: Path) -> None:
 
 
 def write_report(
-    run: Path | str,
-    images: ImageSet,
-    predictions: Predictions,
-    *,
-    constraints: Constraints | None = None,
-    title: str | None = None,
+    run: Path | str, images: ImageSet, predictions: Predictions, *, constraints: Constraints | None = None
 ) -> Path:
     """The path of the run's `report.html`, which is written; see `report_html`."""
     path = Path(run) / "report.html"
-    page = report_html(run, images, predictions, constraints=constraints, title=title)
+    page = report_html(run, images, predictions, constraints=constraints)
     write_atomically(path, lambda temporary: temporary.write_bytes(page.encode()) and None)
     return path
 
 
 def report_html(
-    run: Path | str,
-    images: ImageSet,
-    predictions: Predictions,
-    *,
-    constraints: Constraints | None = None,
-    title: str | None = None,
+    run: Path | str, images: ImageSet, predictions: Predictions, *, constraints: Constraints | None = None
 ) -> str:
     """The page of a run: its record and log, and these predictions of these images with the constraints over them.
 
@@ -103,6 +93,7 @@ def report_html(
     record, log = _mapping(read_json(run / "run.json")), read_log(run)
     request, environment = _mapping(record.get("request")), _mapping(record.get("environment"))
     shown, data = clustering(images, predictions, constraints), _mapping(request.get("data"))
+    method, name = request.get("method", "unknown"), _data_name(request)
     same = data["fingerprint"] == images.fingerprint() if "fingerprint" in data else None
     heading, alerts = _alerts(record, log, shown)
     skipped = [(skip.name, skip.reason) for skip in images.skipped[:MAX_SKIPPED]]
@@ -116,7 +107,7 @@ def report_html(
         ("settings", "Settings", [(key, _plain(value)) for key, value in settings]),
     ]
     return _template().render(
-        title=title or _title(request, run),
+        title=f"{method} on {name}" if name else f"{method}: {run.resolve().name}",
         facts=_facts(record, request, shown, bool(same)),
         same_images=same,
         alert=heading,
@@ -157,11 +148,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 # The head
-
-
-def _title(request: Mapping[str, Any], run: Path) -> str:
-    method, data = request.get("method", "unknown"), _data_name(request)
-    return f"{method} on {data}" if data else f"{method}: {run.resolve().name}"
 
 
 def _data_name(request: Mapping[str, Any]) -> str:

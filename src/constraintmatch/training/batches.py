@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -89,9 +90,6 @@ class ImageStore:
         self.resident = _fits(images.images.nbytes, device) if resident is None else resident
         self._tensor = torch.from_numpy(np.array(images.images)).to(device) if self.resident else None
 
-    def __len__(self) -> int:
-        return len(self.images)
-
     def take(self, rows: Tensor) -> Tensor:
         """Images (n, c, h, w), channels-last in memory as the set stores them."""
         if self._tensor is not None:
@@ -120,10 +118,8 @@ class Shuffled:
             raise InputError("there is nothing to draw batches from: the set is empty")
         if batch < 1:
             raise InputError(f"{batch} images or pairs a step: ask for 1 or more")
-        self.n, self.batch = n, min(batch, n)
+        self.n, self.batch, self.seed, self.device = n, min(batch, n), seed, device
         self.steps_per_epoch = n // self.batch
-        self.seed = seed
-        self.device = torch.device(device)
         self._epoch, self._order = -1, torch.empty(0)
 
     def __call__(self, step: int) -> Tensor:
@@ -138,10 +134,10 @@ class ViewMaker:
     """Applies views with the draws of a step; compiles each view once where that pays."""
 
     def __init__(self, seed: int, device: torch.device, *, compile: bool = False) -> None:
-        self.seed = seed
-        self.compile = compile
-        self.generator = torch.Generator(device)
-        self._compiled: dict[int, Callable[[Tensor, Tensor], Tensor]] = {}
+        self.seed, self.generator = seed, torch.Generator(device)
+        self._function: Callable[[View], Callable[[Tensor, Tensor], Tensor]] = cache(
+            lambda view: torch.compile(view.apply, dynamic=False) if compile else view.apply
+        )
 
     def __call__(self, view: View, images: Tensor, step: int, name: str) -> Tensor:
         """The view of each image (n, c, h, w); two views of one step have two names."""
@@ -151,13 +147,6 @@ class ViewMaker:
         draws = torch.rand((len(images), view.n_draws), generator=self.generator, device=images.device)
         with torch.no_grad():
             return self._function(view)(images, draws)
-
-    def _function(self, view: View) -> Callable[[Tensor, Tensor], Tensor]:
-        if not self.compile:
-            return view.apply
-        if id(view) not in self._compiled:
-            self._compiled[id(view)] = torch.compile(view.apply, dynamic=False)
-        return self._compiled[id(view)]
 
 
 def pair_batches(

@@ -60,7 +60,6 @@ class RunFolder:
 
     path: Path
     record: dict[str, Any]
-    resumed: bool = False
 
     @property
     def checkpoint(self) -> Path:
@@ -115,7 +114,7 @@ def open_run(
         run = RunFolder(path, {"format": FORMAT, "request": _plain(record), "started": _now()})
         if stored is not None:
             _check_request(current_request(stored["request"], path), run.record["request"], path, since or {})
-            run = RunFolder(path, {**stored, "request": run.record["request"]}, resumed=True)
+            run = RunFolder(path, {**stored, "request": run.record["request"]})
         if run.finished:
             if run.record != stored:
                 run.note()
