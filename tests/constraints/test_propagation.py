@@ -9,8 +9,7 @@ from constraintmatch._internal.progress import Quiet
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.constraints.propagation import best_reach, carried, known_groups, neighbour_graph, seeds
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.metrics import predict, scores
-from constraintmatch.evaluation.neighbours import nearest_neighbours
+from constraintmatch.evaluation.metrics import nearest_neighbours, predict, scores
 from constraintmatch.methods import METHODS, Context
 from constraintmatch.methods.propagate import Frozen, told
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_clusters

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.metrics import predict, scores
-from constraintmatch.evaluation.neighbours import nearest_neighbours
+from constraintmatch.evaluation.metrics import nearest_neighbours, predict, scores
 from constraintmatch.methods import METHODS, Trained, ViewChoice
 from constraintmatch.methods.parts.pair_training import Selection, _two_of
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_projection

@@ -22,10 +22,10 @@ Floats = NDArray[np.float32]
 APART = 0.5  # of the other groups, the share that a group must be known to differ from
 SUREST = 0.25  # of a cluster, the share of its images that stand for what the model believes of it
 BELIEVED = 4  # known images of a kind that the model's own belief weighs as much as (squared: it fades quickly)
-TRUSTED = 0.75  # the share of the groups' images, seen in their clusters, from which the model is believed about others
+SMALL = 0.5  # of the mean size of groups: what is smaller may be a mistake
 FOLDS = 5  # parts of the known images, each of which is hidden once
 RELATIVE, MOST_ITERATIONS = 1e-4, 500  # of the solution by conjugate gradients
-UNSEEN = 0.1  # mean probability of a group's images in a cluster under which the model does not see the group there
+SEEN = 0.5  # of the probability in its likeliest cluster: with less, a group is seen elsewhere
 
 
 def known_groups(constraints: Constraints, hints: Constraints | None = None) -> list[Rows]:
@@ -84,21 +84,18 @@ def seeds(groups: Sequence[Rows], probabilities: Floats) -> Floats:
 def _clusters_of(groups: Sequence[Rows], probabilities: Floats) -> dict[int, int]:
     """The group that each cluster gets, by number.
 
-    A mistaken "none of these" begins a second group of a kind, and it may grow larger than that of a kind seldom asked
-    about. But the model sees both groups of the kind in one cluster, so the other one gets a cluster all the same. By
-    the root of its size, a group is worth more the larger it is, and two small ones are worth more than a large one.
-
-    Wrong answers also make a group of images of several kinds, and it would take the cluster that no answer is about
-    yet. A model that is right about most of what was asked keeps such a cluster for its own surest images.
+    By the root of its size a group is worth more the larger it is, and two small ones are worth more than a large one.
+    A wrong "different" begins a second group of a kind, and it would take the cluster of a kind that no answer is about
+    yet. So a small group that the model sees in the cluster of another group gets none, until it grows.
     """
-    k = probabilities.shape[1]
-    likely = np.array([probabilities[rows].sum(0) / np.sqrt(len(rows)) for rows in groups], np.float32).reshape(-1, k)
-    of_group, of_cluster = linear_sum_assignment(likely, maximize=True)
-    pairs = list(zip(of_group.tolist(), of_cluster.tolist(), strict=True))
-    seen = [float(probabilities[groups[group], cluster].mean()) for group, cluster in pairs]
-    agreed = np.dot(seen, [len(groups[group]) for group, _ in pairs]) / max(sum(map(len, groups)), 1)
-    least = UNSEEN if agreed >= TRUSTED else 0.0
-    return {cluster: group for (group, cluster), share in zip(pairs, seen, strict=True) if share >= least}
+    k, size = probabilities.shape[1], np.array([len(rows) for rows in groups])
+    seen = np.array([probabilities[rows].mean(0) for rows in groups]).reshape(-1, k)
+    pairs = zip(*linear_sum_assignment(seen * np.sqrt(size)[:, None], maximize=True), strict=True)
+    return {
+        int(cluster): int(group)
+        for group, cluster in pairs
+        if seen[group, cluster] >= SEEN * seen[group].max() or size[group] >= SMALL * size.mean()
+    }
 
 
 def neighbour_graph(features: Floats, near: Rows) -> sp.csr_array:

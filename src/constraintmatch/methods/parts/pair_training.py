@@ -32,10 +32,10 @@ from constraintmatch.methods.parts.preparation import (
     prepare,
     spread,
 )
-from constraintmatch.models.batch_norm import passes
+from constraintmatch.models.backbones import frozen_statistics, passes
 from constraintmatch.models.cluster_model import ClusterModel, with_clusters
-from constraintmatch.training.batches import PairBatch, PairSource, Shuffled, Views, derive_seed
-from constraintmatch.training.loop import TrainSettings, choose_device, fit, frozen_statistics
+from constraintmatch.training.batches import PairBatch, Shuffled, Views, derive_seed, pair_batches
+from constraintmatch.training.loop import TrainSettings, choose_device, fit
 from constraintmatch.training.losses import (
     confident,
     flip_modes,
@@ -328,7 +328,7 @@ class _Batches:
         self.bench, self.unconstrained, self.steps = bench, unconstrained, steps
         self.n_clusters, self.free = n_clusters, None
         pair_view = views.pair(images)
-        self.pairs = PairSource(bench.store, constraints, task.pairs_per_step, pair_view, bench.maker, bench.seed)
+        self.pairs = pair_batches(bench.store, constraints, task.pairs_per_step, pair_view, bench.maker, bench.seed)
         self.weak, self.strong = views.weak(images), views.strong(images)
         if unconstrained is not None or held:
             n = HELD_PER_PAIR * task.pairs_per_step if unconstrained is None else unconstrained.images_per_step

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.metrics import embed
-from constraintmatch.evaluation.neighbours import nearest_neighbours
+from constraintmatch.evaluation.metrics import embed, nearest_neighbours
 from constraintmatch.methods.parts.linear_heads import best_linear_head, head_losses, steady_head
 from constraintmatch.methods.parts.preparation import (
     Context,

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.metrics import predict
-from constraintmatch.evaluation.neighbours import nearest_neighbours
+from constraintmatch.evaluation.metrics import nearest_neighbours, predict
 from constraintmatch.methods.parts.preparation import (
     Bench,
     Context,

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.metrics import embed
-from constraintmatch.evaluation.neighbours import nearest_neighbours
+from constraintmatch.evaluation.metrics import embed, nearest_neighbours
 from constraintmatch.methods.parts.linear_heads import best_linear_head, steady_head
 from constraintmatch.methods.parts.preparation import (
     Bench,
@@ -23,7 +22,7 @@ from constraintmatch.methods.parts.preparation import (
     prepare,
     quality_judge,
 )
-from constraintmatch.models.batch_norm import passes
+from constraintmatch.models.backbones import passes
 from constraintmatch.models.cluster_model import ClusterModel, with_clusters, with_head
 from constraintmatch.training.batches import Shuffled, derive_seed
 from constraintmatch.training.loop import TrainSettings, fit
@@ -88,7 +87,7 @@ def scan(
         # each side has its own BatchNorm statistics, as published
         sides = passes(network, trained, batch.anchor, batch.neighbour, joint=bench.compile)
         anchor, other = (side.float().softmax(-1) for side in sides)
-        return {"head0": scan_loss(anchor, other, entropy_weight=entropy_weight).total}  # as logs have always named it
+        return {"head0": scan_loss(anchor, other, entropy_weight=entropy_weight)}  # as logs have always named it
 
     log = fit(
         trained,
