@@ -258,7 +258,7 @@ def test_only_candidates_are_asked_about(kind: Any, choose: Any, rows: set[int])
     belief, _ = blobs([10, 10, 10])
     questions = next_questions(belief, [], 8, kind=kind, choose=choose, candidates=sorted(rows))
     assert {question.image for question in questions} <= rows
-    assert questions or not rows
+    assert questions or len(rows) <= 3  # each kind's exemplar is shown, not asked about
 
 
 def test_random_pairs_are_random_and_depend_on_the_seed() -> None:

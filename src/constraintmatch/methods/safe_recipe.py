@@ -39,6 +39,7 @@ RECIPES = ("safe", "paper")
 SUREST = 0.85  # mean confidence of a network that begins to learn: a surer head sends gradients that ruin its features
 AVERAGED = 0.1  # share of the steps, the last ones, whose weights are averaged
 KNOWN = 0.5  # share of the kinds that answers know apart, from which on they teach the head by themselves
+IMPLIED = 0.5  # share of the must-links that groups imply, from which on pairs count as answers to questions
 TOLD = 1.0  # standard errors by which a head told by groups must be better than the start,
 LEADING = -2.0  # and where they know that many kinds: only a head that is clearly worse is refused, few images judge it
 ALIKE = 0.9  # share of the images that two heads must agree on for one to stand for the other
@@ -142,8 +143,15 @@ class _Careful:
         return f"held out are {kinds}; to judge a training takes {LEAST} of each, so nothing more was trained"
 
     def _leads(self, start: ClusterModel) -> bool:
-        """Whether the answers know so many kinds apart that a head told by them is the better beginning."""
-        return len(known_groups(self.pairs)) >= max(2, KNOWN * start.config.n_clusters)
+        """Whether the pairs are answers that know most kinds: the head that they teach is then the better beginning.
+
+        Answers to questions come with all that they imply. Pairs at random do not, and teach a head less.
+        """
+        groups = known_groups(self.pairs)
+        if len(groups) < max(2, KNOWN * start.config.n_clusters):
+            return False
+        inside = np.isin(self.pairs.left, np.concatenate(groups)) & (self.pairs.link > 0.5)
+        return bool(inside.sum() >= IMPLIED * sum(len(rows) * (len(rows) - 1) // 2 for rows in groups))
 
     def _begun(self, start: ClusterModel, leads: bool) -> tuple[ClusterModel, str]:
         """What the network's training begins with, and its name: the start, or its head told what groups say."""
