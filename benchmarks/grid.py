@@ -3,8 +3,9 @@
     python benchmarks/grid.py cifar10 --data-dir data --start weights/scan-cifar10 --name cifar10-scan --workers 14
 
 Rows are ways of asking and shares of wrong answers, columns numbers of answers: test accuracy, and what was kept. Pairs
-at random come from `Constraints.sample`; chosen pairs and "which of these?" questions are asked in rounds, each about
-what the model of the round before believes, as `loop --frozen` does, about nine images in ten that each sample draws. Finished curves are not run again.
+at random come from `Constraints.sample`. Chosen pairs and "which of these?" questions are asked in rounds, as by
+`loop --frozen`: each is about what the model of the round before believes, and about nine images in ten, which a sample
+draws. Finished curves are not run again.
 """
 
 import argparse

@@ -308,7 +308,9 @@ def grid_tables() -> str:
     """Test ACC of a head on frozen features for every way of asking, coloured by its distance from the start."""
     parts = []
     for name, title in GRIDS.items():
-        found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "results").glob(f"grid-{name}*"))]
+        found = [
+            json.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "results").glob(f"grid-{name}*"))
+        ]
         if not found:
             continue
         start = 100 * found[0]["start"]
