@@ -38,7 +38,7 @@ from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import accuracy, embed, knn_accuracy, neighbour_consistency
 from constraintmatch.evaluation.neighbours import nearest_neighbours
 from constraintmatch.methods import Context, Trained, ViewChoice
-from constraintmatch.methods.parts.linear_heads import best_linear_head
+from constraintmatch.methods.parts.heads import best_linear_head
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pipeline import train as running
 from constraintmatch.pipeline.config import PRETEXTS, make_config, method_arguments, method_settings, split_options

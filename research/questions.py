@@ -25,7 +25,7 @@ from constraintmatch.questions.next_question import (
     landscape_of,
     next_questions,
 )
-from constraintmatch.questions.simulated_annotator import LabelOracle
+from constraintmatch.questions.rounds import LabelOracle
 
 WAYS = [(kind, choose) for kind in ("which", "pair") for choose in ("recommended", "uncertain", "random")]
 POINTS = (50, 100, 200, 400)

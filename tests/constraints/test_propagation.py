@@ -7,12 +7,12 @@ import torch
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Quiet
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.constraints.propagation import best_reach, carried, known_groups, neighbour_graph, seeds
+from constraintmatch.constraints.propagation import best_reach, known_groups, neighbour_graph, seeds, spread_labels
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import predict, scores
 from constraintmatch.evaluation.neighbours import nearest_neighbours
 from constraintmatch.methods import METHODS, Context
-from constraintmatch.methods.propagate import Frozen, told
+from constraintmatch.methods.propagate import Frozen, teach_groups
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_clusters
 from constraintmatch.pipeline.train import weights_hash
 from constraintmatch.questions.answers import Answer, Question, stated_constraints
@@ -31,7 +31,7 @@ def links(must: list[tuple[int, int]], cannot: list[tuple[int, int]], n: int = 9
     return Constraints.from_lists(n_images=n, must_link=must, cannot_link=cannot)
 
 
-def test_carried_solves_the_equation_of_label_spreading() -> None:
+def test_spreading_solves_the_equation_of_label_spreading() -> None:
     features, _ = blobs()
     graph = neighbour_graph(features, nearest_neighbours(features, 5))
     begun = np.zeros((90, 3), np.float32)
@@ -41,7 +41,7 @@ def test_carried_solves_the_equation_of_label_spreading() -> None:
         wanted /= wanted.sum(0)
         total = wanted.sum(1, keepdims=True)
         wanted = np.divide(wanted, total, out=np.zeros_like(wanted), where=total > 1e-9)
-        np.testing.assert_allclose(carried(graph, begun, reach=reach), wanted, atol=2e-3)
+        np.testing.assert_allclose(spread_labels(graph, begun, reach=reach), wanted, atol=2e-3)
 
 
 def test_the_graph_is_symmetric_and_its_greatest_eigenvalue_is_one() -> None:
@@ -63,7 +63,7 @@ def test_an_image_that_no_path_leads_to_stays_without_a_cluster() -> None:
     features = np.repeat(np.eye(2, 4, dtype=np.float32), 5, axis=0) + 0.01 * np.eye(10, 4, dtype=np.float32)
     begun = np.zeros((10, 2), np.float32)
     begun[0, 0] = begun[1, 1] = 1
-    shares = carried(neighbour_graph(features, nearest_neighbours(features, 3)), begun)
+    shares = spread_labels(neighbour_graph(features, nearest_neighbours(features, 3)), begun)
     assert shares[:5].sum(1) == pytest.approx(np.ones(5), abs=1e-5)
     assert not shares[5:].any()
 
@@ -72,7 +72,7 @@ def test_three_known_images_a_kind_place_all() -> None:
     features, labels = blobs()
     begun = np.zeros((90, 3), np.float32)
     begun[np.arange(9), labels[:9]] = 1 / 3
-    found = carried(neighbour_graph(features, nearest_neighbours(features, 10)), begun).argmax(1)
+    found = spread_labels(neighbour_graph(features, nearest_neighbours(features, 10)), begun).argmax(1)
     assert (found == labels).mean() > 0.95
 
 
@@ -82,7 +82,7 @@ def test_a_large_cluster_loses_nothing_to_a_small_one() -> None:
     features = (4 * np.eye(2, 6)[labels] + rng.normal(size=(300, 6))).astype(np.float32)
     begun = np.zeros((300, 2), np.float32)
     begun[[0, 1, 2], 0] = begun[[270, 271, 272], 1] = 1 / 3
-    found = carried(neighbour_graph(features, nearest_neighbours(features, 10)), begun).argmax(1)
+    found = spread_labels(neighbour_graph(features, nearest_neighbours(features, 10)), begun).argmax(1)
     assert (found == labels).mean() > 0.95
 
 
@@ -165,8 +165,8 @@ def test_a_group_of_wrong_answers_takes_no_cluster_from_a_model_that_is_right(tr
 def test_reach_must_be_less_than_one() -> None:
     features, _ = blobs()
     graph = neighbour_graph(features, nearest_neighbours(features, 5))
-    with pytest.raises(InputError, match=r"reach is 1.0; it must lie in \[0, 1\)"):
-        carried(graph, np.zeros((90, 3), np.float32), reach=1.0)
+    with pytest.raises(InputError, match=r"reach is 1.0; it must be in \[0, 1\)"):
+        spread_labels(graph, np.zeros((90, 3), np.float32), reach=1.0)
 
 
 def n_found(graph: np.ndarray, begun: np.ndarray, known: np.ndarray, reach: float) -> int:
@@ -252,7 +252,7 @@ def test_pairs_that_tell_nothing_apart_leave_the_model_as_it_was() -> None:
     pairs = links([(0, 3), (1, 4)], [], 120)
     placed, _ = METHODS["propagate"](model, shades(), pairs, settings=CPU, context=Context(reporter=said))
     assert placed is model
-    assert "tell no two groups apart" in said.text
+    assert "separate no two groups" in said.text
 
 
 def test_a_cluster_without_answers_keeps_its_place() -> None:
@@ -295,7 +295,7 @@ def test_what_was_seen_once_gives_the_same_head_as_the_method() -> None:
     groups = known_groups(known())
     for most in (50_000, 30):
         placed, _ = METHODS["propagate"](model, images, known(), most_images=most, settings=CPU)
-        again = told(model, frozen, groups, most_images=most)
+        again = teach_groups(model, frozen, groups, most_images=most)
         assert weights_hash(again) == weights_hash(placed)
     np.testing.assert_allclose(frozen.probabilities(again), predict(again, images).probabilities, atol=1e-5)
 

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch.questions.answers import known_from, links_of, stated_constraints
-from constraintmatch.questions.belief import ranks, spread
-from constraintmatch.questions.exemplars import find_exemplars
+from constraintmatch.questions.answers import find_known, links_of, stated_constraints
+from constraintmatch.questions.belief import find_exemplars, ranks, spread
 from constraintmatch.questions.next_question import (
     NONE,
     UNSURE,
@@ -27,7 +26,7 @@ from constraintmatch.questions.next_question import (
     next_questions,
     question_about,
 )
-from constraintmatch.questions.simulated_annotator import LabelOracle
+from constraintmatch.questions.rounds import LabelOracle
 
 few = settings(max_examples=20, deadline=None)
 KINDS: Any = st.sampled_from(["which", "pair"])
@@ -178,7 +177,7 @@ def test_what_the_answers_settle_is_never_asked(
     belief, labels = blobs([12, 9, 6, 2], seed=seed, model=model)
     oracle, answers = LabelOracle(labels, error=error, unsure=0.1, seed=seed), list[Answer]()
     for _ in range(8):
-        known = known_from(answers, len(belief), soon=10)
+        known = find_known(answers, len(belief), soon=10)
         questions = next_questions(
             belief, answers, 4, kind=kind, choose=choose, n_images_per_question=width, seed=seed, soon=10
         )
@@ -208,7 +207,7 @@ def test_the_same_inputs_give_the_same_questions(kind: Any, choose: Any, seed: i
 def test_asked_to_the_end_the_groups_are_the_labels(sizes: list[int], seed: int, model: bool, kind: Any) -> None:
     belief, labels = blobs(sizes, seed=seed, noise=1.0, model=model)
     answers = ask(belief, LabelOracle(labels, error=0).answer, 2_000, kind=kind)
-    known = known_from(answers, len(belief), soon=0)
+    known = find_known(answers, len(belief), soon=0)
     one, other = np.triu_indices(len(belief), 1)
     assert ((known.component[one] == known.component[other]) == (labels[one] == labels[other])).all()
     assert all(known.settled(i, j) for i, j in zip(one.tolist(), other.tolist(), strict=True))
@@ -282,7 +281,7 @@ def test_random_questions_go_on_where_they_stopped() -> None:
 
 
 def exemplars(belief: Belief, answers: Sequence[Answer]) -> Any:
-    return find_exemplars(belief, known_from(answers, len(belief), soon=0), landscape_of(belief.features))
+    return find_exemplars(belief, find_known(answers, len(belief), soon=0), landscape_of(belief.features))
 
 
 def test_before_any_answer_the_most_central_image_stands_for_each_cluster() -> None:
@@ -353,15 +352,15 @@ def test_many_groups_of_two_do_not_all_become_exemplars() -> None:
     answers = [Answer(Question(image, (image + 1,)), 0) for image in range(0, 500, 2)]
     assert len(exemplars(belief, answers)) == 100
     questions = next_questions(belief, answers, 200, choose="random")
-    component = known_from(answers, 600, soon=0).component
+    component = find_known(answers, 600, soon=0).component
     assert len({int(component[question.image]) for question in questions}) == len(questions) == 200
 
 
 def test_the_larger_group_stands_first() -> None:
     belief, labels = blobs([30, 30, 30], noise=0.8)
     answers = ask(belief, LabelOracle(labels, error=0).answer, 40)
-    size = known_from(answers, 90, soon=0).size
-    component = known_from(answers, 90, soon=0).component
+    size = find_known(answers, 90, soon=0).size
+    component = find_known(answers, 90, soon=0).component
     questions = next_questions(belief, answers, 10)
     assert max(len(question.shown) for question in questions) > 1
     for question in questions:
@@ -382,7 +381,7 @@ def test_the_warm_up_holds_each_cluster_against_its_nearest() -> None:
         answers += [oracle.answer(question) for question in next_questions(belief, answers, 4)]
         assert len(answers) <= 12, "one question for each cluster is enough"
     assert len(first) == 12
-    known = known_from(answers, 72, soon=0)
+    known = find_known(answers, 72, soon=0)
     for image in first:
         assert sum(known.settled(image, other) for other in first if other != image) >= 5
 

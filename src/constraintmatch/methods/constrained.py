@@ -2,9 +2,9 @@
 
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.methods.parts.pair_training import Before
+from constraintmatch.methods.parts.pair_training import PairTask
 from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice
-from constraintmatch.methods.safe_recipe import train_by_recipe
+from constraintmatch.methods.safe_recipe import train_pairs
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.loop import TrainSettings
 
@@ -27,21 +27,9 @@ def constrained(
 ) -> Trained:
     """The model trained with L^cons alone.
 
-    `error_rate` is the share of the constraints thought to be wrong: the loss then expects them (decision 032).
-    With `merge` clusters that the pairs join are merged first (decision 038), with `head_steps` the head alone learns
-    first (decision 034). `recipe` is paper, or safe: the start is kept unless held-out pairs say otherwise (042).
+    `error_rate` is the share of the constraints that may be wrong; the loss then expects them (decision 032). `merge`
+    first merges clusters that the pairs join (decision 038). `head_steps` trains the head alone first (decision 034).
+    `recipe` is paper, or safe: the start is kept unless held-out pairs favour another model (decision 042).
     """
-    return train_by_recipe(
-        model,
-        images,
-        constraints,
-        recipe=recipe,
-        title="constrained",
-        unconstrained=None,
-        error_rate=error_rate,
-        pairs_per_step=pairs_per_step,
-        before=Before(merge, head_steps),
-        settings=settings,
-        views=views,
-        context=context,
-    )
+    task = PairTask("constrained", constraints, recipe, error_rate, pairs_per_step, merge, head_steps)
+    return train_pairs(model, images, task, settings, views, context)

@@ -5,9 +5,9 @@ from torch import Tensor
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.methods.parts.pair_training import Before, Selection, Unconstrained, check_error_rate
+from constraintmatch.methods.parts.pair_training import PairTask, check_error_rate, choose_selection
 from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice, check_share
-from constraintmatch.methods.safe_recipe import train_by_recipe
+from constraintmatch.methods.safe_recipe import train_pairs
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.loop import TrainSettings
 from constraintmatch.training.losses import all_pairs_loss, hard_links, soft_links
@@ -45,10 +45,9 @@ def constraintmatch(
     λ is `pseudo_weight`. `selection` is by entropy under τ = `max_entropy` (the paper's) or by confidence from
     `min_confidence`. `links` are soft, 1 − JSD, or hard: 1 from μ = `hard_threshold` on. λ rises from zero over the
     share `warm_up` of the steps (the paper has none): pairs first, where the start is weak. ρ = `flip_fraction` of the
-    guesses have two clusters swapped: `flip_between` the two largest, as the paper says, or any two, as its published
-    code does.
-    `error_rate` is the share of the constraints thought to be wrong, `pseudo_error_rate` that of the pseudo-constraints
-    (None: the same). `merge`, `head_steps` and `recipe`: see `constrained`.
+    guesses have two clusters swapped: `flip_between` the two largest, as in the paper, or any two, as in its published
+    code. `pseudo_error_rate` is the share of the pseudo-constraints that may be wrong (None: as `error_rate`).
+    `error_rate`, `merge`, `head_steps` and `recipe`: see `constrained`.
     """
     expected = error_rate if pseudo_error_rate is None else pseudo_error_rate
     check_error_rate("error_rate" if pseudo_error_rate is None else "pseudo_error_rate", expected)
@@ -63,28 +62,21 @@ def constraintmatch(
     def loss(guess: Tensor, logits: Tensor, keep: Tensor) -> Tensor:
         return all_pairs_loss(logits.float().softmax(-1), pseudo_links(guess), keep, error_rate=expected)
 
-    term = Unconstrained(
-        "pseudo-constraints",
-        loss,
-        Selection(selection, max_entropy, min_confidence),
-        pseudo_links,
-        pseudo_weight,
-        flip_fraction,
-        images_per_step,
-        warm_up,
-        flip_between,
-    )
-    return train_by_recipe(
-        model,
-        images,
+    task = PairTask(
+        "constraintmatch",
         constraints,
-        recipe=recipe,
-        title="constraintmatch",
-        unconstrained=term,
-        error_rate=error_rate,
-        pairs_per_step=pairs_per_step,
-        before=Before(merge, head_steps),
-        settings=settings,
-        views=views,
-        context=context,
+        recipe,
+        error_rate,
+        pairs_per_step,
+        merge,
+        head_steps,
+        loss=loss,
+        select=choose_selection(selection, max_entropy, min_confidence),
+        links=pseudo_links,
+        pseudo_weight=pseudo_weight,
+        warm_up=warm_up,
+        flip_fraction=flip_fraction,
+        flip_between=flip_between,
+        images_per_step=images_per_step,
     )
+    return train_pairs(model, images, task, settings, views, context)

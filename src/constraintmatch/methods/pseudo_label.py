@@ -2,12 +2,12 @@
 
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.methods.parts.pair_training import Before, Selection, Unconstrained
+from constraintmatch.methods.parts.pair_training import PairTask, choose_selection
 from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice
-from constraintmatch.methods.safe_recipe import train_by_recipe
+from constraintmatch.methods.safe_recipe import train_pairs
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.loop import TrainSettings
-from constraintmatch.training.losses import pseudo_label_loss, soft_links
+from constraintmatch.training.losses import pseudo_label_loss
 
 __all__ = ["pseudo_label"]
 
@@ -34,31 +34,22 @@ def pseudo_label(
 ) -> Trained:
     """The model trained with L = L^cons + λ L^CE; λ is `pseudo_weight`, τ is `min_confidence`, ρ is `flip_fraction`.
 
-    λ rises from zero over the share `warm_up` of the steps (the paper has none). L^CE is the mean over all images of a
-    step, as FixMatch has it. `flip_between`, `error_rate`, `merge`, `head_steps`: see `constraintmatch`.
+    L^CE is the mean over all images of a step, as in FixMatch. The other arguments: see `constraintmatch`.
     """
-    term = Unconstrained(
-        "pseudo-labels",
-        lambda guess, logits, keep: pseudo_label_loss(logits, guess, keep),
-        Selection("confidence", min_confidence=min_confidence),
-        soft_links,
-        pseudo_weight,
-        flip_fraction,
-        images_per_step,
-        warm_up,
-        flip_between,
-    )
-    return train_by_recipe(
-        model,
-        images,
+    task = PairTask(
+        "pseudo_label",
         constraints,
-        recipe=recipe,
-        title="pseudo_label",
-        unconstrained=term,
-        error_rate=error_rate,
-        pairs_per_step=pairs_per_step,
-        before=Before(merge, head_steps),
-        settings=settings,
-        views=views,
-        context=context,
+        recipe,
+        error_rate,
+        pairs_per_step,
+        merge,
+        head_steps,
+        loss=lambda guess, logits, keep: pseudo_label_loss(logits, guess, keep),
+        select=choose_selection("confidence", 1.0, min_confidence),
+        pseudo_weight=pseudo_weight,
+        warm_up=warm_up,
+        flip_fraction=flip_fraction,
+        flip_between=flip_between,
+        images_per_step=images_per_step,
     )
+    return train_pairs(model, images, task, settings, views, context)

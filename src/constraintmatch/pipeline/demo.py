@@ -18,13 +18,12 @@ from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, embed, predict, scores
 from constraintmatch.evaluation.report import why_no_report, write_report
 from constraintmatch.methods import Context, ViewChoice
-from constraintmatch.methods.parts.linear_heads import regression_head
+from constraintmatch.methods.parts.heads import regression_head
 from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_head
 from constraintmatch.pipeline.config import make_config
 from constraintmatch.pipeline.train import pretrain, train
-from constraintmatch.questions.rounds import Asking, head_belief, informed, simulate
-from constraintmatch.questions.simulated_annotator import LabelOracle
+from constraintmatch.questions.rounds import Asking, LabelOracle, head_belief, inform_start, simulate
 from constraintmatch.training.batches import derive_seed
 from constraintmatch.training.run_folder import write_result
 
@@ -123,7 +122,7 @@ def _asked(start: ClusterModel, images: ImageSet, seed: int) -> ClusterModel:
     frozen, order = Frozen.of(start, images), np.random.default_rng(seed).permutation(len(images))
     rounds = simulate(
         lambda model: head_belief(model, frozen),
-        lambda answers: informed(start, frozen, answers),
+        lambda answers: inform_start(start, frozen, answers),
         start,
         BUDGETS,
         LabelOracle(images.labels, error=0.0),

@@ -22,8 +22,8 @@ __all__ = [
     "Known",
     "Question",
     "constraints_of",
+    "find_known",
     "implied_groups",
-    "known_from",
     "links_of",
     "n_kinds",
     "stated_constraints",
@@ -158,7 +158,7 @@ class Known:
         return not self.settled(one, other) and (min(one, other), max(one, other)) not in self.unsure
 
 
-def known_from(answers: Sequence[Answer], n_images: int, *, soon: int) -> Known:
+def find_known(answers: Sequence[Answer], n_images: int, *, soon: int) -> Known:
     """What the answers say; an "unsure" rests until `soon` more answers have been given."""
     closure = stated_constraints(answers, n_images).component_constraints()
     apart: defaultdict[int, set[int]] = defaultdict(set)
@@ -183,7 +183,7 @@ def n_kinds(answers: Sequence[Answer], n_images: int) -> int:
 
     Found greedily, the largest groups first, so it may be a few less than there are; 1 while nothing was told apart.
     """
-    known = known_from(answers, n_images, soon=0)
+    known = find_known(answers, n_images, soon=0)
     different: list[int] = []
     for component in sorted(known.apart, key=lambda one: (-known.size[one], one)):
         if known.apart[component].issuperset(different):

@@ -22,11 +22,20 @@ from constraintmatch.questions.answers import (
     Answer,
     Known,
     Question,
+    find_known,
     implied_groups,
-    known_from,
 )
-from constraintmatch.questions.belief import Belief, Landscape, landscape_of, ranks, spread
-from constraintmatch.questions.exemplars import Exemplars, affinity, excluded_exemplars, find_exemplars
+from constraintmatch.questions.belief import (
+    Belief,
+    Exemplars,
+    Landscape,
+    affinity,
+    excluded_exemplars,
+    find_exemplars,
+    landscape_of,
+    ranks,
+    spread,
+)
 
 __all__ = [
     "MAX_SHOWN",
@@ -102,7 +111,7 @@ def next_questions(
     An image that made somebody unsure rests for `soon` answers. `seed` is for "random" alone.
     """
     _check(belief, n, kind, choose, n_images_per_question, soon)
-    known = known_from(answers, len(belief), soon=soon)
+    known = find_known(answers, len(belief), soon=soon)
     askable = _askable(known, candidates, waiting)
     if n == 0 or len(belief) < 2:
         return []
@@ -134,7 +143,7 @@ def question_about(
     if not 0 <= image < len(belief):
         raise InputError(f"image {image} does not exist (the set has {len(belief):,} images)")
     _check(belief, 1, "which", "recommended", n_images_per_question, 0)
-    known = known_from(answers, len(belief), soon=0)
+    known = find_known(answers, len(belief), soon=0)
     scene = _look(belief, known, landscape, np.ones(len(belief), bool), n_images_per_question, ())
     home = int(scene.exemplars.home[image])
     if home < 0:

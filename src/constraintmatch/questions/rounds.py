@@ -30,12 +30,12 @@ __all__ = [
     "Annotator",
     "Asking",
     "Round",
-    "anchored",
+    "add_anchors",
     "ask_until",
     "closure_pairs",
     "head_belief",
     "image_belief",
-    "informed",
+    "inform_start",
     "simulate",
 ]
 
@@ -97,7 +97,7 @@ def closure_pairs(answers: Sequence[Answer], n_images: int, *, most: int = MOST_
     return Constraints.from_arrays(left, right, link, n_images=n_images)
 
 
-def anchored(pairs: Constraints, probabilities: NDArray[np.float32], *, seed: int = 0) -> Constraints:
+def add_anchors(pairs: Constraints, probabilities: NDArray[np.float32], *, seed: int = 0) -> Constraints:
     """The pairs, and cannot-links between what the model is sure of that a round begins with (n, k).
 
     After 50 answers the network ended far below the start without them: so few pairs are soon learnt by heart, and
@@ -201,18 +201,18 @@ def simulate(
         yield Round(tuple(found), model)
 
 
-def informed(start: "ClusterModel", frozen: "Frozen", answers: Sequence[Answer]) -> "ClusterModel":
+def inform_start(start: "ClusterModel", frozen: "Frozen", answers: Sequence[Answer]) -> "ClusterModel":
     """A copy of the start (with clusters) whose head knows the answers already; see `propagate`.
 
     What the answers say of some images is carried to all before the network is trained: pseudo-constraints then confirm
     what a person said, not what the start had wrong. `frozen` is what the start's backbone makes of the images: it is
     the same in every round.
     """
-    from constraintmatch.methods.propagate import told
+    from constraintmatch.methods.propagate import teach_groups
 
     n = len(frozen)
     groups = known_groups(stated_constraints(answers, n), constraints_of(answers, n))
-    return told(start, frozen, groups) if len(groups) > 1 else copy.deepcopy(start)
+    return teach_groups(start, frozen, groups) if len(groups) > 1 else copy.deepcopy(start)
 
 
 def head_belief(model: "ClusterModel", frozen: "Frozen") -> Belief:

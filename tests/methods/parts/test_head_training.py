@@ -16,7 +16,7 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import accuracy, predict
 from constraintmatch.methods import METHODS, Context
-from constraintmatch.methods.parts.head_training import teach_head
+from constraintmatch.methods.parts.heads import teach_head
 from constraintmatch.models.cluster_model import ClusterModel, build_model
 from constraintmatch.training.loop import TrainSettings
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,16 @@ SIMCLR_SETTINGS = TrainSettings(lr=0.4, weight_decay=1e-4, schedule="cosine")
 
 
 class Projector(nn.Module):
-    """The model as the pretext task sees it: images to projections."""
+    """Images to projections, as a pretext task needs them: by the model's own projection, or by a given projector."""
 
-    def __init__(self, model: ClusterModel) -> None:
+    def __init__(self, model: ClusterModel, projector: nn.Module | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.projector = model, projector
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.model.project(images)
+        if self.projector is None:
+            return self.model.project(images)
+        return cast(Tensor, self.projector(self.model.features(images)))
 
 
 def simclr(
@@ -42,9 +45,9 @@ def simclr(
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
     context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
-    """A model whose backbone was trained by NT-Xent, under a projection head; the given one is left as it is.
+    """A copy of the model with a backbone trained by NT-Xent, and a projection head.
 
-    The learning rate is for 512 images a step and is scaled to the batch that is used. The steps follow from `epochs`.
+    The learning rate is for 512 images a step and is scaled to the actual batch. The steps follow from `epochs`.
     """
     if len(images) < 4:
         raise InputError(f"simclr compares images with each other and needs at least 4; there are {len(images)}")
@@ -66,15 +69,5 @@ def simclr(
         first, second = network(torch.cat((batch.weak, batch.strong))).chunk(2)
         return {"contrast": nt_xent(first, second, temperature=temperature)}
 
-    log = fit(
-        Projector(trained),
-        next_batch,
-        loss,
-        settings,
-        title="simclr",
-        run=context.run,
-        prefetch=bench.prefetch,
-        reporter=context.reporter,
-        stop=context.stop,
-    )
+    log = fit(Projector(trained), next_batch, loss, settings, title="simclr", **bench.surroundings(context))
     return Trained(trained, log)
