@@ -105,8 +105,8 @@ def asked_models(
         return learn(closure_pairs(answers, len(images)))
 
     asking = Asking(kind="which" if way == "which" else "pair", batch=25, seed=sample)
-    for found in simulate(believe, learn_answers, start, [n for n in budgets if n <= 2_000], oracle, asking):
-        yield len(found.answers), found.model
+    for answers, model in simulate(believe, learn_answers, start, [n for n in budgets if n <= 2_000], oracle, asking):
+        yield len(answers), model
 
 
 def features(asked: argparse.Namespace) -> Task:

@@ -33,9 +33,8 @@ from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models.cluster_model import ClusterModel, load_model
 from constraintmatch.pipeline.config import make_config, round_size
 from constraintmatch.pipeline.train import train, weights_hash
-from constraintmatch.questions.answers import Answer, Question
+from constraintmatch.questions.answers import Answer, Question, implied_groups
 from constraintmatch.questions.belief import Belief
-from constraintmatch.questions.next_question import implied_groups
 from constraintmatch.questions.rounds import (
     Asking,
     LabelOracle,
@@ -145,15 +144,15 @@ def run(asked: argparse.Namespace, way: str, error: float, request: dict[str, An
     asking = replace(WAYS[way], seed=asked.seed)
     rest = [budget for budget in asked.budgets if budget > len(answers)]
     going = simulate(rounds.believe, rounds.train, rounds.start, rest, oracle, asking, answers)
-    for done in going if rest else ():
-        found = rounds.score(done.model, test.labels)
-        groups = implied_groups(done.answers, len(images))
+    for answers, model in going if rest else ():
+        found = rounds.score(model, test.labels)
+        groups = implied_groups(answers, len(images))
         seconds = round(time.monotonic() - began, 1)
-        points.append({"answers": len(done.answers), **found, "groups": int(groups.max()) + 1, "seconds": seconds})
-        given = [[one.question.image, one.question.shown, one.choice] for one in done.answers]
+        points.append({"answers": len(answers), **found, "groups": int(groups.max()) + 1, "seconds": seconds})
+        given = [[one.question.image, one.question.shown, one.choice] for one in answers]
         write_json(kept, {"request": request, "points": points, "answers": given})
         print(
-            f"{asked.name} {way} error {error:g}: {len(done.answers):,} answers, ACC {100 * found['acc']:.2f}",
+            f"{asked.name} {way} error {error:g}: {len(answers):,} answers, ACC {100 * found['acc']:.2f}",
             flush=True,
         )
     return points

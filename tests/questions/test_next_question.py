@@ -12,20 +12,18 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch.questions.answers import find_known, links_of, stated_constraints
-from constraintmatch.questions.belief import find_exemplars, ranks, spread
-from constraintmatch.questions.next_question import (
+from constraintmatch.questions.answers import (
     NONE,
     UNSURE,
     Answer,
-    Belief,
     Question,
-    certain_share,
+    find_known,
     implied_groups,
-    landscape_of,
-    next_questions,
-    question_about,
+    links_of,
+    stated_constraints,
 )
+from constraintmatch.questions.belief import Belief, find_exemplars, ranks, spread
+from constraintmatch.questions.next_question import certain_share, next_questions, question_about
 from constraintmatch.questions.rounds import LabelOracle
 
 few = settings(max_examples=20, deadline=None)
@@ -63,9 +61,8 @@ def ask(
 ) -> list[Answer]:
     """Up to n answers, asked in batches until nothing is left."""
     answers: list[Answer] = []
-    landscape = landscape_of(belief.features)
     while len(answers) < n:
-        questions = next_questions(belief, answers, min(batch, n - len(answers)), landscape=landscape, **options)
+        questions = next_questions(belief, answers, min(batch, n - len(answers)), **options)
         if not questions:
             break
         answers += map(oracle, questions)
@@ -108,8 +105,8 @@ def test_a_question_of_one_image_is_a_pair() -> None:
     [
         (0, (), 0, "1 to 5 images"),
         (0, (1, 2, 3, 4, 5, 6), 0, "1 to 5 images"),
-        (0, (0, 1), 0, "stand there once"),
-        (0, (1, 1), 0, "stand there once"),
+        (0, (0, 1), 0, "be there once"),
+        (0, (1, 1), 0, "be there once"),
         (-1, (1, 2), 0, "count from 0"),
         (0, (1, 2), 2, "use 0 to 1"),
         (0, (1, 2), -3, "use 0 to 1"),
@@ -185,7 +182,7 @@ def test_what_the_answers_settle_is_never_asked(
         assert questions or answers  # the first round has some
         for question in questions:
             assert 0 < len(question.shown) <= (1 if kind == "pair" else width)
-            assert not any(known.settled(question.image, shown) for shown in question.shown)
+            assert not any(known.settles(question.image, shown) for shown in question.shown)
             assert len(set(known.component[list(question.shown)].tolist())) == len(question.shown)
             assert question.image not in known.resting
         pairs = [frozenset((q.image, shown)) for q in questions for shown in q.shown]
@@ -210,7 +207,7 @@ def test_asked_to_the_end_the_groups_are_the_labels(sizes: list[int], seed: int,
     known = find_known(answers, len(belief), soon=0)
     one, other = np.triu_indices(len(belief), 1)
     assert ((known.component[one] == known.component[other]) == (labels[one] == labels[other])).all()
-    assert all(known.settled(i, j) for i, j in zip(one.tolist(), other.tolist(), strict=True))
+    assert all(known.settles(i, j) for i, j in zip(one.tolist(), other.tolist(), strict=True))
 
 
 def test_an_exemplar_that_is_excluded_is_not_shown_and_the_others_follow() -> None:
@@ -281,7 +278,7 @@ def test_random_questions_go_on_where_they_stopped() -> None:
 
 
 def exemplars(belief: Belief, answers: Sequence[Answer]) -> Any:
-    return find_exemplars(belief, find_known(answers, len(belief), soon=0), landscape_of(belief.features))
+    return find_exemplars(belief, find_known(answers, len(belief), soon=0))
 
 
 def test_before_any_answer_the_most_central_image_stands_for_each_cluster() -> None:
@@ -342,7 +339,7 @@ def test_a_group_is_shown_by_its_most_typical_member() -> None:
     found = exemplars(belief, answers)
     centre = belief.features[group].mean(0)
     centre /= np.linalg.norm(centre)
-    typical = landscape_of(belief.features).density[group] + belief.features[group] @ centre
+    typical = belief.density[group] + belief.features[group] @ centre
     assert group[int(np.argmax(typical))] in found.image
     assert len(set(found.home[group].tolist())) == 1
 
@@ -383,12 +380,12 @@ def test_the_warm_up_holds_each_cluster_against_its_nearest() -> None:
     assert len(first) == 12
     known = find_known(answers, 72, soon=0)
     for image in first:
-        assert sum(known.settled(image, other) for other in first if other != image) >= 5
+        assert sum(known.settles(image, other) for other in first if other != image) >= 5
 
 
 def test_recommended_images_are_harder_denser_and_further_apart_than_random_ones() -> None:
     belief, labels = blobs([150] * 4, noise=0.9)
-    oracle, landscape = LabelOracle(labels, error=0), landscape_of(belief.features)
+    oracle, density = LabelOracle(labels, error=0), belief.density
     answers = ask(belief, oracle.answer, 4)
     rows = {
         choose: [question.image for question in next_questions(belief, answers, 40, choose=choose)]
@@ -405,7 +402,7 @@ def test_recommended_images_are_harder_denser_and_further_apart_than_random_ones
         return float((similar - 2 * np.eye(len(images))).max(1).mean())
 
     assert margin(rows["recommended"]) < 0.8 * margin(rows["random"])
-    assert landscape.density[rows["recommended"]].mean() > landscape.density[rows["uncertain"]].mean() + 0.01
+    assert density[rows["recommended"]].mean() > density[rows["uncertain"]].mean() + 0.01
     assert closest(rows["recommended"]) < closest(rows["uncertain"]) - 0.01
 
 
@@ -474,21 +471,21 @@ def test_a_person_can_ask_about_one_image() -> None:
         question_about(belief, answers, 45)
 
 
-# The landscape
+# The density
 
 
 def test_density_is_the_mean_cosine_with_the_nearest_neighbours() -> None:
     belief, _ = blobs([40, 25])
     similar = belief.features @ belief.features.T - 9 * np.eye(65, dtype=np.float32)
     expected = np.sort(similar, axis=1)[:, -20:].mean(1)
-    np.testing.assert_allclose(landscape_of(belief.features).density, expected, rtol=1e-5)
+    np.testing.assert_allclose(belief.density, expected, rtol=1e-5)
 
 
 def test_the_density_of_many_images_is_near_the_exact_one() -> None:
     features = Belief.of(generator(0).standard_normal((12_000, 6)) + np.array([2, 0, 0, 0, 0, 0])).features
     some = np.arange(0, 12_000, 60)
     exact = np.sort(features[some] @ features.T, axis=1)[:, -21:-1].mean(1)
-    assert np.corrcoef(landscape_of(features).density[some], exact)[0, 1] > 0.98
+    assert np.corrcoef(Belief(features).density[some], exact)[0, 1] > 0.98
 
 
 @few

@@ -112,16 +112,16 @@ def test_each_round_has_the_answers_of_the_ones_before_and_is_asked_by_the_newes
 
     rounds = list(simulate(believe, train, "start", [4, 10, 12], ORACLE, Asking(batch=3)))
     assert seen == ["start", "model 4", "model 10", "model 12"]
-    assert [len(done.answers) for done in rounds] == sizes == [4, 10, 12]
-    assert rounds[1].answers[:4] == rounds[0].answers
+    assert [len(answers) for answers, _ in rounds] == sizes == [4, 10, 12]
+    assert rounds[1][0][:4] == rounds[0][0]
 
 
 def test_a_stopped_simulation_goes_on_as_if_it_had_not_stopped() -> None:
     def believe(model: int) -> Belief:  # another one after each training, by the number of answers
         return Belief.of(np.roll(FEATURES, model, axis=0))
 
-    def go(budgets: list[int], answers: Sequence[Answer] = ()) -> list[tuple[Answer, ...]]:
-        return [done.answers for done in simulate(believe, len, 0, budgets, ORACLE, Asking(batch=3), answers)]
+    def go(budgets: list[int], answers: Sequence[Answer] = ()) -> list[list[Answer]]:
+        return [found for found, _ in simulate(believe, len, 0, budgets, ORACLE, Asking(batch=3), answers)]
 
     whole = go([4, 10, 12])
     assert go([10, 12], whole[0]) == whole[1:]

@@ -3,11 +3,9 @@
 from collections.abc import Callable
 
 from constraintmatch.methods.bounds import fully_constrained, supervised
-from constraintmatch.methods.constrained import constrained
-from constraintmatch.methods.constraintmatch import constraintmatch
+from constraintmatch.methods.constraintmatch import constrained, constraintmatch, pseudo_label
 from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice
 from constraintmatch.methods.propagate import propagate
-from constraintmatch.methods.pseudo_label import pseudo_label
 from constraintmatch.methods.starts.byol import byol
 from constraintmatch.methods.starts.scan import linear_scan, scan
 from constraintmatch.methods.starts.self_label import neighbour_label, self_label

@@ -1,4 +1,4 @@
-"""ConstraintMatch: the pair loss on given constraints, and on pseudo-constraints between informative images."""
+"""ConstraintMatch and the two competitors of the paper: the pair loss on constraints, with or without a second term."""
 
 from torch import Tensor
 
@@ -10,9 +10,68 @@ from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoi
 from constraintmatch.methods.safe_recipe import train_pairs
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.loop import TrainSettings
-from constraintmatch.training.losses import all_pairs_loss, hard_links, soft_links
+from constraintmatch.training.losses import all_pairs_loss, hard_links, pseudo_label_loss, soft_links
 
-__all__ = ["constraintmatch"]
+__all__ = ["constrained", "constraintmatch", "pseudo_label"]
+
+
+def constrained(
+    model: ClusterModel,
+    images: ImageSet,
+    constraints: Constraints,
+    *,
+    error_rate: float = 0.0,
+    merge: bool = False,
+    head_steps: int = 0,
+    recipe: str = "paper",
+    pairs_per_step: int = 200,
+    settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
+    views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
+) -> Trained:
+    """The model trained with L^cons alone.
+
+    `error_rate` is the share of the constraints that may be wrong; the loss then expects them (decision 032). `merge`
+    first merges clusters that the pairs join (decision 038). `head_steps` trains the head alone first (decision 034).
+    `recipe` is paper, or safe: the start is kept unless held-out pairs favour another model (decision 042).
+    """
+    task = PairTask("constrained", constraints, recipe, error_rate, pairs_per_step, merge, head_steps)
+    return train_pairs(model, images, task, settings, views, context)
+
+
+def pseudo_label(
+    model: ClusterModel,
+    images: ImageSet,
+    constraints: Constraints,
+    *,
+    pseudo_weight: float = 1.0,
+    min_confidence: float = 0.95,
+    warm_up: float = 0.0,
+    flip_fraction: float = 0.0,
+    flip_between: str = "largest",
+    error_rate: float = 0.0,
+    merge: bool = False,
+    head_steps: int = 0,
+    recipe: str = "paper",
+    pairs_per_step: int = 200,
+    images_per_step: int = 600,
+    settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
+    views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
+) -> Trained:
+    """The model trained with L = L^cons + λ L^CE; λ is `pseudo_weight`, τ is `min_confidence`, ρ is `flip_fraction`.
+
+    L^CE is the mean over all images of a step, as in FixMatch. The other arguments: see `constraintmatch`.
+    """
+    pairs = (constraints, recipe, error_rate, pairs_per_step, merge, head_steps)
+    term = (pseudo_weight, warm_up, flip_fraction, flip_between, images_per_step)
+    select = choose_selection("confidence", 1.0, min_confidence)
+
+    def loss(guess: Tensor, logits: Tensor, keep: Tensor) -> Tensor:
+        return pseudo_label_loss(logits, guess, keep)
+
+    task = PairTask("pseudo_label", *pairs, loss, select, soft_links, *term)
+    return train_pairs(model, images, task, settings, views, context)
 
 
 def constraintmatch(
@@ -62,21 +121,8 @@ def constraintmatch(
     def loss(guess: Tensor, logits: Tensor, keep: Tensor) -> Tensor:
         return all_pairs_loss(logits.float().softmax(-1), pseudo_links(guess), keep, error_rate=expected)
 
-    task = PairTask(
-        "constraintmatch",
-        constraints,
-        recipe,
-        error_rate,
-        pairs_per_step,
-        merge,
-        head_steps,
-        loss=loss,
-        select=choose_selection(selection, max_entropy, min_confidence),
-        links=pseudo_links,
-        pseudo_weight=pseudo_weight,
-        warm_up=warm_up,
-        flip_fraction=flip_fraction,
-        flip_between=flip_between,
-        images_per_step=images_per_step,
-    )
+    pairs = (constraints, recipe, error_rate, pairs_per_step, merge, head_steps)
+    term = (pseudo_weight, warm_up, flip_fraction, flip_between, images_per_step)
+    select = choose_selection(selection, max_entropy, min_confidence)
+    task = PairTask("constraintmatch", *pairs, loss, select, pseudo_links, *term)
     return train_pairs(model, images, task, settings, views, context)

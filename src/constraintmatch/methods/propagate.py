@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
-from torch import Tensor
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
@@ -128,43 +127,29 @@ def teach_groups(
     reach: float = 0.99,
     most_images: int = 50_000,
 ) -> ClusterModel:
-    """The model with a head that repeats what two groups or more say about the images."""
-    rows = _choose_rows(groups, len(frozen), most_images)
-    part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
-    size = len(rows) / model.config.n_clusters  # of a cluster on average
-    # A tenth of it, or five if a quarter is at least that: more neighbours lead into other kinds (docs/findings.md).
-    most = max(1, min(int(size / 4), max(LEAST_NEAR, int(size / 10))))
-    graph = part.graph(min(n_neighbours, most))
-    return with_head(model, *_repeat_groups(part.features, part.probabilities(model), inside, graph, reach))
+    """The model with a head that repeats what two groups or more say about the images, spread along neighbours.
 
-
-def _choose_rows(groups: Sequence[NDArray[np.int64]], n_images: int, most: int) -> NDArray[np.int64]:
-    """The images that labels spread over: those of the groups, and others up to about `most`."""
-    return np.union1d(np.concatenate(groups), spread(n_images, most))
-
-
-def _repeat_groups(
-    features: NDArray[np.float32],
-    probabilities: NDArray[np.float32],
-    groups: Sequence[NDArray[np.int64]],
-    graph: csr_array,
-    reach: float,
-) -> tuple[Tensor, Tensor]:
-    """Weights (k, d) and biases (k,) of a head that repeats the clusters that labels spread to.
-
-    features (n, d) and probabilities (n, k) are the model's, graph (n, n) is the `neighbour_graph` of the features. A
-    cluster without answers and without images stays empty.
+    A cluster without answers and without images stays empty.
     """
-    first = seeds(groups, probabilities)
-    known = np.concatenate(groups)
+    rows, k = _choose_rows(groups, len(frozen), most_images), model.config.n_clusters
+    part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
+    # Neighbours: a tenth of a cluster, or five if a quarter is at least that: more lead to other kinds (docs/findings.md).
+    most = max(1, min(int(len(rows) / k / 4), max(LEAST_NEAR, int(len(rows) / k / 10))))
+    graph, first = part.graph(min(n_neighbours, most)), seeds(inside, part.probabilities(model))
+    known = np.concatenate(inside)
     known = known[first[known].max(1) > 0]  # with more groups than clusters, some have no cluster
     nearer = 1 - NEARER * (1 - reach)
-    if len(features) <= JUDGED and nearer >= 0:
+    if len(rows) <= JUDGED and nearer >= 0:
         reach = best_reach(graph, first, known, (nearer, reach))
     shares = spread_labels(graph, first, reach=reach)
     reached = np.flatnonzero(shares.max(1) > 0)
     chosen = np.union1d(known, reached[spread(len(reached), REPEATED)])
     used, clusters = np.unique(shares[chosen].argmax(1), return_inverse=True)
-    weight, bias = torch.zeros(probabilities.shape[1], features.shape[1]), torch.full((probabilities.shape[1],), NEVER)
-    weight[used], bias[used] = regression_head(features[chosen], clusters.astype(np.int64), len(used))
-    return weight, bias
+    weight, bias = torch.zeros(k, part.features.shape[1]), torch.full((k,), NEVER)
+    weight[used], bias[used] = regression_head(part.features[chosen], clusters.astype(np.int64), len(used))
+    return with_head(model, weight, bias)
+
+
+def _choose_rows(groups: Sequence[NDArray[np.int64]], n_images: int, most: int) -> NDArray[np.int64]:
+    """The images that labels spread over: those of the groups, and others up to about `most`."""
+    return np.union1d(np.concatenate(groups), spread(n_images, most))

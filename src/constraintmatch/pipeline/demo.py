@@ -5,7 +5,7 @@ import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,9 +128,8 @@ def _asked(start: ClusterModel, images: ImageSet, seed: int) -> ClusterModel:
         LabelOracle(images.labels, error=0.0),
         Asking(candidates=np.sort(order[len(order) // 10 :])),
     )
-    *_, last = rounds
-    model: ClusterModel = last.model
-    return model
+    *_, (_, model) = rounds
+    return cast(ClusterModel, model)
 
 
 def _scores(images: ImageSet, predictions: Predictions) -> dict[str, float]:

@@ -5,7 +5,6 @@ are trained by SCAN's loss at once, and the best ones vote.
 """
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -25,8 +24,6 @@ from constraintmatch.training.losses import scan_loss
 
 __all__ = [
     "EMPTY",
-    "LOWEST",
-    "REPEATED",
     "LinearHead",
     "agreed_clusters",
     "attach_head",
@@ -39,7 +36,6 @@ __all__ = [
     "merge_clusters",
     "regression_head",
     "steady_head",
-    "teach_head",
 ]
 
 BATCH, JUDGED = 1_000, 10_000  # images in a step, and images that judge the heads
@@ -104,7 +100,7 @@ def best_linear_head(
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     with torch.no_grad():
-        losses = _judge(inputs, near, weight, bias, entropy_weight)
+        losses = head_losses(inputs, near, weight.mT, bias[:, 0], entropy_weight=entropy_weight)
         best = losses.argsort(stable=True)[: max(1, n_heads // 8)]
         weights = weight[best].mT / scale
         biases = bias[best, 0] - weights @ mean
@@ -140,12 +136,18 @@ def agreed_clusters(votes: Tensor) -> Tensor:
     return mean.argmax(-1)
 
 
+@torch.no_grad()
 def head_losses(
     features: Tensor, near: Tensor, weights: Tensor, biases: Tensor, *, entropy_weight: float = 5.0
 ) -> Tensor:
-    """SCAN's loss (h,) of heads with weights (h, k, d) and biases (h, k) on features (n, d) and neighbours (n, m)."""
-    with torch.no_grad():
-        return _judge(features, near, weights.transpose(1, 2), biases[:, None], entropy_weight)
+    """SCAN's loss (h,) of heads with weights (h, k, d) and biases (h, k) on features (n, d) and neighbours (n, m).
+
+    It is measured on images at even steps over the set, each with five of its neighbours.
+    """
+    rows = torch.linspace(0, len(features) - 1, min(JUDGED, len(features)), device=features.device).long()
+    columns = torch.linspace(0, near.shape[1] - 1, min(5, near.shape[1]), device=features.device).long()
+    heads = weights.mT, biases[:, None], entropy_weight
+    return torch.stack([_losses(features[rows], features[near[rows, at]], *heads) for at in columns]).mean(0)
 
 
 def calm_factor(logits: Tensor, surest: float, *, shrink: float = 0.9, least: float = 1e-6) -> float:
@@ -173,15 +175,6 @@ def _losses(anchors: Tensor, partners: Tensor, weight: Tensor, bias: Tensor, ent
 def _bound(logits: Tensor) -> Tensor:
     """Logits at most 80 below the largest of their row: a CPU is several times slower on numbers near 1e-40."""
     return (logits - logits.detach().amax(-1, keepdim=True)).clamp(min=LOWEST)
-
-
-def _judge(inputs: Tensor, near: Tensor, weight: Tensor, bias: Tensor, entropy_weight: float) -> Tensor:
-    """The loss (h,) on images at even steps over the set, each with five of its neighbours."""
-    count = min(JUDGED, len(inputs))
-    rows = torch.linspace(0, len(inputs) - 1, count, device=inputs.device).long()
-    columns = torch.linspace(0, near.shape[1] - 1, min(5, near.shape[1]), device=inputs.device).long()
-    each = [_losses(inputs[rows], inputs[near[rows, column]], weight, bias, entropy_weight) for column in columns]
-    return torch.stack(each).mean(0)
 
 
 def regression_head(
@@ -240,23 +233,6 @@ def attach_head(model: ClusterModel, alone: ClusterModel) -> ClusterModel:
     placed = with_clusters(model, 0) if alone.head is None else with_head(model, *_on_features(alone))
     placed.config = replace(placed.config, trained=(*model.config.trained, *alone.config.trained))
     return placed
-
-
-def teach_head(
-    model: ClusterModel,
-    images: ImageSet,
-    learn: Callable[[ClusterModel, ImageSet], object],
-    *,
-    device: torch.device | str | None = None,
-) -> None:
-    """Train the model's head in place: `learn` gets it as a model of its own, and the embeddings of the images."""
-    assert model.head is not None
-    seen = embed_images(model, images, device=device)
-    alone = detach_head(model, seen)
-    learn(alone, seen)
-    with torch.no_grad():
-        for part, taught in zip((model.head.weight, model.head.bias), _on_features(alone), strict=True):
-            part.copy_(taught)
 
 
 def _on_features(alone: ClusterModel) -> tuple[Tensor, Tensor]:

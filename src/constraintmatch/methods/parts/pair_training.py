@@ -19,12 +19,12 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.judge import Guard
 from constraintmatch.evaluation.metrics import predict, pseudo_quality
-from constraintmatch.methods.parts.heads import merge_clusters, teach_head
+from constraintmatch.methods.parts.heads import attach_head, detach_head, embed_images, merge_clusters
 from constraintmatch.methods.parts.preparation import (
     Bench,
     Context,
     ViewChoice,
-    check_model,
+    check_images,
     check_share,
     evaluate_now,
     prepare,
@@ -118,7 +118,7 @@ def check_task(task: PairTask, model: ClusterModel, images: ImageSet) -> None:
     if task.flip_between not in ("largest", "any"):
         raise InputError(f"unknown flip_between {task.flip_between!r}; known are largest, any")
     check_error_rate("error_rate", task.error_rate)
-    check_model(model, images)
+    check_images(model, images, need_clusters=True)
 
 
 def check_error_rate(name: str, value: float) -> None:
@@ -143,12 +143,10 @@ def begin(
         around = Context(reporter=context.reporter, stop=context.stop)
         plain = {"compile": False, "cuda_graph": False, "bf16": False}  # a head is too small to gain by them
         short = replace(settings, steps=task.head_steps, lr=HEAD_RATE, **plain)
-        teach_head(
-            model,
-            images,
-            lambda head, seen: build_training(head, seen, alone, short, ViewChoice(), around)(),
-            device=device,
-        )
+        seen = embed_images(model, images, device=device)
+        head = detach_head(model, seen)
+        build_training(head, seen, alone, short, ViewChoice(), around)()
+        model = attach_head(model, head)
     return model
 
 

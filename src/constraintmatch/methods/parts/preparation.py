@@ -39,7 +39,6 @@ __all__ = [
     "check_clusters",
     "check_images",
     "check_least",
-    "check_model",
     "check_share",
     "evaluate_now",
     "find_neighbours",
@@ -143,7 +142,7 @@ class Bench:
 
 def prepare(model: ClusterModel, images: ImageSet, settings: TrainSettings, *, need_clusters: bool = True) -> Bench:
     """The bench for a training; an InputError if the model does not take the images."""
-    (check_model if need_clusters else check_images)(model, images)
+    check_images(model, images, need_clusters=need_clusters)
     device = choose_device(settings.device)
     compiles = bool(settings.resolved(device).compile)
     maker = ViewMaker(derive_seed(settings.seed, "views"), device, compile=compiles)
@@ -156,18 +155,14 @@ def keep_model(model: ClusterModel, why: str, context: Context) -> Trained:
     return Trained(model, [{"step": 0, "kind": "evaluation", "warnings": [why], "seconds": 0.0}])
 
 
-def by_epochs(settings: TrainSettings, epochs: int, rows: Shuffled) -> TrainSettings:
-    """The settings with the steps of these epochs, and with ten evaluations unless they name another number."""
-    steps = epochs * rows.steps_per_epoch
-    return replace(settings, steps=steps, evaluate_every=settings.evaluate_every or max(1, steps // 10))
-
-
-def check_model(model: ClusterModel, images: ImageSet) -> None:
-    """An InputError if the model does not take the images, or has no clusters."""
-    check_images(model, images)
-    if model.config.n_clusters == 0:
-        raise InputError("this model has no cluster head; add one with with_clusters(model, n), or train scan first")
-    check_clusters(model.config.n_clusters, images)
+def by_epochs(settings: TrainSettings, epochs: int, rows: Shuffled, *, averaged: float = 0.0) -> TrainSettings:
+    """The settings with the steps of these epochs, ten evaluations, and an average of the last weights over a share
+    of the steps; what the settings name themselves stays.
+    """
+    steps, ema = epochs * rows.steps_per_epoch, settings.ema
+    if ema is None and averaged * steps > 1:
+        ema = 1 - 1 / (averaged * steps)
+    return replace(settings, steps=steps, evaluate_every=settings.evaluate_every or max(1, steps // 10), ema=ema)
 
 
 def check_clusters(n_clusters: int, images: ImageSet) -> None:
@@ -191,14 +186,18 @@ def check_least(title: str, **least: tuple[float, float]) -> None:
             raise InputError(f"{name} is {value}; {title} needs {smallest} or more")
 
 
-def check_images(model: ClusterModel, images: ImageSet) -> None:
-    """An InputError if the images have another side or other channels than the model takes."""
+def check_images(model: ClusterModel, images: ImageSet, *, need_clusters: bool = False) -> None:
+    """An InputError if the model does not take images of this size, or has no clusters and needs them."""
     config = model.config
     if (images.side, images.channels) != (config.side, config.channels):
         takes, given = kind_of(config.side, config.channels), kind_of(images.side, images.channels)
         embedded = 1 in (config.side, images.side)
         fix = "give the kind that it was trained on" if embedded else f"load them with side={config.side}"
         raise InputError(f"the model takes {takes}, these are {given}; {fix}")
+    if need_clusters and config.n_clusters == 0:
+        raise InputError("this model has no cluster head; add one with with_clusters(model, n), or train scan first")
+    if need_clusters:
+        check_clusters(config.n_clusters, images)
 
 
 def find_neighbours(

@@ -34,14 +34,7 @@ from constraintmatch.training.loop import TrainSettings, fit
 from constraintmatch.training.losses import balanced_confident_cross_entropy, confident, pseudo_label_loss
 from constraintmatch.training.views import View
 
-__all__ = [
-    "NEIGHBOUR_LABEL_SETTINGS",
-    "SELF_LABEL_SETTINGS",
-    "TaughtBatch",
-    "neighbour_label",
-    "reliable_labels",
-    "self_label",
-]
+__all__ = ["TaughtBatch", "neighbour_label", "reliable_labels", "self_label"]
 
 SELF_LABEL_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=1e-4, schedule="constant")
 NEIGHBOUR_LABEL_SETTINGS = replace(SELF_LABEL_SETTINGS, schedule="cosine-7/16")
@@ -86,7 +79,7 @@ def self_label(
         why = f"self_label: no image is surer than {min_confidence}; the model is unchanged"
         return keep_model(model, why, context)
     rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
-    settings = _average(by_epochs(settings, epochs, rows), averaged)
+    settings = by_epochs(settings, epochs, rows, averaged=averaged)
 
     def next_batch(step: int) -> Views:
         chosen = rows(step)
@@ -136,7 +129,7 @@ def neighbour_label(
     near = find_neighbours(seen.features, n_neighbours, model.config.n_clusters, bench.device)
     rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
     next_batch = _build_batches(bench, view, rows, *reliable_labels(seen.probabilities, near, reliable))
-    settings = _average(by_epochs(settings, epochs, rows), averaged)
+    settings = by_epochs(settings, epochs, rows, averaged=averaged)
 
     def loss(network: Callable[..., Tensor], batch: TaughtBatch) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -166,12 +159,6 @@ def _build_batches(
         return TaughtBatch(taught, labels[pick], plain, bench.maker(view, plain, step, "strong"))
 
     return next_batch
-
-
-def _average(settings: TrainSettings, share: float) -> TrainSettings:
-    """The settings with an average of the weights over about the last `share` of the steps, if they name no other."""
-    asks = settings.ema is None and share * settings.steps > 1
-    return replace(settings, ema=1 - 1 / (share * settings.steps)) if asks else settings
 
 
 def reliable_labels(
