@@ -84,8 +84,8 @@ def _clusters_of(groups: Sequence[Rows], probabilities: Floats) -> dict[int, int
     """The number of the group that each cluster gets.
 
     A wrong "none of these" begins a second group of a kind, which may become larger than the group of a rare kind. The
-    model sees both groups of the kind in one cluster, so the rare kind still gets one. Groups count by the root of their
-    size: a larger one counts more, and two small ones count more than a large one.
+    model sees both groups of the kind in one cluster, so the rare kind still gets one. Groups count by the root of
+    their size: a larger one counts more, and two small ones count more than a large one.
 
     Wrong answers can also join images of several kinds. That group would take a cluster without answers. If the model
     is right about most answers, it keeps such a cluster for its own surest images.

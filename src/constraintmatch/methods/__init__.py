@@ -6,10 +6,9 @@ from constraintmatch.methods.bounds import fully_constrained, supervised
 from constraintmatch.methods.constraintmatch import constrained, constraintmatch, pseudo_label
 from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice
 from constraintmatch.methods.propagate import propagate
-from constraintmatch.methods.starts.byol import byol
+from constraintmatch.methods.starts.pretext import byol, simclr
 from constraintmatch.methods.starts.scan import linear_scan, scan
 from constraintmatch.methods.starts.self_label import neighbour_label, self_label
-from constraintmatch.methods.starts.simclr import simclr
 
 __all__ = ["METHODS", "Context", "Trained", "ViewChoice"]
 

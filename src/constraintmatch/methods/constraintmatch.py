@@ -6,7 +6,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods.parts.pair_training import PairTask, check_error_rate, choose_selection
-from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice, check_share
+from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice, check_shares
 from constraintmatch.methods.safe_recipe import train_pairs
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.loop import TrainSettings
@@ -66,11 +66,7 @@ def pseudo_label(
     pairs = (constraints, recipe, error_rate, pairs_per_step, merge, head_steps)
     term = (pseudo_weight, warm_up, flip_fraction, flip_between, images_per_step)
     select = choose_selection("confidence", 1.0, min_confidence)
-
-    def loss(guess: Tensor, logits: Tensor, keep: Tensor) -> Tensor:
-        return pseudo_label_loss(logits, guess, keep)
-
-    task = PairTask("pseudo_label", *pairs, loss, select, soft_links, *term)
+    task = PairTask("pseudo_label", *pairs, pseudo_label_loss, select, soft_links, *term)
     return train_pairs(model, images, task, settings, views, context)
 
 
@@ -112,13 +108,13 @@ def constraintmatch(
     check_error_rate("error_rate" if pseudo_error_rate is None else "pseudo_error_rate", expected)
     if links not in ("soft", "hard"):
         raise InputError(f"unknown links {links!r}; known are soft, hard")
-    check_share("hard_threshold", hard_threshold)
+    check_shares(hard_threshold=hard_threshold)
 
     def pseudo_links(guess: Tensor) -> Tensor:
         soft = soft_links(guess)
         return soft if links == "soft" else hard_links(soft, hard_threshold)
 
-    def loss(guess: Tensor, logits: Tensor, keep: Tensor) -> Tensor:
+    def loss(logits: Tensor, guess: Tensor, keep: Tensor) -> Tensor:
         return all_pairs_loss(logits.float().softmax(-1), pseudo_links(guess), keep, error_rate=expected)
 
     pairs = (constraints, recipe, error_rate, pairs_per_step, merge, head_steps)

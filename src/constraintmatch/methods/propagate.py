@@ -133,7 +133,7 @@ def teach_groups(
     """
     rows, k = _choose_rows(groups, len(frozen), most_images), model.config.n_clusters
     part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
-    # Neighbours: a tenth of a cluster, or five if a quarter is at least that: more lead to other kinds (docs/findings.md).
+    # A tenth of a cluster, or five if a quarter is as much: more neighbours lead to other kinds (docs/findings.md).
     most = max(1, min(int(len(rows) / k / 4), max(LEAST_NEAR, int(len(rows) / k / 10))))
     graph, first = part.graph(min(n_neighbours, most)), seeds(inside, part.probabilities(model))
     known = np.concatenate(inside)

@@ -75,8 +75,6 @@ class _SafeTraining:
         self.task, self.judge = replace(task, constraints=training), Judge(held_out)
         self.repeated = repeat_rate(task.constraints)
 
-    # The decisions
-
     def choose_before(self) -> Trained | None:
         """What to keep without a training of the network; None if the network should be trained."""
         if self._is_opposite():
@@ -86,12 +84,11 @@ class _SafeTraining:
             must, cannot = self.judge.n_must_links, self.judge.n_cannot_links
             held = f"held out are {must:,} images with a must-link, {cannot:,} with a cannot-link"
             why = f"{held}; to judge a training takes {LEAST} of each, so nothing more was trained"
-            if self.leads:
-                return self._keep(self._teach(self.pairs), "the head alone", why)
-            return self._keep(self.start, "the start", why)
+            model, name = (self._teach(self.pairs), "the head alone") if self.leads else (self.start, "the start")
+            return self._keep(model, name, why)
         first, name = self.first
         if self.leads and first is not self.start and self.images.embedded:
-            return self._keep(self._refine(first), name, "the answers know the kinds apart")
+            return self._keep(self._refine(first), name, "the answers separate the kinds")
         return None
 
     def choose_after(self, log: list[dict[str, Any]]) -> Trained:
@@ -144,8 +141,6 @@ class _SafeTraining:
         one, other = (self._frozen.probabilities(model).argmax(1) for model in (first, taught))
         return taught if (one == other).mean() >= ALIKE else first
 
-    # The training of the network
-
     @cached_property
     def network(self) -> ClusterModel:
         """The model that is trained."""
@@ -158,14 +153,11 @@ class _SafeTraining:
 
     def guard(self) -> Context:
         """The context with the guard of the training."""
-        losses = self.network_losses
-        if self.repeated is None:  # else the pairs that were answered twice give the rates
-            rates = self.all_pairs.rates(self._predict(self.network, self.all_pairs.rows))
-        else:
-            rates = Rates(self.repeated, self.repeated)
-        beliefs = self._predict(self.network, np.arange(len(self.images)))
+        net, rate = self.network, self.repeated  # the rate of wrong answers, by pairs that have two
+        rates = Rates(rate, rate) if rate is not None else self.all_pairs.rates(self._predict(net, self.all_pairs.rows))
+        beliefs = self._predict(net, np.arange(len(self.images)))
         hold = min(1.0, AS_MANY / len(self.task.constraints))
-        return replace(self.context, guard=Guard(rates, self.judge, losses, beliefs, hold))
+        return replace(self.context, guard=Guard(rates, self.judge, self.network_losses, beliefs, hold))
 
     def weigh_annotators(self) -> PairTask:
         """The task with less weight on the pairs of annotators who are wrong more often than others."""
@@ -186,8 +178,6 @@ class _SafeTraining:
         asked, average = self.settings, max(1.0, AVERAGED * self.settings.steps)
         decay = asked.ema if asked.ema is not None or average <= 1 else 1 - 1 / average
         return replace(asked, clip_norm=asked.clip_norm or 1.0, ema=decay)
-
-    # What models predict
 
     @cached_property
     def _frozen(self) -> Frozen:

@@ -65,9 +65,8 @@ class Belief:
     @cached_property
     def centrality(self) -> Floats:
         """The cosine (n,) of each image with the mean of its likeliest cluster, in which sure images count more."""
-        clusters, found = self.clusters, np.empty(len(self), np.float32)
-        assert clusters is not None
         assert self.probabilities is not None
+        clusters, found = self.clusters, np.empty(len(self), np.float32)
         for cluster in range(self.probabilities.shape[1]):
             rows = np.flatnonzero(clusters == cluster)
             own = self.features[rows]

@@ -4,7 +4,7 @@ Pure functions from the belief of the model and the answers to the next question
 never ask what follows from the answers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -93,12 +93,12 @@ def next_questions(
     if choose == "uncertain":
         rows = _open_rows(scene)
         return _questions(scene, rows[np.argsort(_margin(scene.fit[rows]), kind="stable")[:n]])
-    warm_up = _introductions(scene, n, scene.width)
-    if warm_up:
+    everybody = range(len(scene.exemplars))
+    if warm_up := _introductions(scene, n, everybody, enough=scene.width):
         return warm_up
     doubles = _doubles(scene, -(-n // 10))
     images = _questions(scene, _recommend(scene, n - len(doubles)))
-    return [*doubles, *images] or _introductions(scene, n, len(belief))
+    return [*doubles, *images] or _introductions(scene, n, everybody)
 
 
 def question_about(
@@ -142,22 +142,16 @@ def _check(belief: Belief, n: int, kind: str, choose: str, n_shown: int, soon: i
         raise InputError(f"n={n} and soon={soon} must be whole numbers from 0 up")
     if not 1 <= n_shown <= MAX_SHOWN:
         raise InputError(f"n_images_per_question={n_shown} is not from 1 to {MAX_SHOWN}")
-    if belief.probabilities is not None and len(belief.probabilities) != len(belief.features):
-        raise InputError(
-            f"{len(belief.probabilities):,} images have probabilities and {len(belief.features):,} have features; "
-            "give both of the same images"
-        )
+    if belief.probabilities is not None and (n_rows := len(belief.probabilities)) != len(belief):
+        raise InputError(f"{n_rows:,} rows of probabilities do not fit {len(belief):,} images' features")
 
 
 def _askable(known: Known, candidates: ArrayLike | None, waiting: Sequence[Question]) -> NDArray[np.bool_]:
     n = len(known.component)
-    askable = np.ones(n, bool)
-    if candidates is not None:
-        rows = np.asarray(candidates, np.int64)
-        if rows.size and not (rows.min() >= 0 and rows.max() < n):
-            raise InputError(f"candidates name images that do not exist (the set has {n:,} images)")
-        askable[:] = False
-        askable[rows] = True
+    rows = np.arange(n) if candidates is None else np.asarray(candidates, np.int64)
+    if rows.size and not (rows.min() >= 0 and rows.max() < n):
+        raise InputError(f"candidates name images that do not exist (the set has {n:,} images)")
+    askable = np.isin(np.arange(n), rows)
     askable[list(known.resting)] = False
     busy = known.component[[question.image for question in waiting]]
     askable[np.isin(known.component, busy)] = False
@@ -245,23 +239,24 @@ def _random_pairs(known: Known, askable: NDArray[np.bool_], taken: Pairs, seed: 
 # The recommended choice
 
 
-def _introductions(scene: _Scene, n: int, enough: int) -> list[Question]:
-    """Exemplars that were compared with fewer than `enough` others, each with the nearest of those left.
+def _introductions(
+    scene: _Scene, n: int, numbers: Iterable[int], *, enough: int | None = None, among: Rows | None = None
+) -> list[Question]:
+    """At most n questions with exemplars of these numbers, each with the nearest others that are left (`among` some).
 
-    In the warm-up one question's width is enough: all others would be K² / 10 questions, and most of what there is to
-    learn is that it is none of its nearest ones.
+    An exemplar that was compared with `enough` others is left out. In the warm-up one question's width is enough: all
+    others would be K² / 10 questions, and most of what there is to learn is that it is none of its nearest ones.
     """
-    planned = _pairs_in(scene.waiting)
-
-    def compares(image: int) -> int:
-        """With how many other exemplars an image is compared, or will be."""
-        others = [other for other in scene.exemplars.image.tolist() if other != image]
-        return sum(_pair(image, other) in planned or scene.known.settles(image, other) for other in others)
-
+    planned, images = _pairs_in(scene.waiting), scene.exemplars.image.tolist()
     made: list[Question] = []
-    for at, image in enumerate(scene.exemplars.image.tolist()):
-        question = _introduction(scene, at, planned) if len(made) < n and compares(image) < enough else None
-        if question is not None:
+    for at in numbers:
+        if len(made) >= n:
+            break
+        if enough is not None:
+            others = [(images[at], other) for other in images if other != images[at]]
+            if sum(_pair(*two) in planned or scene.known.settles(*two) for two in others) >= enough:
+                continue
+        if (question := _introduction(scene, at, planned, among)) is not None:
             made.append(question)
             planned |= _pairs_in([question])
     return made
@@ -277,15 +272,9 @@ def _doubles(scene: _Scene, n: int) -> list[Question]:
         return []
     size = scene.known.size[scene.known.component[scene.exemplars.image]]
     groups = np.flatnonzero(size > 1)
-    wanted = min(n, len(groups) - scene.belief.probabilities.shape[1])
-    planned = _pairs_in(scene.waiting)
-    made: list[Question] = []
-    for at in groups[np.argsort(size[groups], kind="stable")].tolist():
-        question = _introduction(scene, at, planned, groups) if len(made) < wanted else None
-        if question is not None:
-            made.append(question)
-            planned |= _pairs_in([question])
-    return made
+    surplus = len(groups) - scene.belief.probabilities.shape[1]
+    smallest = groups[np.argsort(size[groups], kind="stable")].tolist()
+    return _introductions(scene, min(n, surplus), smallest, among=groups)
 
 
 def _introduction(scene: _Scene, at: int, planned: Pairs, among: Rows | None = None) -> Question | None:

@@ -144,10 +144,9 @@ def add_anchors(pairs: Constraints, probabilities: NDArray[np.float32], *, seed:
     one = rng.below(words, np.full(n, len(rows)))
     drawn = np.stack([rows[one], rows[rng.another(words, one, len(rows))]])
     left, right = drawn[:, cluster[drawn[0]] != cluster[drawn[1]]]
-    added = (left, right, np.zeros(len(left)), np.ones(len(left), np.float32))
-    given = (pairs.left, pairs.right, pairs.link, pairs.weight)
-    *columns, weight = (np.concatenate(both) for both in zip(given, added, strict=True))
-    return Constraints.from_arrays(*columns, n_images=pairs.n_images, weight=weight)
+    columns = (pairs.left, left), (pairs.right, right), (pairs.link, np.zeros(len(left)))
+    weight = np.concatenate([pairs.weight, np.ones(len(left), np.float32)])
+    return Constraints.from_arrays(*map(np.concatenate, columns), n_images=pairs.n_images, weight=weight)
 
 
 def ask_until(

@@ -47,9 +47,6 @@ SUREST = 0.98  # highest mean confidence of the head; on digits and CIFAR heads 
 EMPTY = -1  # the group of a cluster without images
 
 
-# Linear heads on frozen features
-
-
 class LinearHead(NamedTuple):
     """Weights (k, d) and biases (k,) of the best head, and the loss of every head (h,), in the order of their seeds.
 
@@ -199,9 +196,6 @@ def regression_head(
     return torch.from_numpy(weight).float(), torch.from_numpy(bias).float()  # Apple's GPUs take no float64
 
 
-# The head as a model of its own
-
-
 def embed_images(
     model: ClusterModel,
     images: ImageSet,
@@ -242,9 +236,6 @@ def _on_features(alone: ClusterModel) -> tuple[Tensor, Tensor]:
     return weight, alone.head.bias.detach() - weight @ torch.tensor(alone.config.mean, device=alone.device)
 
 
-# Clusters that the pairs join
-
-
 def merge_clusters(
     model: ClusterModel,
     images: ImageSet,
@@ -254,10 +245,9 @@ def merge_clusters(
     reporter: Reporter | None = None,
 ) -> ClusterModel:
     """The model with one cluster for each group of clusters that the pairs join; the same model if they join none."""
-    reporter = reporter or Quiet()
-    with watched(reporter, "embedding", len(images)) as progress:
-        features = embed(model, images, device=device, progress=progress)
     assert model.head is not None
+    reporter = reporter or Quiet()
+    features = embed_images(model, images, device=device, reporter=reporter).images.reshape(len(images), -1)
     weight, bias = (part.detach().float().cpu().numpy() for part in (model.head.weight, model.head.bias))
     clusters = np.asarray((features @ weight.T + bias).argmax(1), np.int64)
     groups = group_clusters(clusters, constraints, model.config.n_clusters)

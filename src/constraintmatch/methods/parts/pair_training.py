@@ -4,7 +4,7 @@ The paper's ablation is that term: none (constrained), pseudo-labels, or pseudo-
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,24 +25,16 @@ from constraintmatch.methods.parts.preparation import (
     Context,
     ViewChoice,
     check_images,
-    check_share,
+    check_shares,
     evaluate_now,
     prepare,
     spread,
 )
 from constraintmatch.models.batch_norm import passes
 from constraintmatch.models.cluster_model import ClusterModel, with_clusters
+from constraintmatch.training import losses
 from constraintmatch.training.batches import PairBatch, PairSource, Shuffled, Views, derive_seed
 from constraintmatch.training.loop import TrainSettings, choose_device, fit, frozen_statistics
-from constraintmatch.training.losses import (
-    confident,
-    flip_modes,
-    informative,
-    pair_loss,
-    soft_cross_entropy,
-    soft_links,
-    swap_clusters,
-)
 
 __all__ = ["PairTask", "SemiBatch", "begin", "build_training", "check_error_rate", "check_task", "choose_selection"]
 
@@ -70,7 +62,7 @@ class SemiBatch:
 class PairTask:
     """What a model learns from: the pairs, and a term for the unconstrained images where the method has one.
 
-    `loss` is that term, from (guesses, logits of strong views, mask of the selected guesses). None: pairs alone.
+    `loss` is that term, from (logits of strong views, guesses, mask of the selected guesses). None: pairs alone.
     """
 
     title: str
@@ -81,8 +73,8 @@ class PairTask:
     merge: bool  # first merge the clusters that the pairs join (decision 038)
     head_steps: int  # then train the head alone for this many steps (decision 034)
     loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    select: Callable[[Tensor], Tensor] = lambda guess: confident(guess, 0.95)
-    links: Callable[[Tensor], Tensor] = soft_links  # of guesses (n, k) to (n, n); for the report on quality
+    select: Callable[[Tensor], Tensor] = lambda guess: losses.confident(guess, 0.95)
+    links: Callable[[Tensor], Tensor] = losses.soft_links  # of guesses (n, k) to (n, n); for the report on quality
     pseudo_weight: float = 1.0  # λ
     warm_up: float = 0.0  # the share of the steps over which λ rises from zero
     flip_fraction: float = 0.0  # ρ of the robustness study
@@ -94,9 +86,10 @@ def choose_selection(by: str, max_entropy: float, min_confidence: float) -> Call
     """I^sel, the guesses that take part: entropy below τ = `max_entropy`, or confidence from `min_confidence` on."""
     if by not in ("entropy", "confidence"):
         raise InputError(f"unknown selection {by!r}; known are entropy, confidence")
-    check_share("max_entropy", max_entropy)
-    check_share("min_confidence", min_confidence)
-    return lambda guess: informative(guess, max_entropy) if by == "entropy" else confident(guess, min_confidence)
+    check_shares(max_entropy=max_entropy, min_confidence=min_confidence)
+    if by == "entropy":
+        return lambda guess: losses.informative(guess, max_entropy)
+    return lambda guess: losses.confident(guess, min_confidence)
 
 
 def check_task(task: PairTask, model: ClusterModel, images: ImageSet) -> None:
@@ -114,7 +107,7 @@ def check_task(task: PairTask, model: ClusterModel, images: ImageSet) -> None:
         raise InputError(f"pseudo_weight is {task.pseudo_weight}; it must be 0 or more")
     if not 0 <= task.warm_up <= 1:
         raise InputError(f"warm_up is {task.warm_up}; it is a share of the steps, in [0, 1]")
-    check_share("flip_fraction", task.flip_fraction)
+    check_shares(flip_fraction=task.flip_fraction)
     if task.flip_between not in ("largest", "any"):
         raise InputError(f"unknown flip_between {task.flip_between!r}; known are largest, any")
     check_error_rate("error_rate", task.error_rate)
@@ -141,7 +134,7 @@ def begin(
     if task.head_steps:
         alone = replace(task, title=f"{task.title}, head alone")
         around = Context(reporter=context.reporter, stop=context.stop)
-        plain = {"compile": False, "cuda_graph": False, "bf16": False}  # a head is too small to gain by them
+        plain: dict[str, Any] = {"compile": False, "cuda_graph": False, "bf16": False}  # no gain for a small head
         short = replace(settings, steps=task.head_steps, lr=HEAD_RATE, **plain)
         seen = embed_images(model, images, device=device)
         head = detach_head(model, seen)
@@ -176,9 +169,9 @@ def build_training(
             with torch.no_grad():
                 guess = _guess(weak, batch.flip, task)
                 keep = task.select(guess)
-            terms["pseudo"] = batch.ramp * task.pseudo_weight * task.loss(guess, strong, keep)
+            terms["pseudo"] = batch.ramp * task.pseudo_weight * task.loss(strong, guess, keep)
         if guard is not None and beliefs is not None:
-            terms["hold"] = guard.hold * soft_cross_entropy(strong, beliefs[free.rows])
+            terms["hold"] = guard.hold * losses.soft_cross_entropy(strong, beliefs[free.rows])
         return terms
 
     return partial(
@@ -188,7 +181,7 @@ def build_training(
         loss,
         settings,
         title=task.title,
-        measure=None if task.loss is None else _build_measure(model, images, task),
+        measure=None if task.loss is None else partial(_measure, model, images, task),
         evaluate=lambda: {**evaluate_now(model, images, context), **_judge_step(model, images, guard)},
         keep_best="held_out" if guard else None,
         **bench.surroundings(context),
@@ -200,7 +193,7 @@ def _pair_term(
 ) -> Tensor:
     """L^cons on the logits (2n, k) of n pairs: all left images, then all right ones."""
     left, right = logits.float().softmax(-1).chunk(2)
-    return pair_loss(left, right, link, weight, error_rate=error_rate)
+    return losses.pair_loss(left, right, link, weight, error_rate=error_rate)
 
 
 def _guess(weak: Tensor, flip: Tensor | None, task: PairTask) -> Tensor:
@@ -208,7 +201,7 @@ def _guess(weak: Tensor, flip: Tensor | None, task: PairTask) -> Tensor:
     guess = weak.float().softmax(-1)
     if flip is None or task.flip_fraction == 0:
         return guess
-    return flip_modes(guess, flip) if task.flip_between == "largest" else swap_clusters(guess, flip)
+    return losses.flip_modes(guess, flip) if task.flip_between == "largest" else losses.swap_clusters(guess, flip)
 
 
 def _judge_step(model: ClusterModel, images: ImageSet, guard: Guard | None) -> dict[str, Any]:
@@ -269,19 +262,14 @@ def _draw_two(n_clusters: int, n: int, generator: torch.Generator) -> Tensor:
     return torch.stack((first, (first + further) % n_clusters), dim=1)
 
 
-def _build_measure(model: ClusterModel, images: ImageSet, task: PairTask) -> Callable[[SemiBatch], Mapping[str, Any]]:
-    """A function that measures the guesses of a batch: the selected share, and their quality where labels are known."""
-
-    def measure(batch: SemiBatch) -> Mapping[str, Any]:
-        assert batch.free is not None
-        with torch.no_grad(), frozen_statistics(model):
-            guess = _guess(model(batch.free.weak), batch.flip, task)
-        keep = task.select(guess)
-        values: dict[str, Any] = {"selected": float(keep.float().mean())}
-        if images.labels is not None:
-            labels = images.labels[batch.free.rows.cpu().numpy()]
-            quality = pseudo_quality(guess, keep, task.links(guess), labels)
-            values |= {name: value for name, value in quality.items() if name != "selected_share"}
-        return {name: value for name, value in values.items() if value is not None}
-
-    return measure
+def _measure(model: ClusterModel, images: ImageSet, task: PairTask, batch: SemiBatch) -> dict[str, Any]:
+    """The selected share of the guesses of a batch, and their quality where labels are known."""
+    assert batch.free is not None
+    with torch.no_grad(), frozen_statistics(model):
+        guess = _guess(model(batch.free.weak), batch.flip, task)
+    keep = task.select(guess)
+    values: dict[str, Any] = {"selected": float(keep.float().mean())}
+    if images.labels is not None:
+        labels = images.labels[batch.free.rows.cpu().numpy()]
+        values |= pseudo_quality(guess, keep, task.links(guess), labels)
+    return {name: value for name, value in values.items() if value is not None and name != "selected_share"}

@@ -39,7 +39,7 @@ __all__ = [
     "check_clusters",
     "check_images",
     "check_least",
-    "check_share",
+    "check_shares",
     "evaluate_now",
     "find_neighbours",
     "keep_model",
@@ -156,9 +156,7 @@ def keep_model(model: ClusterModel, why: str, context: Context) -> Trained:
 
 
 def by_epochs(settings: TrainSettings, epochs: int, rows: Shuffled, *, averaged: float = 0.0) -> TrainSettings:
-    """The settings with the steps of these epochs, ten evaluations, and an average of the last weights over a share
-    of the steps; what the settings name themselves stays.
-    """
+    """The settings with the steps of these epochs; ten evaluations and an average of weights if they name no others."""
     steps, ema = epochs * rows.steps_per_epoch, settings.ema
     if ema is None and averaged * steps > 1:
         ema = 1 - 1 / (averaged * steps)
@@ -173,10 +171,11 @@ def check_clusters(n_clusters: int, images: ImageSet) -> None:
         raise InputError(f"{n_clusters} clusters for {len(images)} images; ask for at most one cluster per image")
 
 
-def check_share(name: str, value: float) -> None:
+def check_shares(**shares: float) -> None:
     """An InputError if a share is not in [0, 1]."""
-    if not 0 <= value <= 1:
-        raise InputError(f"{name} is {value}; it must be in [0, 1]")
+    for name, value in shares.items():
+        if not 0 <= value <= 1:
+            raise InputError(f"{name} is {value}; it must be in [0, 1]")
 
 
 def check_least(title: str, **least: tuple[float, float]) -> None:
@@ -247,10 +246,7 @@ def spread(n_images: int, most: int) -> NDArray[np.int64]:
 def evaluate_now(
     model: ClusterModel, images: ImageSet, context: Context, seen: Predictions | None = None
 ) -> Mapping[str, Any]:
-    """Scores where labels are known, agreement with held-out constraints, and warnings of collapse.
-
-    `seen` is what the model predicts for the images, if that is known already.
-    """
+    """Scores where labels are known, agreement with held-out constraints, warnings; `seen` saves a pass over images."""
     target = context.held_out if context.held_out is not None else images
     predictions = seen if seen is not None and target is images else predict(model, target)
     values: dict[str, Any] = {"mean_confidence": float(predictions.confidence.mean())}

@@ -6,7 +6,6 @@ trains the network too.
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from constraintmatch.methods.parts.preparation import (
     by_epochs,
     check_clusters,
     check_least,
-    check_share,
+    check_shares,
     evaluate_now,
     find_neighbours,
     keep_quality,
@@ -64,8 +63,7 @@ def linear_scan(
     features = embed(model, images.take(spread(len(images), most_images)), device=device)
     near = torch.from_numpy(find_neighbours(features, n_neighbours, n_clusters, device)).to(device)
     inputs, seed = torch.from_numpy(features).to(device), derive_seed(settings.seed, "head")
-    how: dict[str, Any] = {"n_heads": n_tries, "entropy_weight": entropy_weight, "seed": seed}
-    best = best_linear_head(inputs, near, n_clusters, **how)
+    best = best_linear_head(inputs, near, n_clusters, n_heads=n_tries, entropy_weight=entropy_weight, seed=seed)
     own, new = math.inf, float(best.losses.min())
     if model.head is not None and model.config.n_clusters == n_clusters:
         weight, bias = (part.detach().to(inputs)[None] for part in (model.head.weight, model.head.bias))
@@ -99,7 +97,7 @@ def scan(
     head begins with what the best of `n_tries` linear ones on these features agree on (0: at random); a model that has
     this many clusters already keeps its own head. The steps follow from `epochs`.
     """
-    check_share("tolerance", tolerance)
+    check_shares(tolerance=tolerance)
     check_clusters(n_clusters, images)
     check_least("scan", epochs=(epochs, 1), images_per_step=(images_per_step, 1), n_neighbours=(n_neighbours, 1))
     check_least("scan", n_tries=(n_tries, 0))
@@ -121,8 +119,8 @@ def scan(
         picker.manual_seed(derive_seed(settings.seed, "neighbour", step))
         pick = torch.randint(near.shape[1], (len(chosen), 1), generator=picker, device=bench.device)
         others = near[chosen].gather(1, pick).squeeze(1)
-        named = ((chosen, "anchor"), (others, "neighbour"))
-        return Views(*(bench.maker(view, bench.store.take(some), step, name) for some, name in named), chosen)
+        anchor = bench.maker(view, bench.store.take(chosen), step, "anchor")
+        return Views(anchor, bench.maker(view, bench.store.take(others), step, "neighbour"), chosen)
 
     def loss(network: Callable[..., Tensor], batch: Views) -> dict[str, Tensor]:
         # each side has its own BatchNorm statistics, as published

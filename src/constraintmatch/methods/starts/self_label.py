@@ -21,7 +21,7 @@ from constraintmatch.methods.parts.preparation import (
     ViewChoice,
     by_epochs,
     check_least,
-    check_share,
+    check_shares,
     find_neighbours,
     keep_model,
     keep_quality,
@@ -70,8 +70,7 @@ def self_label(
     by at most this `tolerance` (1: always the last). If no image is that sure, the model stays unchanged: without a
     loss, Adam would only decay its weights.
     """
-    for name, share in (("averaged", averaged), ("tolerance", tolerance)):
-        check_share(name, share)
+    check_shares(averaged=averaged, tolerance=tolerance)
     check_least("self_label", epochs=(epochs, 1), images_per_step=(images_per_step, 1))
     bench, view = prepare(model, images, settings), views.scan_strong(images)
     sure = predict(model, images.take(spread(len(images), 5_000)), device=bench.device).confidence > min_confidence
@@ -119,8 +118,7 @@ def neighbour_label(
     `rest_weight`. Fixed labels cannot drift: self-labelling by confidence alone empties the clusters that are sure of
     few images, because the head never saw a strong view (decision 041). `averaged` and `tolerance`: see `self_label`.
     """
-    for name, share in (("reliable", reliable), ("averaged", averaged), ("tolerance", tolerance)):
-        check_share(name, share)
+    check_shares(reliable=reliable, averaged=averaged, tolerance=tolerance)
     check_least("neighbour_label", epochs=(epochs, 1), images_per_step=(images_per_step, 1))
     check_least("neighbour_label", n_neighbours=(n_neighbours, 1), rest_weight=(rest_weight, 0))
     bench, view = prepare(model, images, settings), views.scan_strong(images)

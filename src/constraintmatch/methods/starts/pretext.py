@@ -1,9 +1,14 @@
-"""BYOL: features that predict what a slower copy of the network sees in another view; no image is pushed away."""
+"""Features without labels: SimCLR and BYOL.
+
+In SimCLR two views of an image are each other's nearest. BYOL predicts what a slower copy of the network sees in
+another view; no image is pushed away.
+"""
 
 import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -11,18 +16,71 @@ from torch import Tensor, nn
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice, check_least, prepare
-from constraintmatch.methods.starts.simclr import Projector
 from constraintmatch.models.cluster_model import ClusterModel, with_projection
-from constraintmatch.training.batches import Shuffled, derive_seed
+from constraintmatch.training.batches import Shuffled, Views, derive_seed
 from constraintmatch.training.loop import TrainSettings, fit
-from constraintmatch.training.losses import cosine_loss
+from constraintmatch.training.losses import cosine_loss, nt_xent
 
-__all__ = ["BYOL_SETTINGS", "OnlineAndTarget", "TargetBatch", "byol", "momentum_at"]
+__all__ = ["OnlineAndTarget", "Projector", "TargetBatch", "byol", "momentum_at", "simclr"]
 
+SIMCLR_SETTINGS = TrainSettings(lr=0.4, weight_decay=1e-4, schedule="cosine")
 # Published for ResNet-18 on CIFAR: 0.1 for 512 images a step and 1,000 epochs, the same decay, a predictor ten times as
 # fast. Under BatchNorm and a cosine, weights turn as far as rate · decay · steps: half the epochs, twice the rate.
 # With 256 images a step it beats SimCLR in less time (results/pretext); public benchmarks have it better than with 512.
 BYOL_SETTINGS = TrainSettings(lr=0.2, weight_decay=5e-4, schedule="cosine-warm")
+
+
+class Projector(nn.Module):
+    """Images to projections, as a pretext task needs them: by the model's own projection, or by a given projector."""
+
+    def __init__(self, model: ClusterModel, projector: nn.Module | None = None) -> None:
+        super().__init__()
+        self.model, self.projector = model, projector
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.projector is None:
+            return self.model.project(images)
+        return cast(Tensor, self.projector(self.model.features(images)))
+
+
+def simclr(
+    model: ClusterModel,
+    images: ImageSet,
+    *,
+    epochs: int = 500,
+    images_per_step: int = 512,
+    temperature: float = 0.1,
+    projection: int = 128,
+    settings: TrainSettings = SIMCLR_SETTINGS,
+    views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
+) -> Trained:
+    """A copy of the model with a backbone trained by NT-Xent, and a projection head.
+
+    The learning rate is for 512 images a step and is scaled to the actual batch. The steps follow from `epochs`.
+    """
+    if len(images) < 4:
+        raise InputError(f"simclr compares images with each other and needs at least 4; there are {len(images)}")
+    check_least("simclr", epochs=(epochs, 1), images_per_step=(images_per_step, 2), projection=(projection, 1))
+    if not temperature > 0:
+        raise InputError(f"temperature is {temperature}; it must be positive")
+    bench = prepare(model, images, settings, need_clusters=False)
+    rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
+    settings = replace(settings, steps=epochs * rows.steps_per_epoch, lr=settings.lr * rows.batch / 512)
+    trained = with_projection(model, projection, seed=derive_seed(settings.seed, "projection"))
+    view = views.contrastive(images)
+
+    def next_batch(step: int) -> Views:
+        chosen = rows(step)
+        pixels = bench.store.take(chosen)
+        return Views(bench.maker(view, pixels, step, "first"), bench.maker(view, pixels, step, "second"), chosen)
+
+    def loss(network: Callable[..., Tensor], batch: Views) -> dict[str, Tensor]:
+        first, second = network(torch.cat((batch.weak, batch.strong))).chunk(2)
+        return {"contrast": nt_xent(first, second, temperature=temperature)}
+
+    log = fit(Projector(trained), next_batch, loss, settings, title="simclr", **bench.surroundings(context))
+    return Trained(trained, log)
 
 
 @dataclass(frozen=True)
@@ -94,7 +152,7 @@ def byol(
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
     context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
-    """A copy of the model with a backbone trained by BYOL, without a head.
+    """A copy of the model with a backbone trained by BYOL, without a head. Rate and steps: see `simclr`.
 
     The loss is the mean of 2 − 2 cos(q(z_θ(v)), z_ξ(v')) over both views as v. The target's momentum τ goes from
     `target_momentum` to 1 on a cosine: 0.996 is for 1,000 epochs, a shorter training needs a nearer target. The
@@ -102,10 +160,9 @@ def byol(
     network; the paper holds that this prevents a collapse. `hidden` is the width inside projector and predictor,
     `projection` that of their outputs, both as in the paper.
 
-    Both views are SimCLR's and go through the networks in one batch. The paper's are blurred or solarised too, cropped
-    down to 8 % of the area instead of 20 %, and go through one by one. Projector and predictor have BatchNorm, unlike
-    the projection of a `ClusterModel`, so they are dropped: neighbours and k-means are found in the features. The
-    learning rate is for 512 images a step and is scaled to the actual batch. The steps follow from `epochs`.
+    Both views are SimCLR's, in one batch; the paper's are blurred or solarised too, cropped down to 8 % of the area
+    instead of 20 %, and in two batches. Projector and predictor have BatchNorm, unlike the projection of a
+    `ClusterModel`, so they are dropped: neighbours are found in the features.
     """
     if len(images) < 4:
         raise InputError(f"byol compares images with their batch and needs at least 4; there are {len(images)}")
