@@ -143,7 +143,7 @@ def _check(belief: Belief, n: int, kind: str, choose: str, n_shown: int, soon: i
     if not 1 <= n_shown <= MAX_SHOWN:
         raise InputError(f"n_images_per_question={n_shown} is not from 1 to {MAX_SHOWN}")
     if belief.probabilities is not None and (n_rows := len(belief.probabilities)) != len(belief):
-        raise InputError(f"{n_rows:,} rows of probabilities do not fit {len(belief):,} images' features")
+        raise InputError(f"{n_rows:,} images have probabilities and {len(belief):,} have features; give both for all")
 
 
 def _askable(known: Known, candidates: ArrayLike | None, waiting: Sequence[Question]) -> NDArray[np.bool_]:

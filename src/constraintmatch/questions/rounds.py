@@ -146,7 +146,8 @@ def add_anchors(pairs: Constraints, probabilities: NDArray[np.float32], *, seed:
     left, right = drawn[:, cluster[drawn[0]] != cluster[drawn[1]]]
     columns = (pairs.left, left), (pairs.right, right), (pairs.link, np.zeros(len(left)))
     weight = np.concatenate([pairs.weight, np.ones(len(left), np.float32)])
-    return Constraints.from_arrays(*map(np.concatenate, columns), n_images=pairs.n_images, weight=weight)
+    together = [np.concatenate(column) for column in columns]
+    return Constraints.from_arrays(*together, n_images=pairs.n_images, weight=weight)
 
 
 def ask_until(

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from constraintmatch.training.views import View
 __all__ = ["TaughtBatch", "neighbour_label", "reliable_labels", "self_label"]
 
 SELF_LABEL_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=1e-4, schedule="constant")
-NEIGHBOUR_LABEL_SETTINGS = replace(SELF_LABEL_SETTINGS, schedule="cosine-7/16")
+NEIGHBOUR_LABEL_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=1e-4, schedule="cosine-7/16")
 
 
 @dataclass(frozen=True)
