@@ -1,7 +1,7 @@
 """Questions: what answers say, what is never asked, who stands for a kind, and that choosing is worth it."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from constraintmatch._internal.errors import InputError
+from constraintmatch.questions import next_question
 from constraintmatch.questions.answers import (
+    MAX_SHOWN,
     NONE,
     UNSURE,
     Answer,
@@ -67,6 +69,15 @@ def ask(
             break
         answers += map(oracle, questions)
     return answers
+
+
+@contextmanager
+def limits(*, width: int = MAX_SHOWN, soon: int = 200) -> Iterator[None]:
+    """Questions that show at most so many images, and rest for so many answers after an "unsure"."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(next_question, "MAX_SHOWN", width)
+        patch.setattr(next_question, "SOON", soon)
+        yield
 
 
 def until_all_are_seen(answers: Sequence[Answer], labels: NDArray[np.int64]) -> int:
@@ -175,9 +186,8 @@ def test_what_the_answers_settle_is_never_asked(
     oracle, answers = LabelOracle(labels, error=error, unsure=0.1, seed=seed), list[Answer]()
     for _ in range(8):
         known = find_known(answers, len(belief), soon=10)
-        questions = next_questions(
-            belief, answers, 4, kind=kind, choose=choose, n_images_per_question=width, seed=seed, soon=10
-        )
+        with limits(width=width, soon=10):
+            questions = next_questions(belief, answers, 4, kind=kind, choose=choose, seed=seed)
         assert len(questions) <= 4
         assert questions or answers  # the first round has some
         for question in questions:
@@ -214,8 +224,9 @@ def test_an_exemplar_that_is_excluded_is_not_shown_and_the_others_follow() -> No
     belief = crisp([0] * 6 + [1] * 6 + [2] * 6)
     answers = ask(belief, LabelOracle(np.repeat(np.arange(3), 6), error=0).answer, 3)
     image = next_questions(belief, answers, 1)[0].image
-    first = next_questions(belief, answers, 1, candidates=[image], n_images_per_question=2)[0]
-    second = next_questions(belief, [*answers, Answer(first, NONE)], 1, candidates=[image], n_images_per_question=2)[0]
+    with limits(width=2):
+        first = next_questions(belief, answers, 1, candidates=[image])[0]
+        second = next_questions(belief, [*answers, Answer(first, NONE)], 1, candidates=[image])[0]
     assert second.image == image
     assert not set(first.shown) & set(second.shown)
     assert len(second.shown) == 1
@@ -227,13 +238,14 @@ def test_unsure_is_not_asked_again_soon_but_later() -> None:
     answers = ask(belief, oracle.answer, 5)
     doubtful = next_questions(belief, answers, 1)[0]
     answers.append(Answer(doubtful, UNSURE))
-    for _ in range(6):
-        question = next_questions(belief, answers, 1, soon=7)[0]
-        assert question.image != doubtful.image
-        answers.append(oracle.answer(question))
-    assert not next_questions(belief, answers, 1, soon=7, candidates=[doubtful.image])
-    answers.append(oracle.answer(next_questions(belief, answers, 1, soon=7)[0]))
-    assert next_questions(belief, answers, 1, soon=7, candidates=[doubtful.image])
+    with limits(soon=7):
+        for _ in range(6):
+            question = next_questions(belief, answers, 1)[0]
+            assert question.image != doubtful.image
+            answers.append(oracle.answer(question))
+        assert not next_questions(belief, answers, 1, candidates=[doubtful.image])
+        answers.append(oracle.answer(next_questions(belief, answers, 1)[0]))
+        assert next_questions(belief, answers, 1, candidates=[doubtful.image])
 
 
 @pytest.mark.parametrize("choose", ["recommended", "uncertain", "random"])
@@ -527,8 +539,6 @@ def test_features_are_brought_to_length_1_and_bad_ones_refused() -> None:
         ({"kind": "triple"}, "use which or pair"),
         ({"choose": "best"}, "use recommended, uncertain or random"),
         ({"n": -1}, "from 0 up"),
-        ({"soon": -1}, "from 0 up"),
-        ({"n_images_per_question": 6}, "from 1 to 5"),
         ({"candidates": [20]}, "the set has 20 images"),
         ({"seed": -1, "choose": "random"}, "seed -1"),
     ],
@@ -567,7 +577,11 @@ def test_more_groups_than_clusters_are_held_against_each_other() -> None:
     for at in range(5):
         others = [groups[b][0] for b in range(5) if labels[groups[b][0]] != labels[groups[at][0]]]
         answers.append(Answer(Question(groups[at][0], tuple(others[:3])), NONE))
-    ask = partial(next_questions, n=4, n_images_per_question=3)  # three have been shown beside each: no warm-up is left
+
+    def ask(belief: Belief, answers: Sequence[Answer]) -> list[Question]:
+        with limits(width=3):  # three were shown with each: no warm-up is left
+            return next_questions(belief, answers, 4)
+
     asked = ask(belief, answers)
     assert any(labels[question.image] == labels[shown] == 0 for question in asked for shown in question.shown)
     told = [*answers, *(LabelOracle(labels, error=0.0).answer(question) for question in asked)]

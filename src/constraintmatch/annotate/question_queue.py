@@ -17,7 +17,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.database import Asked
 from constraintmatch.annotate.store import Store
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.questions.answers import MAX_SHOWN, NONE, UNSURE, Answer, Question, implied_groups
+from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question, implied_groups
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Choice, Kind, next_questions, question_about
 
@@ -68,8 +68,7 @@ class Chooser:
         """The question that places an image; None if answers place it already: then one of them is wrong."""
         if implied_groups(answers, len(belief.features))[image] >= 0:
             return None
-        width = 1 if self.kind == "pair" else MAX_SHOWN
-        return question_about(belief, answers, image, n_images_per_question=width)
+        return question_about(belief, answers, image, kind=self.kind)
 
 
 class QuestionQueue:

@@ -1,9 +1,8 @@
 """What a model believes about the images, how dense they are, and an exemplar for each kind. Arrays, no torch.
 
-The clusters of the model and the groups of the answers are different things. Must-links join a group; a cluster only
-suggests one until an answer confirms it. A cluster may hold two groups: the second is found when the answer is "none of
-these" for all exemplars. Two clusters may be one group: then their exemplars get linked, and one image is shown for
-both.
+Must-links join a group of images; a cluster of the model only suggests a group. A cluster may hold two groups: the
+second is found when the answer is "none of these" for all exemplars. Two clusters may be one group: then answers link
+their exemplars, and one image is shown for both.
 """
 
 from collections.abc import Iterator
@@ -34,8 +33,7 @@ _SHARPNESS = 10.0  # the weight of a difference in cosine against one in log-pro
 class Belief:
     """What the model predicts for the images; `Belief.of` makes it from any arrays.
 
-    features (n, d) float32 are rows of length 1 that give neighbours and density. probabilities (n, k) float32 are None
-    while there is no model.
+    features (n, d) float32 are rows of length 1; probabilities (n, k) float32 are None while there is no model.
     """
 
     features: Floats

@@ -26,7 +26,7 @@ from constraintmatch.questions.belief import (
     spread,
 )
 
-__all__ = ["SOON", "Choice", "Kind", "certain_share", "next_questions", "question_about"]
+__all__ = ["Choice", "Kind", "certain_share", "next_questions", "question_about"]
 
 Kind = Literal["which", "pair"]
 Choice = Literal["recommended", "uncertain", "random"]
@@ -63,9 +63,7 @@ def next_questions(
     *,
     kind: Kind = "which",
     choose: Choice = "recommended",
-    n_images_per_question: int = MAX_SHOWN,
     seed: int = 0,
-    soon: int = SOON,
     candidates: ArrayLike | None = None,
     waiting: Sequence[Question] = (),
 ) -> list[Question]:
@@ -77,17 +75,16 @@ def next_questions(
     still unsettled. Small batches (5 to 10) find new kinds sooner, because each answer decides what is shown next.
 
     `candidates` are the rows that a question may be about; exemplars come from all. `waiting` are questions without an
-    answer yet: they do not come again. An image with the answer "unsure" rests for `soon` answers. `seed` is for
-    "random" alone.
+    answer yet: they do not come again. An image with the answer "unsure" rests for a while. `seed` is for "random".
     """
-    _check(belief, n, kind, choose, n_images_per_question, soon)
-    known = find_known(answers, len(belief), soon=soon)
+    _check(belief, n, kind, choose)
+    known = find_known(answers, len(belief), soon=SOON)
     askable = _askable(known, candidates, waiting)
     if n == 0 or len(belief) < 2:
         return []
     if choose == "random" and kind == "pair":
         return list(islice(_random_pairs(known, askable, _pairs_in(waiting), seed), n))
-    scene = _look(belief, known, askable, 1 if kind == "pair" else n_images_per_question, waiting)
+    scene = _look(belief, known, askable, kind, waiting)
     if choose == "random":
         return _questions(scene, _random_order(scene, seed)[:n])
     if choose == "uncertain":
@@ -101,15 +98,12 @@ def next_questions(
     return [*doubles, *images] or _introductions(scene, n, everybody)
 
 
-def question_about(
-    belief: Belief, answers: Sequence[Answer], image: int, *, n_images_per_question: int = MAX_SHOWN
-) -> Question | None:
+def question_about(belief: Belief, answers: Sequence[Answer], image: int, *, kind: Kind = "which") -> Question | None:
     """The question that places this image; None if the answers place it already."""
     if not 0 <= image < len(belief):
         raise InputError(f"image {image} does not exist (the set has {len(belief):,} images)")
-    _check(belief, 1, "which", "recommended", n_images_per_question, 0)
-    known = find_known(answers, len(belief), soon=0)
-    scene = _look(belief, known, np.ones(len(belief), bool), n_images_per_question, ())
+    _check(belief, 1, kind, "recommended")
+    scene = _look(belief, find_known(answers, len(belief), soon=0), np.ones(len(belief), bool), kind, ())
     home = int(scene.exemplars.home[image])
     if home < 0:
         return next(iter(_questions(scene, np.array([image]))), None)
@@ -117,10 +111,8 @@ def question_about(
 
 
 def certain_share(belief: Belief, answers: Sequence[Answer], *, min_confidence: float = 0.95) -> float:
-    """The share of images with a certain kind.
-
-    These are the images that answers join to a group. With a model, they are also those that it puts with at least
-    min_confidence into a cluster where more than half of the grouped images are of one group.
+    """The share of images with a certain kind: those in a group of the answers, and with a model those that it puts,
+    with at least min_confidence, into a cluster where more than half of the grouped images are of one group.
     """
     group = implied_groups(answers, len(belief))
     certain = group >= 0
@@ -133,15 +125,13 @@ def certain_share(belief: Belief, answers: Sequence[Answer], *, min_confidence: 
     return float(certain.mean()) if len(belief) else 0.0
 
 
-def _check(belief: Belief, n: int, kind: str, choose: str, n_shown: int, soon: int) -> None:
+def _check(belief: Belief, n: int, kind: str, choose: str) -> None:
     if kind not in ("which", "pair"):
         raise InputError(f"kind={kind!r} is no kind of question; use which or pair")
     if choose not in ("recommended", "uncertain", "random"):
         raise InputError(f"choose={choose!r} is no way to choose; use recommended, uncertain or random")
-    if n < 0 or soon < 0:
-        raise InputError(f"n={n} and soon={soon} must be whole numbers from 0 up")
-    if not 1 <= n_shown <= MAX_SHOWN:
-        raise InputError(f"n_images_per_question={n_shown} is not from 1 to {MAX_SHOWN}")
+    if n < 0:
+        raise InputError(f"n={n} must be a whole number from 0 up")
     if belief.probabilities is not None and (n_rows := len(belief.probabilities)) != len(belief):
         raise InputError(f"{n_rows:,} images have probabilities and {len(belief):,} have features; give both for all")
 
@@ -158,7 +148,7 @@ def _askable(known: Known, candidates: ArrayLike | None, waiting: Sequence[Quest
     return askable
 
 
-def _look(belief: Belief, known: Known, askable: NDArray[np.bool_], width: int, waiting: Sequence[Question]) -> _Scene:
+def _look(belief: Belief, known: Known, askable: NDArray[np.bool_], kind: Kind, waiting: Sequence[Question]) -> _Scene:
     exemplars = find_exemplars(belief, known)
     fit = affinity(belief, exemplars)
     fit[excluded_exemplars(known, exemplars)] = -np.inf
@@ -167,7 +157,7 @@ def _look(belief: Belief, known: Known, askable: NDArray[np.bool_], width: int, 
         for one, other in (pair, pair[::-1]):
             if other in number:
                 fit[one, number[other]] = -np.inf
-    return _Scene(belief, known, exemplars, fit, askable, width, waiting)
+    return _Scene(belief, known, exemplars, fit, askable, 1 if kind == "pair" else MAX_SHOWN, waiting)
 
 
 def _pair(one: int, other: int) -> tuple[int, int]:
@@ -176,9 +166,6 @@ def _pair(one: int, other: int) -> tuple[int, int]:
 
 def _pairs_in(questions: Sequence[Question]) -> Pairs:
     return {_pair(question.image, shown) for question in questions for shown in question.shown}
-
-
-# Questions about images
 
 
 def _open_rows(scene: _Scene) -> Rows:
@@ -236,9 +223,6 @@ def _random_pairs(known: Known, askable: NDArray[np.bool_], taken: Pairs, seed: 
                 yield Question(one, (other,))
 
 
-# The recommended choice
-
-
 def _introductions(
     scene: _Scene, n: int, numbers: Iterable[int], *, enough: int | None = None, among: Rows | None = None
 ) -> list[Question]:
@@ -265,8 +249,8 @@ def _introductions(
 def _doubles(scene: _Scene, n: int) -> list[Question]:
     """Groups with others that may be the same kind, the smallest first, if there are more groups than clusters.
 
-    Then two of them are of one kind, and a rare kind would get no cluster. There are no more questions than surplus
-    groups, and few at a time: a wrong answer to such a question joins two kinds.
+    Then two of them are of one kind, and a rare kind would get no cluster. A wrong answer joins two kinds, so there are
+    few at a time, and no more than surplus groups.
     """
     if scene.belief.probabilities is None:
         return []

@@ -132,8 +132,8 @@ def add_anchors(pairs: Constraints, probabilities: NDArray[np.float32], *, seed:
     """The pairs, and cannot-links between images that the first model of a round (n, k) is sure of.
 
     Without them the network after 50 answers ended far below the start: it memorises few pairs soon, and
-    pseudo-constraints alone merge clusters (decision 036). There are as many as images, up to a limit. Images with
-    answers take no part. There are no must-links, because too many of them would be wrong.
+    pseudo-constraints alone merge clusters (decision 036). Images with answers take no part. There are no must-links,
+    because too many of them would be wrong.
     """
     free = probabilities.max(1) >= SURE
     free[pairs.left] = free[pairs.right] = False
