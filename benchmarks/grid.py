@@ -24,7 +24,7 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import predict, scores
-from constraintmatch.methods.parts.head_training import seen_by, taken_off
+from constraintmatch.methods.parts.heads import detach_head, embed_images
 from constraintmatch.methods.parts.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel, load_model
 from constraintmatch.pipeline.config import make_config, training_size
@@ -32,8 +32,7 @@ from constraintmatch.pipeline.train import train
 from constraintmatch.questions.answers import Answer
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Kind
-from constraintmatch.questions.rounds import Asking, closure_pairs, image_belief, simulate
-from constraintmatch.questions.simulated_annotator import LabelOracle
+from constraintmatch.questions.rounds import Asking, LabelOracle, closure_pairs, image_belief, simulate
 from constraintmatch.training.loop import choose_device
 from constraintmatch.training.run_folder import write_result
 
@@ -111,8 +110,8 @@ def asked_models(
     some = np.random.default_rng(sample).permutation(len(images))[len(images) // 10 :]  # so that samples differ
     kind: Kind = "which" if way == "which" else "pair"
     asking = Asking(kind=kind, batch=25, seed=sample, candidates=np.sort(some))
-    for found in simulate(believe, learn_answers, start, [n for n in budgets if n <= 2_000], oracle, asking):
-        yield len(found.answers), found.model
+    for answers, model in simulate(believe, learn_answers, start, [n for n in budgets if n <= 2_000], oracle, asking):
+        yield len(answers), model
 
 
 def features(asked: argparse.Namespace) -> Task:
@@ -124,8 +123,8 @@ def features(asked: argparse.Namespace) -> Task:
         for part in ("train", "test")
     ]
     model = load_model(asked.start, device=choose_device())
-    seen = [seen_by(model, images.take(spread(len(images), asked.images))) for images in parts]
-    return taken_off(model, seen[0]).to("cpu"), seen[0], seen[1]
+    seen = [embed_images(model, images.take(spread(len(images), asked.images))) for images in parts]
+    return detach_head(model, seen[0]).to("cpu"), seen[0], seen[1]
 
 
 def accuracy(model: ClusterModel, images: ImageSet) -> float:

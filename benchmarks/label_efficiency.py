@@ -28,24 +28,23 @@ from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, predict, scores
 from constraintmatch.methods import ViewChoice
-from constraintmatch.methods.parts.head_training import put_back, taken_off
+from constraintmatch.methods.parts.heads import attach_head, detach_head
 from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models.cluster_model import ClusterModel, load_model
 from constraintmatch.pipeline.config import make_config, round_size
 from constraintmatch.pipeline.train import train, weights_hash
-from constraintmatch.questions.answers import Answer, Question
+from constraintmatch.questions.answers import Answer, Question, implied_groups
 from constraintmatch.questions.belief import Belief
-from constraintmatch.questions.next_question import implied_groups
 from constraintmatch.questions.rounds import (
     Asking,
-    anchored,
+    LabelOracle,
+    add_anchors,
     closure_pairs,
     head_belief,
     image_belief,
-    informed,
+    inform_start,
     simulate,
 )
-from constraintmatch.questions.simulated_annotator import LabelOracle
 from constraintmatch.training.run_folder import write_result
 
 WAYS = {
@@ -59,7 +58,7 @@ WAYS = {
 def pairs_of(asked: argparse.Namespace, answers: Sequence[Answer], frozen: Frozen, begun: ClusterModel) -> Constraints:
     """What a round is trained on, from the model that it begins with."""
     pairs = closure_pairs(answers, len(frozen), seed=asked.seed)
-    return anchored(pairs, frozen.probabilities(begun), seed=asked.seed) if asked.anchors else pairs
+    return add_anchors(pairs, frozen.probabilities(begun), seed=asked.seed) if asked.anchors else pairs
 
 
 class HeadAlone:
@@ -75,12 +74,12 @@ class HeadAlone:
         return head_belief(model, self.frozen)
 
     def train(self, answers: Sequence[Answer]) -> ClusterModel:
-        begun = informed(self.start, self.frozen, answers)
+        begun = inform_start(self.start, self.frozen, answers)
         if not self.options:
             return begun
         pairs = pairs_of(self.asked, answers, self.frozen, begun)
-        config = make_config("constraintmatch", self.options, start=taken_off(begun, self.seen))
-        return put_back(begun, train(self.seen, pairs, config).model)
+        config = make_config("constraintmatch", self.options, start=detach_head(begun, self.seen))
+        return attach_head(begun, train(self.seen, pairs, config).model)
 
     def score(self, model: ClusterModel, labels: Any) -> dict[str, float]:
         return scores(labels, Predictions(self.test.probabilities(model)))
@@ -103,7 +102,7 @@ class WholeNetwork:
 
     def train(self, answers: Sequence[Answer]) -> ClusterModel:
         asked = self.asked
-        begun = load_model(asked.model) if asked.plain else informed(self.start, self.frozen, answers)
+        begun = load_model(asked.model) if asked.plain else inform_start(self.start, self.frozen, answers)
         pairs = pairs_of(asked, answers, self.frozen, begun)
         steps = self.last if len(answers) >= asked.budgets[-1] else asked.steps
         config = make_config("constraintmatch", {**self.options, "steps": steps}, start=begun, views=self.views)
@@ -145,15 +144,15 @@ def run(asked: argparse.Namespace, way: str, error: float, request: dict[str, An
     asking = replace(WAYS[way], seed=asked.seed)
     rest = [budget for budget in asked.budgets if budget > len(answers)]
     going = simulate(rounds.believe, rounds.train, rounds.start, rest, oracle, asking, answers)
-    for done in going if rest else ():
-        found = rounds.score(done.model, test.labels)
-        groups = implied_groups(done.answers, len(images))
+    for answers, model in going if rest else ():
+        found = rounds.score(model, test.labels)
+        groups = implied_groups(answers, len(images))
         seconds = round(time.monotonic() - began, 1)
-        points.append({"answers": len(done.answers), **found, "groups": int(groups.max()) + 1, "seconds": seconds})
-        given = [[one.question.image, one.question.shown, one.choice] for one in done.answers]
+        points.append({"answers": len(answers), **found, "groups": int(groups.max()) + 1, "seconds": seconds})
+        given = [[one.question.image, one.question.shown, one.choice] for one in answers]
         write_json(kept, {"request": request, "points": points, "answers": given})
         print(
-            f"{asked.name} {way} error {error:g}: {len(done.answers):,} answers, ACC {100 * found['acc']:.2f}",
+            f"{asked.name} {way} error {error:g}: {len(answers):,} answers, ACC {100 * found['acc']:.2f}",
             flush=True,
         )
     return points

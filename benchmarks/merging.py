@@ -17,8 +17,7 @@ from embedded import parser_of, trained
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import predict, scores
-from constraintmatch.methods.parts.cluster_merging import merge_clusters
-from constraintmatch.methods.parts.head_training import taken_off
+from constraintmatch.methods.parts.heads import detach_head, merge_clusters
 from constraintmatch.models.cluster_model import ClusterModel, load_model
 from constraintmatch.training.run_folder import write_result
 
@@ -40,7 +39,7 @@ def main() -> None:
     train, test = load_images(asked.train), load_images(asked.test)
     assert train.labels is not None
     assert test.labels is not None
-    start = taken_off(load_model(asked.model), train)
+    start = detach_head(load_model(asked.model), train)
     first = {**scores(test.labels, predict(start, test)), "clusters": start.config.n_clusters}
     print("start", first, flush=True)
     rows: list[dict[str, Any]] = []

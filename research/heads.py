@@ -17,8 +17,8 @@ from torch import Tensor
 
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.evaluation.metrics import Predictions, embed, nearest_neighbours, scores
-from constraintmatch.methods.parts import linear_heads
-from constraintmatch.methods.parts.linear_heads import best_linear_head, steady_head
+from constraintmatch.methods.parts import heads
+from constraintmatch.methods.parts.heads import best_linear_head, steady_head
 from constraintmatch.methods.parts.preparation import spread
 from constraintmatch.models.cluster_model import load_model
 from constraintmatch.training.run_folder import write_result
@@ -26,13 +26,13 @@ from constraintmatch.training.run_folder import write_result
 
 def ms_per_step(features: Tensor, near: Tensor, n_clusters: int, lowest: float, steps: int) -> float:
     """Of a training of that many steps; logits are the farther apart the longer it goes."""
-    usual, linear_heads.LOWEST = linear_heads.LOWEST, lowest
+    usual, heads.LOWEST = heads.LOWEST, lowest
     try:
         began = time.monotonic()
         best_linear_head(features, near, n_clusters, steps=steps)
         return 1e3 * (time.monotonic() - began) / steps
     finally:
-        linear_heads.LOWEST = usual
+        heads.LOWEST = usual
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
         found = {name: accuracy(*steady_head(features, voting)) for name, voting in (("best", alone), ("vote", head))}
         rows.append({"seed": seed, **found, "voters": len(head.voters[1]), "loss": float(head.losses.min())})
         print(rows[-1], flush=True)
-    timed = {"bounded": linear_heads.LOWEST, "unbounded": -math.inf}
+    timed = {"bounded": heads.LOWEST, "unbounded": -math.inf}
     given = (features, near, n_clusters)
     turns = [{name: ms_per_step(*given, low, asked.steps) for name, low in timed.items()} for _ in range(asked.turns)]
     ms = {name: round(statistics.median(turn[name] for turn in turns), 2) for name in timed}

@@ -17,15 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from constraintmatch.evaluation.metrics import accuracy
-from constraintmatch.questions.next_question import (
-    Answer,
-    Belief,
-    Landscape,
-    implied_groups,
-    landscape_of,
-    next_questions,
-)
-from constraintmatch.questions.simulated_annotator import LabelOracle
+from constraintmatch.questions.answers import Answer, implied_groups
+from constraintmatch.questions.belief import Belief
+from constraintmatch.questions.next_question import next_questions
+from constraintmatch.questions.rounds import LabelOracle
 
 WAYS = [(kind, choose) for kind in ("which", "pair") for choose in ("recommended", "uncertain", "random")]
 POINTS = (50, 100, 200, 400)
@@ -54,11 +49,11 @@ def embedded(model: Path, data_dir: Path, n: int = 5_000) -> tuple[Belief, NDArr
     return Belief.of(found.features, found.probabilities), np.asarray(some.labels, np.int64)
 
 
-def answered(belief: Belief, landscape: Landscape, oracle: LabelOracle, n: int, batch: int, **way: str) -> list[Answer]:
+def answered(belief: Belief, oracle: LabelOracle, n: int, batch: int, **way: str) -> list[Answer]:
     """n answers to questions that were chosen so many at a time."""
     answers: list[Answer] = []
     while len(answers) < n:
-        chosen = next_questions(belief, answers, min(batch, n - len(answers)), landscape=landscape, **way)
+        chosen = next_questions(belief, answers, min(batch, n - len(answers)), **way)
         answers += map(oracle.answer, chosen)
     return answers
 
@@ -75,12 +70,11 @@ def probe(belief: Belief, labels: NDArray[np.int64], answers: list[Answer]) -> f
 
 def print_probes(belief: Belief, labels: NDArray[np.int64]) -> None:
     """One row for each way to ask and rate of wrong answers, one column for each number of answers."""
-    landscape = landscape_of(belief.features)
     print("kind  choice      wrong " + "".join(f"{n:>8,}" for n in POINTS))
     for kind, choose in WAYS:
         for error in (0.0, 0.05):
             oracle = LabelOracle(labels, error=error)
-            answers = answered(belief, landscape, oracle, POINTS[-1], 10, kind=kind, choose=choose)
+            answers = answered(belief, oracle, POINTS[-1], 10, kind=kind, choose=choose)
             scores = [probe(belief, labels, answers[:n]) for n in POINTS]
             print(f"{kind:5} {choose:11} {error:5.0%} " + "".join(f"{score:8.1%}" for score in scores), flush=True)
 
@@ -89,13 +83,12 @@ def print_times(n_images: int, width: int, k: int, n_questions: int, n_answers: 
     """The seconds for the density, and for one batch of each way to ask."""
     belief, labels = scattered(n_images, width, k)
     start = time.perf_counter()
-    landscape = landscape_of(belief.features)
     print(f"{n_images:,} images, {width} features, {k} clusters, {n_answers:,} answers")
     print(f"density, once: {time.perf_counter() - start:.2f} s")
-    answers = answered(belief, landscape, LabelOracle(labels, error=0), n_answers, 100)
+    answers = answered(belief, LabelOracle(labels, error=0), n_answers, 100)
     for kind, choose in WAYS:
         start = time.perf_counter()
-        chosen = next_questions(belief, answers, n_questions, kind=kind, choose=choose, landscape=landscape)
+        chosen = next_questions(belief, answers, n_questions, kind=kind, choose=choose)
         print(f"{kind:5} {choose:11} {len(chosen):3} questions: {time.perf_counter() - start:.2f} s")
 
 

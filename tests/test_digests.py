@@ -23,8 +23,7 @@ from constraintmatch.methods import METHODS
 from constraintmatch.models.cluster_model import build_model
 from constraintmatch.pipeline import config
 from constraintmatch.questions.belief import Belief
-from constraintmatch.questions.rounds import Asking, anchored, ask_until, closure_pairs
-from constraintmatch.questions.simulated_annotator import LabelOracle
+from constraintmatch.questions.rounds import Asking, LabelOracle, add_anchors, ask_until, closure_pairs
 from constraintmatch.training.loop import TrainSettings
 
 LABELS = np.arange(300) % 7
@@ -62,7 +61,7 @@ PAIRS: dict[str, tuple[Callable[[], Constraints], str]] = {
     "held out": (lambda: hide_images(Constraints.sample(LABELS, 200, seed=0), seed=4)[1], "c33abca8598a0bac"),
     "split off": (lambda: Constraints.sample(LABELS, 200, seed=0).split(30, seed=6)[1], "2d9fb9280207019d"),
     "anchors": (
-        lambda: anchored(Constraints.sample(LABELS, 9, seed=0), np.eye(7, dtype=np.float32)[LABELS], seed=1),
+        lambda: add_anchors(Constraints.sample(LABELS, 9, seed=0), np.eye(7, dtype=np.float32)[LABELS], seed=1),
         "dfb6a0af42bd2971",
     ),
     "random questions": (lambda: answered("pair", "random", 40), "06ba25e993d03225"),

@@ -31,7 +31,7 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.models.cluster_model import build_model, save_model
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question
-from constraintmatch.questions.next_question import Belief
+from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.rounds import image_belief
 
 PAGE = Path(__file__).parents[2] / "src" / "constraintmatch" / "annotate" / "page"

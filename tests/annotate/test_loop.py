@@ -36,15 +36,13 @@ from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import accuracy, embed, predict
 from constraintmatch.methods import Context
-from constraintmatch.methods.parts.head_training import put_back, seen_by, taken_off
-from constraintmatch.methods.parts.linear_heads import regression_head
+from constraintmatch.methods.parts.heads import attach_head, detach_head, embed_images, regression_head
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model, with_head
 from constraintmatch.pipeline.config import SHORT_STAGES, TrainConfig, method_settings
 from constraintmatch.pipeline.plan import Train
 from constraintmatch.pipeline.train import weights_hash
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question
-from constraintmatch.questions.rounds import Asking, ask_until, closure_pairs, image_belief
-from constraintmatch.questions.simulated_annotator import LabelOracle
+from constraintmatch.questions.rounds import Asking, LabelOracle, ask_until, closure_pairs, image_belief
 from constraintmatch.training.run_folder import read_log
 
 pytestmark = pytest.mark.usefixtures("small_batches", "few_digits", "quick_heads_throughout")
@@ -311,7 +309,7 @@ def test_a_round_that_fails_is_told_and_asking_goes_on(images: ImageSet, start: 
     until = time.monotonic() + 30
     while learner.problem is None and time.monotonic() < until:
         time.sleep(0.01)
-    assert learner.activity() == "max_entropy is 7.0; it must lie in [0, 1]"
+    assert learner.activity() == "max_entropy is 7.0; it must be in [0, 1]"
     assert learner.name() == "start"
 
 
@@ -414,8 +412,8 @@ def test_a_frozen_network_keeps_its_weights_and_its_head_learns(start: Path, tmp
     rounds = [load_model(path) for path in sorted((tmp_path / "rounds").iterdir())]
     assert [model.config.side for model in rounds] == [1]  # a head on embeddings: kilobytes
     test = load_dataset("digits", "test")
-    alone = taken_off(before, seen_by(before, load_dataset("digits", "train")))
-    again = put_back(before, alone)
+    alone = detach_head(before, embed_images(before, load_dataset("digits", "train")))
+    again = attach_head(before, alone)
     np.testing.assert_allclose(predict(again, test).probabilities, predict(before, test).probabilities, atol=1e-5)
     assert f"ACC {100 * accuracy(test.labels, predict(after, test).clusters):.1f}" in told["scores"]
 
@@ -687,7 +685,7 @@ def test_a_round_learns_from_what_the_answers_imply_and_from_nothing_else(
     images: ImageSet, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, model = answered(images, start, 8), load_model(start)
-    seen = seen_by(model, images)
+    seen = embed_images(model, images)
     trained: list[int] = []
     train = background_training.train
 
@@ -697,7 +695,7 @@ def test_a_round_learns_from_what_the_answers_imply_and_from_nothing_else(
 
     monkeypatch.setattr(background_training, "train", counted)
     assert Learner(images, model, lambda: answers, tmp_path / "network", SMALL).learn()
-    assert Learner(seen, taken_off(model, seen), lambda: answers, tmp_path / "head", SMALL).learn()
+    assert Learner(seen, detach_head(model, seen), lambda: answers, tmp_path / "head", SMALL).learn()
     said = len(closure_pairs(answers, len(images)))
     assert trained == [said, said]
 
@@ -707,8 +705,8 @@ def test_a_head_of_another_network_is_passed_over(images: ImageSet, start: Path,
     other = build_model(n_clusters=10, side=8, channels=1, backbone="tiny", seed=9)
 
     def learner(model: ClusterModel) -> Learner:
-        seen = seen_by(model, images)
-        return Learner(seen, taken_off(model, seen), lambda: answers, tmp_path, SMALL)
+        seen = embed_images(model, images)
+        return Learner(seen, detach_head(model, seen), lambda: answers, tmp_path, SMALL)
 
     assert learner(one).learn()
     assert learner(one).name() == "round 8"

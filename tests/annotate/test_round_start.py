@@ -13,8 +13,7 @@ from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models.cluster_model import ClusterModel, build_model
 from constraintmatch.pipeline.train import weights_hash
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question, n_kinds
-from constraintmatch.questions.rounds import image_belief
-from constraintmatch.questions.simulated_annotator import LabelOracle
+from constraintmatch.questions.rounds import LabelOracle, image_belief
 
 CPU = {"seed": 0, "device": "cpu"}
 labels_lists = st.lists(st.integers(0, 4), min_size=2, max_size=12).map(np.array)

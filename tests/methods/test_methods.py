@@ -1,5 +1,4 @@
 import copy
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,8 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import nearest_neighbours, predict, scores
 from constraintmatch.methods import METHODS, Trained, ViewChoice
-from constraintmatch.methods.parts.pair_training import Selection, _two_of
+from constraintmatch.methods.parts import preparation
+from constraintmatch.methods.parts.pair_training import _draw_two, choose_selection
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_projection
 from constraintmatch.training import views as view_functions
 from constraintmatch.training.loop import TrainSettings
@@ -151,10 +151,10 @@ def test_pseudo_constraints_expect_as_many_errors_as_the_pairs_unless_told(strip
 
 
 def test_any_two_clusters_are_different_ones_and_all_of_them_come_up() -> None:
-    two = _two_of(4, 500, torch.Generator().manual_seed(0))
+    two = _draw_two(4, 500, torch.Generator().manual_seed(0))
     assert (two[:, 0] != two[:, 1]).all()
     assert {tuple(pair) for pair in two.tolist()} == {(a, b) for a in range(4) for b in range(4) if a != b}
-    assert _two_of(1, 3, torch.Generator()).tolist() == [[0, 0]] * 3
+    assert _draw_two(1, 3, torch.Generator()).tolist() == [[0, 0]] * 3
 
 
 def test_a_warm_up_brings_the_pseudo_loss_in_slowly(stripes: ImageSet) -> None:
@@ -234,8 +234,7 @@ def test_a_falling_quality_keeps_earlier_weights_unless_it_is_tolerated(
         values = iter([1.0, 0.8, 0.6, 0.4, 0.2])
         return lambda _: next(values)
 
-    module = importlib.import_module(f"constraintmatch.methods.starts.{name}")
-    monkeypatch.setattr(module, "quality_judge", worse_and_worse)
+    monkeypatch.setattr(preparation, "quality_judge", worse_and_worse)
     own = {"scan": {"n_clusters": 3, "n_tries": 0}, "self_label": {"min_confidence": 0.1}}
     asked = own.get(name, {})
     settings, few = replace(QUICK, evaluate_every=1), stripes.take(np.arange(15))
@@ -244,7 +243,7 @@ def test_a_falling_quality_keeps_earlier_weights_unless_it_is_tolerated(
         done = METHODS[name](model(), few, epochs=4, images_per_step=15, settings=settings, **asked, **tolerance)
         kept.append(next((entry["kept_step"] for entry in done.log if entry["kind"] == "kept"), 4))
     assert kept == [0, 2, 4]
-    with pytest.raises(InputError, match=r"tolerance is 1.5; it must lie in \[0, 1\]"):
+    with pytest.raises(InputError, match=r"tolerance is 1.5; it must be in \[0, 1\]"):
         METHODS[name](model(), stripes, tolerance=1.5, **asked)
 
 
@@ -260,10 +259,10 @@ def test_neighbours_are_those_of_brute_force() -> None:
 
 def test_selection_is_by_entropy_or_confidence() -> None:
     guess = torch.tensor([[0.5, 0.5, 0.0], [0.9, 0.05, 0.05], [0.34, 0.33, 0.33]])
-    assert Selection("entropy", max_entropy=0.7)(guess).tolist() == [True, True, False]
-    assert Selection("confidence", min_confidence=0.8)(guess).tolist() == [False, True, False]
+    assert choose_selection("entropy", 0.7, 0.95)(guess).tolist() == [True, True, False]
+    assert choose_selection("confidence", 0.2, 0.8)(guess).tolist() == [False, True, False]
     with pytest.raises(InputError, match="unknown selection"):
-        Selection("margin")
+        choose_selection("margin", 0.2, 0.95)
 
 
 def test_the_same_seed_gives_the_same_weights(stripes: ImageSet, plain: Trained) -> None:
@@ -293,7 +292,7 @@ def test_views_of_ones_own_are_used(stripes: ImageSet) -> None:
         ("constrained", {"constraints": Constraints.from_lists(n_images=9, must_link=[(0, 1)])}, "over 9 images"),
         ("constraintmatch", {"links": "firm"}, "unknown links 'firm'"),
         ("constraintmatch", {"flip_fraction": 1.5}, "flip_fraction is 1.5"),
-        ("constrained", {"error_rate": 0.5}, r"error_rate is 0.5; it must lie in \[0, 0.5\)"),
+        ("constrained", {"error_rate": 0.5}, r"error_rate is 0.5; it must be in \[0, 0.5\)"),
         ("constraintmatch", {"pseudo_error_rate": -0.1}, "pseudo_error_rate is -0.1"),
         ("constraintmatch", {"flip_between": "some"}, "unknown flip_between 'some'; known are largest, any"),
         ("scan", {"n_clusters": 61}, "61 clusters for 60 images"),

@@ -14,7 +14,7 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.judge import Judge, hide_images
 from constraintmatch.evaluation.metrics import predict, scores
-from constraintmatch.methods import METHODS, Context, Trained
+from constraintmatch.methods import METHODS, Context, Trained, safe_recipe
 from constraintmatch.methods.safe_recipe import calm_head
 from constraintmatch.models.cluster_model import ClusterModel, build_model
 from constraintmatch.training.loop import TrainSettings
@@ -151,14 +151,13 @@ def test_enough_right_pairs_mend_a_bad_start(blobs: ImageSet, wrong: float, seed
 
 def test_the_pairs_that_are_held_out_are_never_trained_on(blobs: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Constraints] = []
-    whole = METHODS["constrained"].__globals__["train_by_recipe"].__globals__
-    trained = whole["train_task"]
+    build = safe_recipe.build_training
 
     def spy(model: ClusterModel, images: ImageSet, task: Any, *rest: Any) -> Any:
         seen.append(task.constraints)
-        return trained(model, images, task, *rest)
+        return build(model, images, task, *rest)
 
-    monkeypatch.setitem(whole, "train_task", spy)
+    monkeypatch.setattr(safe_recipe, "build_training", spy)
     train(start(blobs), blobs, RIGHT)
     training, held_out = hide_images(RIGHT.merged())
     assert len(held_out) > 40

@@ -13,7 +13,7 @@ from constraintmatch import cli
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.models.cluster_model import build_model, save_model
 
-FRAMES = 10  # goal: 8; with the command, without the step itself
+FRAMES = 8  # with the command, without the step itself
 
 
 class FirstStepError(Exception):

@@ -15,7 +15,7 @@ from by_name import run_method
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
-from constraintmatch.methods.starts.linear_scan import linear_scan
+from constraintmatch.methods.starts.scan import linear_scan
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, with_clusters, with_projection
 from constraintmatch.pipeline.config import (
     CHAINS,

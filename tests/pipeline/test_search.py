@@ -643,8 +643,8 @@ def test_a_value_that_may_diverge_is_tried_all_the_same(start: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--grid error_rate=0.1,0.7", "error_rate is 0.7; it must lie in [0, 0.5)"),
-        ("--grid max_entropy=0.2,1.5", "max_entropy is 1.5; it must lie in [0, 1]"),
+        ("--grid error_rate=0.1,0.7", "error_rate is 0.7; it must be in [0, 0.5)"),
+        ("--grid max_entropy=0.2,1.5", "max_entropy is 1.5; it must be in [0, 1]"),
         ("--grid warm_up=0.1,nan", "warm_up is nan; it is a share of the steps"),
         ("--grid lr", "--grid lr: write a name and numbers"),
         ("--grid lr=a", "--grid lr=a: write a name and numbers"),

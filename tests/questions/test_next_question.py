@@ -1,7 +1,7 @@
 """Questions: what answers say, what is never asked, who stands for a kind, and that choosing is worth it."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,22 +12,21 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch.questions.answers import known_from, links_of, stated_constraints
-from constraintmatch.questions.belief import ranks, spread
-from constraintmatch.questions.exemplars import find_exemplars
-from constraintmatch.questions.next_question import (
+from constraintmatch.questions import next_question
+from constraintmatch.questions.answers import (
+    MAX_SHOWN,
     NONE,
     UNSURE,
     Answer,
-    Belief,
     Question,
-    certain_share,
+    find_known,
     implied_groups,
-    landscape_of,
-    next_questions,
-    question_about,
+    links_of,
+    stated_constraints,
 )
-from constraintmatch.questions.simulated_annotator import LabelOracle
+from constraintmatch.questions.belief import Belief, find_exemplars, ranks, spread
+from constraintmatch.questions.next_question import certain_share, next_questions, question_about
+from constraintmatch.questions.rounds import LabelOracle
 
 few = settings(max_examples=20, deadline=None)
 KINDS: Any = st.sampled_from(["which", "pair"])
@@ -64,13 +63,21 @@ def ask(
 ) -> list[Answer]:
     """Up to n answers, asked in batches until nothing is left."""
     answers: list[Answer] = []
-    landscape = landscape_of(belief.features)
     while len(answers) < n:
-        questions = next_questions(belief, answers, min(batch, n - len(answers)), landscape=landscape, **options)
+        questions = next_questions(belief, answers, min(batch, n - len(answers)), **options)
         if not questions:
             break
         answers += map(oracle, questions)
     return answers
+
+
+@contextmanager
+def limits(*, width: int = MAX_SHOWN, soon: int = 200) -> Iterator[None]:
+    """Questions that show at most so many images, and rest for so many answers after an "unsure"."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(next_question, "MAX_SHOWN", width)
+        patch.setattr(next_question, "SOON", soon)
+        yield
 
 
 def until_all_are_seen(answers: Sequence[Answer], labels: NDArray[np.int64]) -> int:
@@ -109,8 +116,8 @@ def test_a_question_of_one_image_is_a_pair() -> None:
     [
         (0, (), 0, "1 to 5 images"),
         (0, (1, 2, 3, 4, 5, 6), 0, "1 to 5 images"),
-        (0, (0, 1), 0, "stand there once"),
-        (0, (1, 1), 0, "stand there once"),
+        (0, (0, 1), 0, "be there once"),
+        (0, (1, 1), 0, "be there once"),
         (-1, (1, 2), 0, "count from 0"),
         (0, (1, 2), 2, "use 0 to 1"),
         (0, (1, 2), -3, "use 0 to 1"),
@@ -178,15 +185,14 @@ def test_what_the_answers_settle_is_never_asked(
     belief, labels = blobs([12, 9, 6, 2], seed=seed, model=model)
     oracle, answers = LabelOracle(labels, error=error, unsure=0.1, seed=seed), list[Answer]()
     for _ in range(8):
-        known = known_from(answers, len(belief), soon=10)
-        questions = next_questions(
-            belief, answers, 4, kind=kind, choose=choose, n_images_per_question=width, seed=seed, soon=10
-        )
+        known = find_known(answers, len(belief), soon=10)
+        with limits(width=width, soon=10):
+            questions = next_questions(belief, answers, 4, kind=kind, choose=choose, seed=seed)
         assert len(questions) <= 4
         assert questions or answers  # the first round has some
         for question in questions:
             assert 0 < len(question.shown) <= (1 if kind == "pair" else width)
-            assert not any(known.settled(question.image, shown) for shown in question.shown)
+            assert not any(known.settles(question.image, shown) for shown in question.shown)
             assert len(set(known.component[list(question.shown)].tolist())) == len(question.shown)
             assert question.image not in known.resting
         pairs = [frozenset((q.image, shown)) for q in questions for shown in q.shown]
@@ -208,18 +214,19 @@ def test_the_same_inputs_give_the_same_questions(kind: Any, choose: Any, seed: i
 def test_asked_to_the_end_the_groups_are_the_labels(sizes: list[int], seed: int, model: bool, kind: Any) -> None:
     belief, labels = blobs(sizes, seed=seed, noise=1.0, model=model)
     answers = ask(belief, LabelOracle(labels, error=0).answer, 2_000, kind=kind)
-    known = known_from(answers, len(belief), soon=0)
+    known = find_known(answers, len(belief), soon=0)
     one, other = np.triu_indices(len(belief), 1)
     assert ((known.component[one] == known.component[other]) == (labels[one] == labels[other])).all()
-    assert all(known.settled(i, j) for i, j in zip(one.tolist(), other.tolist(), strict=True))
+    assert all(known.settles(i, j) for i, j in zip(one.tolist(), other.tolist(), strict=True))
 
 
 def test_an_exemplar_that_is_excluded_is_not_shown_and_the_others_follow() -> None:
     belief = crisp([0] * 6 + [1] * 6 + [2] * 6)
     answers = ask(belief, LabelOracle(np.repeat(np.arange(3), 6), error=0).answer, 3)
     image = next_questions(belief, answers, 1)[0].image
-    first = next_questions(belief, answers, 1, candidates=[image], n_images_per_question=2)[0]
-    second = next_questions(belief, [*answers, Answer(first, NONE)], 1, candidates=[image], n_images_per_question=2)[0]
+    with limits(width=2):
+        first = next_questions(belief, answers, 1, candidates=[image])[0]
+        second = next_questions(belief, [*answers, Answer(first, NONE)], 1, candidates=[image])[0]
     assert second.image == image
     assert not set(first.shown) & set(second.shown)
     assert len(second.shown) == 1
@@ -231,13 +238,14 @@ def test_unsure_is_not_asked_again_soon_but_later() -> None:
     answers = ask(belief, oracle.answer, 5)
     doubtful = next_questions(belief, answers, 1)[0]
     answers.append(Answer(doubtful, UNSURE))
-    for _ in range(6):
-        question = next_questions(belief, answers, 1, soon=7)[0]
-        assert question.image != doubtful.image
-        answers.append(oracle.answer(question))
-    assert not next_questions(belief, answers, 1, soon=7, candidates=[doubtful.image])
-    answers.append(oracle.answer(next_questions(belief, answers, 1, soon=7)[0]))
-    assert next_questions(belief, answers, 1, soon=7, candidates=[doubtful.image])
+    with limits(soon=7):
+        for _ in range(6):
+            question = next_questions(belief, answers, 1)[0]
+            assert question.image != doubtful.image
+            answers.append(oracle.answer(question))
+        assert not next_questions(belief, answers, 1, candidates=[doubtful.image])
+        answers.append(oracle.answer(next_questions(belief, answers, 1)[0]))
+        assert next_questions(belief, answers, 1, candidates=[doubtful.image])
 
 
 @pytest.mark.parametrize("choose", ["recommended", "uncertain", "random"])
@@ -258,7 +266,7 @@ def test_only_candidates_are_asked_about(kind: Any, choose: Any, rows: set[int])
     belief, _ = blobs([10, 10, 10])
     questions = next_questions(belief, [], 8, kind=kind, choose=choose, candidates=sorted(rows))
     assert {question.image for question in questions} <= rows
-    assert questions or len(rows) <= 3  # each kind's exemplar is shown, not asked about
+    assert questions or rows <= set(exemplars(belief, []).image.tolist())  # exemplars are placed already
 
 
 def test_random_pairs_are_random_and_depend_on_the_seed() -> None:
@@ -282,7 +290,7 @@ def test_random_questions_go_on_where_they_stopped() -> None:
 
 
 def exemplars(belief: Belief, answers: Sequence[Answer]) -> Any:
-    return find_exemplars(belief, known_from(answers, len(belief), soon=0), landscape_of(belief.features))
+    return find_exemplars(belief, find_known(answers, len(belief), soon=0))
 
 
 def test_before_any_answer_the_most_central_image_stands_for_each_cluster() -> None:
@@ -343,7 +351,7 @@ def test_a_group_is_shown_by_its_most_typical_member() -> None:
     found = exemplars(belief, answers)
     centre = belief.features[group].mean(0)
     centre /= np.linalg.norm(centre)
-    typical = landscape_of(belief.features).density[group] + belief.features[group] @ centre
+    typical = belief.density[group] + belief.features[group] @ centre
     assert group[int(np.argmax(typical))] in found.image
     assert len(set(found.home[group].tolist())) == 1
 
@@ -353,15 +361,15 @@ def test_many_groups_of_two_do_not_all_become_exemplars() -> None:
     answers = [Answer(Question(image, (image + 1,)), 0) for image in range(0, 500, 2)]
     assert len(exemplars(belief, answers)) == 100
     questions = next_questions(belief, answers, 200, choose="random")
-    component = known_from(answers, 600, soon=0).component
+    component = find_known(answers, 600, soon=0).component
     assert len({int(component[question.image]) for question in questions}) == len(questions) == 200
 
 
 def test_the_larger_group_stands_first() -> None:
     belief, labels = blobs([30, 30, 30], noise=0.8)
     answers = ask(belief, LabelOracle(labels, error=0).answer, 40)
-    size = known_from(answers, 90, soon=0).size
-    component = known_from(answers, 90, soon=0).component
+    size = find_known(answers, 90, soon=0).size
+    component = find_known(answers, 90, soon=0).component
     questions = next_questions(belief, answers, 10)
     assert max(len(question.shown) for question in questions) > 1
     for question in questions:
@@ -382,14 +390,14 @@ def test_the_warm_up_holds_each_cluster_against_its_nearest() -> None:
         answers += [oracle.answer(question) for question in next_questions(belief, answers, 4)]
         assert len(answers) <= 12, "one question for each cluster is enough"
     assert len(first) == 12
-    known = known_from(answers, 72, soon=0)
+    known = find_known(answers, 72, soon=0)
     for image in first:
-        assert sum(known.settled(image, other) for other in first if other != image) >= 5
+        assert sum(known.settles(image, other) for other in first if other != image) >= 5
 
 
 def test_recommended_images_are_harder_denser_and_further_apart_than_random_ones() -> None:
     belief, labels = blobs([150] * 4, noise=0.9)
-    oracle, landscape = LabelOracle(labels, error=0), landscape_of(belief.features)
+    oracle, density = LabelOracle(labels, error=0), belief.density
     answers = ask(belief, oracle.answer, 4)
     rows = {
         choose: [question.image for question in next_questions(belief, answers, 40, choose=choose)]
@@ -406,7 +414,7 @@ def test_recommended_images_are_harder_denser_and_further_apart_than_random_ones
         return float((similar - 2 * np.eye(len(images))).max(1).mean())
 
     assert margin(rows["recommended"]) < 0.8 * margin(rows["random"])
-    assert landscape.density[rows["recommended"]].mean() > landscape.density[rows["uncertain"]].mean() + 0.01
+    assert density[rows["recommended"]].mean() > density[rows["uncertain"]].mean() + 0.01
     assert closest(rows["recommended"]) < closest(rows["uncertain"]) - 0.01
 
 
@@ -475,21 +483,21 @@ def test_a_person_can_ask_about_one_image() -> None:
         question_about(belief, answers, 45)
 
 
-# The landscape
+# The density
 
 
 def test_density_is_the_mean_cosine_with_the_nearest_neighbours() -> None:
     belief, _ = blobs([40, 25])
     similar = belief.features @ belief.features.T - 9 * np.eye(65, dtype=np.float32)
     expected = np.sort(similar, axis=1)[:, -20:].mean(1)
-    np.testing.assert_allclose(landscape_of(belief.features).density, expected, rtol=1e-5)
+    np.testing.assert_allclose(belief.density, expected, rtol=1e-5)
 
 
 def test_the_density_of_many_images_is_near_the_exact_one() -> None:
     features = Belief.of(generator(0).standard_normal((12_000, 6)) + np.array([2, 0, 0, 0, 0, 0])).features
     some = np.arange(0, 12_000, 60)
     exact = np.sort(features[some] @ features.T, axis=1)[:, -21:-1].mean(1)
-    assert np.corrcoef(landscape_of(features).density[some], exact)[0, 1] > 0.98
+    assert np.corrcoef(Belief(features).density[some], exact)[0, 1] > 0.98
 
 
 @few
@@ -531,8 +539,6 @@ def test_features_are_brought_to_length_1_and_bad_ones_refused() -> None:
         ({"kind": "triple"}, "use which or pair"),
         ({"choose": "best"}, "use recommended, uncertain or random"),
         ({"n": -1}, "from 0 up"),
-        ({"soon": -1}, "from 0 up"),
-        ({"n_images_per_question": 6}, "from 1 to 5"),
         ({"candidates": [20]}, "the set has 20 images"),
         ({"seed": -1, "choose": "random"}, "seed -1"),
     ],
@@ -571,7 +577,11 @@ def test_more_groups_than_clusters_are_held_against_each_other() -> None:
     for at in range(5):
         others = [groups[b][0] for b in range(5) if labels[groups[b][0]] != labels[groups[at][0]]]
         answers.append(Answer(Question(groups[at][0], tuple(others[:3])), NONE))
-    ask = partial(next_questions, n=4, n_images_per_question=3)  # three have been shown beside each: no warm-up is left
+
+    def ask(belief: Belief, answers: Sequence[Answer]) -> list[Question]:
+        with limits(width=3):  # three were shown with each: no warm-up is left
+            return next_questions(belief, answers, 4)
+
     asked = ask(belief, answers)
     assert any(labels[question.image] == labels[shown] == 0 for question in asked for shown in question.shown)
     told = [*answers, *(LabelOracle(labels, error=0.0).answer(question) for question in asked)]

@@ -14,8 +14,15 @@ from constraintmatch.evaluation.metrics import predict
 from constraintmatch.models.cluster_model import build_model
 from constraintmatch.questions.answers import Answer, Question, stated_constraints
 from constraintmatch.questions.belief import Belief
-from constraintmatch.questions.rounds import Asking, anchored, ask_until, closure_pairs, image_belief, simulate
-from constraintmatch.questions.simulated_annotator import LabelOracle
+from constraintmatch.questions.rounds import (
+    Asking,
+    LabelOracle,
+    add_anchors,
+    ask_until,
+    closure_pairs,
+    image_belief,
+    simulate,
+)
 
 RNG = np.random.Generator(np.random.Philox(0))
 LABELS = RNG.integers(0, 4, 120)
@@ -105,16 +112,16 @@ def test_each_round_has_the_answers_of_the_ones_before_and_is_asked_by_the_newes
 
     rounds = list(simulate(believe, train, "start", [4, 10, 12], ORACLE, Asking(batch=3)))
     assert seen == ["start", "model 4", "model 10", "model 12"]
-    assert [len(done.answers) for done in rounds] == sizes == [4, 10, 12]
-    assert rounds[1].answers[:4] == rounds[0].answers
+    assert [len(answers) for answers, _ in rounds] == sizes == [4, 10, 12]
+    assert rounds[1][0][:4] == rounds[0][0]
 
 
 def test_a_stopped_simulation_goes_on_as_if_it_had_not_stopped() -> None:
     def believe(model: int) -> Belief:  # another one after each training, by the number of answers
         return Belief.of(np.roll(FEATURES, model, axis=0))
 
-    def go(budgets: list[int], answers: Sequence[Answer] = ()) -> list[tuple[Answer, ...]]:
-        return [done.answers for done in simulate(believe, len, 0, budgets, ORACLE, Asking(batch=3), answers)]
+    def go(budgets: list[int], answers: Sequence[Answer] = ()) -> list[list[Answer]]:
+        return [found for found, _ in simulate(believe, len, 0, budgets, ORACLE, Asking(batch=3), answers)]
 
     whole = go([4, 10, 12])
     assert go([10, 12], whole[0]) == whole[1:]
@@ -149,7 +156,7 @@ def test_anchors_hold_apart_sure_images_that_no_answer_is_about() -> None:
     probabilities[np.arange(90), sure] = 0.96
     probabilities[80:] = 1 / 3
     said = Constraints.from_arrays([0, 1], [3, 2], [1, 0], n_images=90, weight=[0.5, 1.0])
-    found = anchored(said, probabilities, seed=4)
+    found = add_anchors(said, probabilities, seed=4)
     assert 2 + 45 < len(found) <= 2 + 75  # of 90 pairs two thirds are of different clusters
     assert (found.left[:2].tolist(), found.right[:2].tolist()) == ([0, 1], [3, 2])
     assert found.weight.tolist() == [0.5, *[1.0] * (len(found) - 1)]
@@ -160,13 +167,13 @@ def test_anchors_hold_apart_sure_images_that_no_answer_is_about() -> None:
     assert len(used) > 45
     assert (sure[left] != sure[right]).all()
     assert not link.any()
-    again, other = anchored(said, probabilities, seed=4), anchored(said, probabilities, seed=5)
+    again, other = add_anchors(said, probabilities, seed=4), add_anchors(said, probabilities, seed=5)
     assert np.array_equal(again.left, found.left)
     assert not np.array_equal(other.left, found.left)
 
 
 def test_without_sure_images_there_are_no_anchors() -> None:
     said = Constraints.from_arrays([0], [1], [1], n_images=3)
-    assert anchored(said, np.full((3, 2), 0.5, np.float32)) is said
+    assert add_anchors(said, np.full((3, 2), 0.5, np.float32)) is said
     probabilities = np.array([[1, 0], [0, 1], [1, 0]], np.float32)
-    assert anchored(said, probabilities) is said  # one image is left, and it takes two
+    assert add_anchors(said, probabilities) is said  # one image is left, and it takes two

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.questions.answers import NONE, UNSURE, Question
-from constraintmatch.questions.simulated_annotator import LabelOracle
+from constraintmatch.questions.rounds import LabelOracle
 
 LABELS = np.array([0, 1, 2, 3, 4, 5, 0, 1, 2, 3])
 

@@ -38,7 +38,7 @@ from constraintmatch.pipeline.config import SHORT_STAGES, make_config
 from constraintmatch.pipeline.train import train
 from constraintmatch.questions.answers import Answer, n_kinds
 from constraintmatch.questions.belief import Belief
-from constraintmatch.questions.rounds import closure_pairs, head_belief, image_belief, informed
+from constraintmatch.questions.rounds import closure_pairs, head_belief, image_belief, inform_start
 from constraintmatch.training.loop import Interrupted
 from constraintmatch.training.run_folder import OtherRequest, is_finished
 
@@ -305,12 +305,12 @@ def round_start(
     images), because people have named them.
     """
     if start.config.n_clusters:
-        return informed(start, frozen, answers)
+        return inform_start(start, frozen, answers)
     known = 0 if before is None else before.shape[1]
     wanted = {key: settings[key] for key in ("seed", "device") if key in settings}
     wanted["n_clusters"] = max(2, known, n_kinds(answers, len(images)))
     made = train(images, None, make_config(SHORT_STAGES[-1], wanted, start=copy.deepcopy(start))).model
-    made = informed(made, frozen, answers)
+    made = inform_start(made, frozen, answers)
     if before is not None:
         _renumber(made, frozen.probabilities(made), before)
     return made

@@ -30,8 +30,7 @@ from constraintmatch.pipeline.sources import Data, read_pairs
 from constraintmatch.questions.answers import Question
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Choice, Kind
-from constraintmatch.questions.rounds import image_belief
-from constraintmatch.questions.simulated_annotator import LabelOracle
+from constraintmatch.questions.rounds import LabelOracle, image_belief
 
 if TYPE_CHECKING:
     from constraintmatch.annotate.background_training import Learner, Learning
@@ -370,15 +369,15 @@ def _learner(
 ) -> Learner:
     """Rounds that train the network, or with `frozen` only the head, on what the network makes of the images."""
     from constraintmatch.annotate.background_training import Learner
-    from constraintmatch.methods.parts.head_training import put_back, seen_by, taken_off
+    from constraintmatch.methods.parts.heads import attach_head, detach_head, embed_images
 
     if not loop.frozen or data.images.embedded:  # of embeddings, only a head learns anyway
         learning = _learning(loop, data, cpu=start.device.type == "cpu")
         return Learner(data.images, start, store.answers, loop.out, learning, views=views, held_out=data.held_out)
-    seen = seen_by(start, data.images, reporter=reporter)  # one pass serves all rounds
+    seen = embed_images(start, data.images, reporter=reporter)  # one pass serves all rounds
     learning = _learning(loop, replace(data, images=seen, row=None), cpu=True)  # a head needs no large batches
-    whole = partial(put_back, start)
-    return Learner(seen, taken_off(start, seen), store.answers, loop.out, learning, whole=whole)
+    whole = partial(attach_head, start)
+    return Learner(seen, detach_head(start, seen), store.answers, loop.out, learning, whole=whole)
 
 
 def _learning(loop: Loop, data: Data, *, cpu: bool) -> Learning:

@@ -17,8 +17,8 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.database import Asked
 from constraintmatch.annotate.store import Store
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.questions.answers import MAX_SHOWN, NONE, UNSURE, Answer, Question, implied_groups
-from constraintmatch.questions.belief import Belief, Landscape, landscape_of
+from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question, implied_groups
+from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Choice, Kind, next_questions, question_about
 
 __all__ = [
@@ -55,7 +55,6 @@ class Chooser:
         self, *, kind: Kind = "which", choose: Choice = "recommended", seed: int = 0, total: int | None = None
     ) -> None:
         self.kind, self.choose, self.seed, self.total = kind, choose, seed, total
-        self._seen: tuple[Belief, Landscape] | None = None
 
     def next(self, belief: Belief, answers: Sequence[Answer], n: int, waiting: Sequence[Question]) -> list[Question]:
         """At most n questions; `waiting` are handed out and not answered yet."""
@@ -63,25 +62,13 @@ class Chooser:
             n = min(n, self.total - len(answers) - len(waiting))
         if n < 1:
             return []
-        landscape = self._landscape(belief)
-        return next_questions(
-            belief, answers, n, kind=self.kind, choose=self.choose, seed=self.seed, waiting=waiting, landscape=landscape
-        )
+        return next_questions(belief, answers, n, kind=self.kind, choose=self.choose, seed=self.seed, waiting=waiting)
 
     def about(self, belief: Belief, answers: Sequence[Answer], image: int) -> Question | None:
         """The question that places an image; None if answers place it already: then one of them is wrong."""
         if implied_groups(answers, len(belief.features))[image] >= 0:
             return None
-        width = 1 if self.kind == "pair" else MAX_SHOWN
-        landscape = self._landscape(belief)
-        return question_about(belief, answers, image, n_images_per_question=width, landscape=landscape)
-
-    def _landscape(self, belief: Belief) -> Landscape:
-        """The density of the images. It takes seconds for 50,000, so it is kept as long as the belief."""
-        seen = self._seen
-        if seen is None or seen[0] is not belief:
-            self._seen = seen = (belief, landscape_of(belief.features))
-        return seen[1]
+        return question_about(belief, answers, image, kind=self.kind)
 
 
 class QuestionQueue:

@@ -217,8 +217,12 @@ def _keywords(method: str) -> dict[str, ast.expr | None]:
     return dict(zip([arg.arg for arg in given.kwonlyargs], given.kw_defaults, strict=True))
 
 
-def _file(method: str) -> tuple[str, ...]:
-    return ("methods", *(("starts",) if method in STAGES else ()), f"{method}.py")
+def _file(method: str) -> list[str]:
+    """The path of the file that `methods` imports the method from."""
+    imports = (node for node in _parse("methods", "__init__.py").body if isinstance(node, ast.ImportFrom))
+    module = next(str(node.module) for node in imports if method in [alias.name for alias in node.names])
+    *folders, name = module.split(".")[1:]
+    return [*folders, f"{name}.py"]
 
 
 @cache

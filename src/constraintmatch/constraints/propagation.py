@@ -1,7 +1,7 @@
-"""What a few images are known to be, carried along their neighbours to all the others: arrays, no torch.
+"""Label spreading (Zhou et al., 2003): what is known of a few images spreads to all along neighbours. No torch.
 
-Groups of images that must-links join become the seeds of clusters. A seed's share reaches every image by steps from
-neighbour to neighbour, less with every step: label spreading (Zhou et al., 2003), solved instead of iterated.
+Groups of images that must-links join become the seeds of clusters. The share of a seed reaches every image by steps
+from neighbour to neighbour and shrinks with each step. The equation is solved, not iterated.
 """
 
 from collections.abc import Sequence
@@ -14,27 +14,26 @@ from scipy.optimize import linear_sum_assignment
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 
-__all__ = ["best_reach", "carried", "check_reach", "known_groups", "neighbour_graph", "seeds"]
+__all__ = ["check_reach", "known_groups", "n_found", "neighbour_graph", "seeds", "spread_labels"]
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-APART = 0.5  # of the other groups, the share that a group must be known to differ from
-SUREST = 0.25  # of a cluster, the share of its images that stand for what the model believes of it
-BELIEVED = 4  # known images of a kind that the model's own belief weighs as much as (squared: it fades quickly)
-SMALL = 0.5  # of the mean size of groups: what is smaller may be a mistake
-FOLDS = 5  # parts of the known images, each of which is hidden once
+APART = 0.5  # a group must be known to differ from at least this share of the other groups
+SUREST = 0.25  # the share of a cluster's images, the surest ones, that carry what the model believes
+BELIEVED = 4  # the model's belief weighs as much as this many known images of a kind (squared: it fades quickly)
+SMALL = 0.5  # a group under this share of the mean size may be a mistake
+FOLDS = 5  # parts of the known images, each hidden once
 RELATIVE, MOST_ITERATIONS = 1e-4, 500  # of the solution by conjugate gradients
-SEEN = 0.5  # of the probability in its likeliest cluster: with less, a group is seen elsewhere
+SEEN = 0.5  # with less than this share of the probability in its likeliest cluster, a group is seen elsewhere
 
 
 def known_groups(constraints: Constraints, hints: Constraints | None = None) -> list[Rows]:
-    """Groups of images that are known to be of one kind each, the largest first; rows of each.
+    """The rows of each group of images that are known to be of one kind, the largest group first.
 
-    A group counts if it is known to differ from half of the others that count; the largest are looked at first, and
+    A group counts if it is known to differ from half of the others that count. The largest are tried first, and all
     again until none is added. Cannot-links of `hints`, which may be less sure, count as differences too. Pairs at
-    random tell hardly any two groups apart, so they give hardly any groups: of two groups of one kind one would be a
-    cluster of its own, and wrong.
+    random separate hardly any groups, so they give hardly any: two groups of one kind would become two clusters.
     """
     view = constraints.component_constraints()
     size = np.bincount(view.component, minlength=1)
@@ -59,34 +58,34 @@ def known_groups(constraints: Constraints, hints: Constraints | None = None) -> 
 def seeds(groups: Sequence[Rows], probabilities: Floats) -> Floats:
     """The share (n, k) of each cluster that begins at each image; the columns sum to 1.
 
-    A group gets the number of the cluster that its images are likeliest in, one group to a cluster; of more groups than
-    clusters some are left out. The quarter of a cluster's images that the model is surest of, those of groups excepted,
-    take part: alone in a cluster without a group, else with the less weight the larger the group is. Two or three known
-    images lead further astray than the model does.
+    A group gets the cluster that its images are likeliest in, one group for each cluster; if there are more groups than
+    clusters, some get none. The quarter of a cluster's images that the model is surest of, without those of groups,
+    take part too: alone in a cluster without a group, else with less weight the larger the group is. The model is more
+    often right than two or three known images.
     """
     n, k = probabilities.shape
     numbers = _clusters_of(groups, probabilities)
     clusters, free = probabilities.argmax(1), np.ones(n, bool)
     for rows in groups:
         free[rows] = False
-    begun = np.zeros((n, k), np.float32)
+    first = np.zeros((n, k), np.float32)
     for cluster in range(k):
         own = np.flatnonzero(free & (clusters == cluster))
         sure = np.argsort(-probabilities[own, cluster], kind="stable")
         believed = own[sure[: max(1, round(SUREST * len(own)))]]
         known = groups[numbers[cluster]] if cluster in numbers else own[:0]
         weight = (BELIEVED / (BELIEVED + len(known))) ** 2 if len(believed) else 0.0
-        begun[known, cluster] = (1 - weight) / max(len(known), 1)
-        begun[believed, cluster] = weight / max(len(believed), 1)
-    return begun
+        first[known, cluster] = (1 - weight) / max(len(known), 1)
+        first[believed, cluster] = weight / max(len(believed), 1)
+    return first
 
 
 def _clusters_of(groups: Sequence[Rows], probabilities: Floats) -> dict[int, int]:
-    """The group that each cluster gets, by number.
+    """The number of the group that each cluster gets.
 
-    By the root of its size a group is worth more the larger it is, and two small ones are worth more than a large one.
+    Groups count by the root of their size: a larger one counts more, and two small ones count more than a large one.
     A wrong "different" begins a second group of a kind, and it would take the cluster of a kind that no answer is about
-    yet. So a small group that the model sees in the cluster of another group gets none, until it grows.
+    yet. So a small group that the model sees in the cluster of another group gets no cluster until it grows.
     """
     k, size = probabilities.shape[1], np.array([len(rows) for rows in groups])
     seen = np.array([probabilities[rows].mean(0) for rows in groups]).reshape(-1, k)
@@ -114,28 +113,28 @@ def neighbour_graph(features: Floats, near: Rows) -> sp.csr_array:
 
 
 def check_reach(reach: float) -> None:
-    """A reach that does not lie in [0, 1) is an InputError: the shares would grow without end."""
+    """An InputError if the reach is not in [0, 1): the shares would grow without end."""
     if not 0 <= reach < 1:
-        raise InputError(f"reach is {reach}; it must lie in [0, 1)")
+        raise InputError(f"reach is {reach}; it must be in [0, 1)")
 
 
-def carried(graph: sp.csr_array, begun: Floats, *, reach: float = 0.99) -> Floats:
-    """The shares (n, k) of the clusters at each image; a row stays zero where no path leads from any seed.
+def spread_labels(graph: sp.csr_array, first: Floats, *, reach: float = 0.99) -> Floats:
+    """The shares (n, k) of the clusters at each image; a row stays zero if no path leads to it from a seed.
 
-    They solve F = reach · graph · F + begun. Where kinds hang together one column would win everywhere by its mass
-    alone, so columns are brought to the same mass before the rows are made to sum to 1. That takes nothing from large
-    clusters: one that lies apart has the same mass whatever its size.
+    They solve F = reach · graph · F + first. Where kinds are connected, one column could win everywhere by its mass
+    alone, so all columns get the same mass before the rows are scaled to sum to 1. Large clusters lose nothing: a
+    separate cluster has the same mass at any size.
     """
     check_reach(reach)
-    found = np.maximum(_solve(graph, begun, reach), 0)
+    found = np.maximum(_solve(graph, first, reach), 0)
     mass = found.sum(0)
     found /= np.where(mass > 0, mass, 1)
     return np.asarray(found / np.where(found.sum(1) > 0, found.sum(1), 1)[:, None], np.float32)
 
 
-def _solve(graph: sp.csr_array, begun: Floats, reach: float) -> Floats:
-    """F (n, m) of F = reach · graph · F + begun: conjugate gradients, all columns in one product."""
-    found, rest = np.zeros_like(begun), begun.copy()
+def _solve(graph: sp.csr_array, first: Floats, reach: float) -> Floats:
+    """F (n, m) of F = reach · graph · F + first: conjugate gradients, all columns in one product."""
+    found, rest = np.zeros_like(first), first.copy()
     direction, square = rest.copy(), (rest**2).sum(0)
     enough = RELATIVE**2 * square
     for _ in range(MOST_ITERATIONS):
@@ -150,20 +149,15 @@ def _solve(graph: sp.csr_array, begun: Floats, reach: float) -> Floats:
     return found
 
 
-def best_reach(graph: sp.csr_array, begun: Floats, known: Rows, reaches: Sequence[float]) -> float:
-    """Of several reaches the one with which most known images, hidden in turn, are found by the others.
+def n_found(graph: sp.csr_array, first: Floats, known: Rows, reach: float) -> int:
+    """How many known images, a fifth of them hidden at a time, the others find in their cluster.
 
-    `known` are rows that `begun` (n, k) says something of; those of one kind come together. Of equals the first.
+    `known` are rows with a share in `first` (n, k), ordered by kind.
     """
-    part, truth = np.arange(len(known)) % FOLDS, begun[known].argmax(1)
-
-    def n_found(reach: float) -> int:
-        found = 0
-        for number in range(FOLDS):
-            hidden, rest = known[part == number], begun.copy()
-            rest[hidden] = 0
-            shares = carried(graph, rest, reach=reach)[hidden]
-            found += int(((shares.argmax(1) == truth[part == number]) & (shares.max(1) > 0)).sum())
-        return found
-
-    return max(reaches, key=n_found)
+    part, truth, found = np.arange(len(known)) % FOLDS, first[known].argmax(1), 0
+    for number in range(FOLDS):
+        hidden, rest = known[part == number], first.copy()
+        rest[hidden] = 0
+        shares = spread_labels(graph, rest, reach=reach)[hidden]
+        found += int(((shares.argmax(1) == truth[part == number]) & (shares.max(1) > 0)).sum())
+    return found

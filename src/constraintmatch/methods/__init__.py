@@ -2,19 +2,13 @@
 
 from collections.abc import Callable
 
-from constraintmatch.methods.constrained import constrained
-from constraintmatch.methods.constraintmatch import constraintmatch
-from constraintmatch.methods.fully_constrained import fully_constrained
+from constraintmatch.methods.bounds import fully_constrained, supervised
+from constraintmatch.methods.constraintmatch import constrained, constraintmatch, pseudo_label
 from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice
 from constraintmatch.methods.propagate import propagate
-from constraintmatch.methods.pseudo_label import pseudo_label
-from constraintmatch.methods.starts.byol import byol
-from constraintmatch.methods.starts.linear_scan import linear_scan
-from constraintmatch.methods.starts.neighbour_label import neighbour_label
-from constraintmatch.methods.starts.scan import scan
-from constraintmatch.methods.starts.self_label import self_label
-from constraintmatch.methods.starts.simclr import simclr
-from constraintmatch.methods.supervised import supervised
+from constraintmatch.methods.starts.pretext import byol, simclr
+from constraintmatch.methods.starts.scan import linear_scan, scan
+from constraintmatch.methods.starts.self_label import neighbour_label, self_label
 
 __all__ = ["METHODS", "Context", "Trained", "ViewChoice"]
 

@@ -1,18 +1,73 @@
-"""ConstraintMatch: the pair loss on given constraints, and on pseudo-constraints between informative images."""
+"""ConstraintMatch and the two competitors of the paper: the pair loss on constraints, with or without a second term."""
 
 from torch import Tensor
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.methods.parts.pair_training import Before, Selection, Unconstrained, check_error_rate
-from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice, check_share
-from constraintmatch.methods.safe_recipe import train_by_recipe
+from constraintmatch.methods.parts.pair_training import PairTask, check_error_rate, choose_selection
+from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice, check_shares
+from constraintmatch.methods.safe_recipe import train_pairs
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.loop import TrainSettings
-from constraintmatch.training.losses import all_pairs_loss, hard_links, soft_links
+from constraintmatch.training.losses import all_pairs_loss, hard_links, pseudo_label_loss, soft_links
 
-__all__ = ["constraintmatch"]
+__all__ = ["constrained", "constraintmatch", "pseudo_label"]
+
+
+def constrained(
+    model: ClusterModel,
+    images: ImageSet,
+    constraints: Constraints,
+    *,
+    error_rate: float = 0.0,
+    merge: bool = False,
+    head_steps: int = 0,
+    recipe: str = "paper",
+    pairs_per_step: int = 200,
+    settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
+    views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
+) -> Trained:
+    """The model trained with L^cons alone.
+
+    `error_rate` is the share of the constraints that may be wrong; the loss then expects them (decision 032). `merge`
+    first merges clusters that the pairs join (decision 038). `head_steps` trains the head alone first (decision 034).
+    `recipe` is paper, or safe: the start is kept unless held-out pairs favour another model (decision 042).
+    """
+    task = PairTask("constrained", constraints, recipe, error_rate, pairs_per_step, merge, head_steps)
+    return train_pairs(model, images, task, settings, views, context)
+
+
+def pseudo_label(
+    model: ClusterModel,
+    images: ImageSet,
+    constraints: Constraints,
+    *,
+    pseudo_weight: float = 1.0,
+    min_confidence: float = 0.95,
+    warm_up: float = 0.0,
+    flip_fraction: float = 0.0,
+    flip_between: str = "largest",
+    error_rate: float = 0.0,
+    merge: bool = False,
+    head_steps: int = 0,
+    recipe: str = "paper",
+    pairs_per_step: int = 200,
+    images_per_step: int = 600,
+    settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
+    views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
+) -> Trained:
+    """The model trained with L = L^cons + λ L^CE; λ is `pseudo_weight`, τ is `min_confidence`, ρ is `flip_fraction`.
+
+    L^CE is the mean over all images of a step, as in FixMatch. The other arguments: see `constraintmatch`.
+    """
+    pairs = (constraints, recipe, error_rate, pairs_per_step, merge, head_steps)
+    term = (pseudo_weight, warm_up, flip_fraction, flip_between, images_per_step)
+    select = choose_selection("confidence", 1.0, min_confidence)
+    task = PairTask("pseudo_label", *pairs, pseudo_label_loss, select, soft_links, *term)
+    return train_pairs(model, images, task, settings, views, context)
 
 
 def constraintmatch(
@@ -45,46 +100,25 @@ def constraintmatch(
     λ is `pseudo_weight`. `selection` is by entropy under τ = `max_entropy` (the paper's) or by confidence from
     `min_confidence`. `links` are soft, 1 − JSD, or hard: 1 from μ = `hard_threshold` on. λ rises from zero over the
     share `warm_up` of the steps (the paper has none): pairs first, where the start is weak. ρ = `flip_fraction` of the
-    guesses have two clusters swapped: `flip_between` the two largest, as the paper says, or any two, as its published
-    code does.
-    `error_rate` is the share of the constraints thought to be wrong, `pseudo_error_rate` that of the pseudo-constraints
-    (None: the same). `merge`, `head_steps` and `recipe`: see `constrained`.
+    guesses have two clusters swapped: `flip_between` the two largest, as in the paper, or any two, as in its published
+    code. `pseudo_error_rate` is the share of the pseudo-constraints that may be wrong (None: as `error_rate`).
+    `error_rate`, `merge`, `head_steps` and `recipe`: see `constrained`.
     """
     expected = error_rate if pseudo_error_rate is None else pseudo_error_rate
     check_error_rate("error_rate" if pseudo_error_rate is None else "pseudo_error_rate", expected)
     if links not in ("soft", "hard"):
         raise InputError(f"unknown links {links!r}; known are soft, hard")
-    check_share("hard_threshold", hard_threshold)
+    check_shares(hard_threshold=hard_threshold)
 
     def pseudo_links(guess: Tensor) -> Tensor:
         soft = soft_links(guess)
         return soft if links == "soft" else hard_links(soft, hard_threshold)
 
-    def loss(guess: Tensor, logits: Tensor, keep: Tensor) -> Tensor:
+    def loss(logits: Tensor, guess: Tensor, keep: Tensor) -> Tensor:
         return all_pairs_loss(logits.float().softmax(-1), pseudo_links(guess), keep, error_rate=expected)
 
-    term = Unconstrained(
-        "pseudo-constraints",
-        loss,
-        Selection(selection, max_entropy, min_confidence),
-        pseudo_links,
-        pseudo_weight,
-        flip_fraction,
-        images_per_step,
-        warm_up,
-        flip_between,
-    )
-    return train_by_recipe(
-        model,
-        images,
-        constraints,
-        recipe=recipe,
-        title="constraintmatch",
-        unconstrained=term,
-        error_rate=error_rate,
-        pairs_per_step=pairs_per_step,
-        before=Before(merge, head_steps),
-        settings=settings,
-        views=views,
-        context=context,
-    )
+    pairs = (constraints, recipe, error_rate, pairs_per_step, merge, head_steps)
+    term = (pseudo_weight, warm_up, flip_fraction, flip_between, images_per_step)
+    select = choose_selection(selection, max_entropy, min_confidence)
+    task = PairTask("constraintmatch", *pairs, loss, select, pseudo_links, *term)
+    return train_pairs(model, images, task, settings, views, context)

@@ -5,7 +5,7 @@ import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +18,12 @@ from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, embed, predict, scores
 from constraintmatch.evaluation.report import why_no_report, write_report
 from constraintmatch.methods import Context, ViewChoice
-from constraintmatch.methods.parts.linear_heads import regression_head
+from constraintmatch.methods.parts.heads import regression_head
 from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_head
 from constraintmatch.pipeline.config import make_config
 from constraintmatch.pipeline.train import pretrain, train
-from constraintmatch.questions.rounds import Asking, head_belief, informed, simulate
-from constraintmatch.questions.simulated_annotator import LabelOracle
+from constraintmatch.questions.rounds import Asking, LabelOracle, head_belief, inform_start, simulate
 from constraintmatch.training.batches import derive_seed
 from constraintmatch.training.run_folder import write_result
 
@@ -123,15 +122,14 @@ def _asked(start: ClusterModel, images: ImageSet, seed: int) -> ClusterModel:
     frozen, order = Frozen.of(start, images), np.random.default_rng(seed).permutation(len(images))
     rounds = simulate(
         lambda model: head_belief(model, frozen),
-        lambda answers: informed(start, frozen, answers),
+        lambda answers: inform_start(start, frozen, answers),
         start,
         BUDGETS,
         LabelOracle(images.labels, error=0.0),
         Asking(candidates=np.sort(order[len(order) // 10 :])),
     )
-    *_, last = rounds
-    model: ClusterModel = last.model
-    return model
+    *_, (_, model) = rounds
+    return cast(ClusterModel, model)
 
 
 def _scores(images: ImageSet, predictions: Predictions) -> dict[str, float]:

@@ -1,3 +1,3 @@
-"""Questions and answers: what to ask next, what answers say, rounds of asking, a simulated annotator."""
+"""Questions and answers: what answers say, what to ask next, rounds of asking, a simulated annotator."""
 
 __all__: list[str] = []

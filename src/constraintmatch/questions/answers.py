@@ -1,4 +1,4 @@
-"""Questions to a person and their answers, and what the answers say: links, constraints, groups of images.
+"""Questions and their answers, and what the answers say: links, constraints, groups of images.
 
 NumPy only. Images are row numbers of an ImageSet.
 """
@@ -22,8 +22,8 @@ __all__ = [
     "Known",
     "Question",
     "constraints_of",
+    "find_known",
     "implied_groups",
-    "known_from",
     "links_of",
     "n_kinds",
     "stated_constraints",
@@ -31,25 +31,25 @@ __all__ = [
 
 Rows = NDArray[np.int64]
 
-NONE = -1  # "none of these"; of a pair: different
+NONE = -1  # "none of these"; for a pair: different
 UNSURE = -2
-MAX_SHOWN = 5  # as many as fit beside the image, and the keys 1-5
+MAX_SHOWN = 5  # they fit next to the image, and have the keys 1-5
 
 
 @dataclass(frozen=True)
 class Question:
-    """One image and the images it is held against: one (same or different?) or up to five (which of these?)."""
+    """One image and the images shown with it: one (same or different?) or up to five (which of these?)."""
 
     image: int
     shown: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.shown) <= MAX_SHOWN:
-            raise InputError(f"a question shows 1 to {MAX_SHOWN} images beside its own, not {len(self.shown)}")
+            raise InputError(f"a question shows 1 to {MAX_SHOWN} images with its own, not {len(self.shown)}")
         if len({self.image, *self.shown}) != len(self.shown) + 1:
-            raise InputError(f"image {self.image} held against {list(self.shown)}: each image may stand there once")
+            raise InputError(f"image {self.image} shown with {list(self.shown)}: each image may be there once")
         if min(self.image, *self.shown) < 0:
-            raise InputError(f"image {self.image} held against {list(self.shown)}: row numbers count from 0")
+            raise InputError(f"image {self.image} shown with {list(self.shown)}: row numbers count from 0")
 
     @property
     def kind(self) -> Literal["pair", "which"]:
@@ -59,7 +59,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a person said: the index of the shown image that is of the same kind, or NONE, or UNSURE."""
+    """The index of the shown image that is of the same kind, or NONE, or UNSURE."""
 
     question: Question
     choice: int
@@ -74,9 +74,9 @@ class Answer:
 
 
 def links_of(answers: Iterable[Answer]) -> tuple[Rows, Rows, NDArray[np.float32]]:
-    """(left, right, link) of what the answers say, in their order; left is the image that was asked about.
+    """(left, right, link) of what the answers say, in their order; left is the image of the question.
 
-    The chosen image is a must-link, those shown beside it are cannot-links; "none of these" is a cannot-link with each;
+    The chosen image is a must-link, the others shown are cannot-links; "none of these" is a cannot-link with each;
     unsure says nothing.
     """
     left, right, link, _ = _links(answers)
@@ -84,10 +84,10 @@ def links_of(answers: Iterable[Answer]) -> tuple[Rows, Rows, NDArray[np.float32]
 
 
 def constraints_of(answers: Sequence[Answer], n_images: int) -> Constraints:
-    """The answers as constraints over n_images, one row per link; repetitions and contradictions are left in.
+    """The answers as constraints over n_images, one row per link, with repetitions and contradictions.
 
-    But for one kind: who chooses one image does not say that the others shown are different, it only follows if no two
-    of them are of the same kind. Where must-links join one to the chosen image, its cannot-link is left out.
+    One kind is left out: the choice of an image makes the others different only if no two shown images are of the same
+    kind. If must-links join one of them to the chosen image, its cannot-link is dropped.
     """
     left, right, link, follows = _links(answers)
     given = Constraints.from_arrays(left, right, link, n_images=n_images)
@@ -96,19 +96,19 @@ def constraints_of(answers: Sequence[Answer], n_images: int) -> Constraints:
 
 
 def stated_constraints(answers: Sequence[Answer], n_images: int) -> Constraints:
-    """What was said in so many words, without contradictions: same as the chosen image, different from all shown.
+    """What the answers state directly, without contradictions: same as the chosen image, or different from all shown.
 
-    If the shown images are known to differ, the other cannot-links are in the closure of these. If not, taking them for
-    certain would keep two exemplars of one kind apart for ever.
+    If the shown images are known to differ, the other cannot-links are in the closure of these. If not, they would
+    separate two exemplars of one kind for ever.
     """
     left, right, link, follows = _links(answers)
     return Constraints.from_arrays(left, right, link, n_images=n_images).take(~follows).resolve("drop")
 
 
 def implied_groups(answers: Sequence[Answer], n_images: int) -> Rows:
-    """The group of each image (n_images,): images that must-links join share a number from 0 up; -1 is in none.
+    """The group of each image (n_images,): images that must-links join share a number from 0 up; -1: no group.
 
-    Numbered in the order of first images. Contradictions are left out as `Constraints.resolve("drop")` does.
+    Groups are numbered by their first images. Contradictions are dropped as in `Constraints.resolve("drop")`.
     """
     component = stated_constraints(answers, n_images).components()
     joined = np.bincount(component, minlength=1)[component] > 1
@@ -131,35 +131,35 @@ def _links(answers: Iterable[Answer]) -> tuple[Rows, Rows, Rows, NDArray[np.bool
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """What the answers say together: the closure of what was stated, and what is to be left alone for a while.
+    """What the answers say together: the closure of what they state, and what rests for a while.
 
-    `component` (n,) is the must-link component of each image, `size` (c,) how many images each has, `apart` which
-    components are known to differ from a component.
+    `component` (n,) is the must-link component of each image, `size` (c,) the number of images in each, `apart` the
+    components that are known to differ from a component.
     """
 
     component: Rows
     size: Rows
     apart: Mapping[int, frozenset[int]]
-    asked: tuple[int, ...]  # images that were asked about and got an answer, in order, each once
-    exemplars: tuple[int, ...]  # images that were shown in "which of these?", in order, each once
-    resting: frozenset[int]  # images that were asked about lately and got an "unsure"
+    asked: tuple[int, ...]  # images of questions with an answer, in order, each once
+    exemplars: tuple[int, ...]  # images shown in "which of these?", in order, each once
+    resting: frozenset[int]  # images of recent questions with the answer "unsure"
     unsure: frozenset[tuple[int, int]]  # the pairs of those questions, smaller row first
 
-    def excluded(self, image: int) -> frozenset[int]:
+    def different(self, image: int) -> frozenset[int]:
         """The components that differ from the image's."""
         return self.apart.get(int(self.component[image]), frozenset())
 
-    def settled(self, one: int, other: int) -> bool:
-        """Whether the closure says same or different of the two images."""
-        return bool(self.component[one] == self.component[other]) or int(self.component[other]) in self.excluded(one)
+    def settles(self, one: int, other: int) -> bool:
+        """Whether the closure says that the two images are the same, or different."""
+        return bool(self.component[one] == self.component[other]) or int(self.component[other]) in self.different(one)
 
     def may_ask(self, one: int, other: int) -> bool:
-        """Whether the two may be held against each other: not settled, and not lately unsure."""
-        return not self.settled(one, other) and (min(one, other), max(one, other)) not in self.unsure
+        """Whether a question may compare the two: not settled, and not unsure recently."""
+        return not self.settles(one, other) and (min(one, other), max(one, other)) not in self.unsure
 
 
-def known_from(answers: Sequence[Answer], n_images: int, *, soon: int) -> Known:
-    """What the answers say; an "unsure" rests until `soon` more answers have been given."""
+def find_known(answers: Sequence[Answer], n_images: int, *, soon: int) -> Known:
+    """What the answers say; an "unsure" rests until there are `soon` more answers."""
     closure = stated_constraints(answers, n_images).component_constraints()
     apart: defaultdict[int, set[int]] = defaultdict(set)
     for one, other in closure.cannot.tolist():
@@ -179,11 +179,11 @@ def known_from(answers: Sequence[Answer], n_images: int, *, soon: int) -> Known:
 
 
 def n_kinds(answers: Sequence[Answer], n_images: int) -> int:
-    """How many kinds the answers have proved to be there: groups and images that all differ from each other.
+    """The number of kinds that the answers prove: groups and images that all differ from each other.
 
-    Found greedily, the largest groups first, so it may be a few less than there are; 1 while nothing was told apart.
+    The search is greedy, the largest groups first, so it may miss a few; 1 while no two images are known to differ.
     """
-    known = known_from(answers, n_images, soon=0)
+    known = find_known(answers, n_images, soon=0)
     different: list[int] = []
     for component in sorted(known.apart, key=lambda one: (-known.size[one], one)):
         if known.apart[component].issuperset(different):

@@ -1,4 +1,9 @@
-"""How the images lie in the space of features: what a model believes, how dense it is, a choice that spreads."""
+"""What a model believes about the images, how dense they are, and an exemplar for each kind. Arrays, no torch.
+
+Must-links join a group of images; a cluster of the model only suggests a group. A cluster may hold two groups: the
+second is found when the answer is "none of these" for all exemplars. Two clusters may be one group: then answers link
+their exemplars, and one image is shown for both.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,22 +13,27 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from constraintmatch._internal.errors import InputError
+from constraintmatch.questions.answers import Known
 
-__all__ = ["Belief", "Landscape", "landscape_of", "ranks", "spread"]
+__all__ = ["Belief", "Exemplars", "affinity", "excluded_exemplars", "find_exemplars", "ranks", "spread"]
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-_SAMPLE = 10_000  # more images are held against this many of them: 50,000 against all would take five times as long
+_SAMPLE = 10_000  # larger sets are compared with this many of their images: all 50,000 would take five times as long
+_NEIGHBOURS = 20  # of an image, for its density
 _BLOCK = 2**24  # similarities at a time: 64 MiB
+_FIRST = 10  # exemplars at the beginning if there is no model
+_MOST = 100  # exemplars at most, or four for each cluster if that is more: thousands of groups of two are no kinds yet
+_FLOOR = 1e-4  # lower probabilities say nothing; the features decide
+_SHARPNESS = 10.0  # the weight of a difference in cosine against one in log-probability
 
 
 @dataclass(frozen=True, eq=False)
 class Belief:
-    """What the model says of the images: arrays, no torch.
+    """What the model predicts for the images; `Belief.of` makes it from any arrays.
 
-    features (n, d) float32, rows of length 1: neighbours and density are found here.
-    probabilities (n, k) float32, or None while there is no model. `Belief.of` makes both so from any arrays.
+    features (n, d) float32 are rows of length 1; probabilities (n, k) float32 are None while there is no model.
     """
 
     features: Floats
@@ -35,13 +45,12 @@ class Belief:
         given = np.asarray(features, np.float32)
         if given.ndim != 2 or not np.isfinite(given).all():
             raise InputError(f"features must be finite numbers of shape (images, width), not of shape {given.shape}")
-        length = np.linalg.norm(given, axis=1, keepdims=True)
         shares = None if probabilities is None else np.asarray(probabilities, np.float32)
         if shares is not None and (shares.ndim != 2 or len(shares) != len(given) or not shares.shape[1]):
             raise InputError(f"probabilities of shape {shares.shape} do not fit {len(given):,} images' features")
         if shares is not None and not np.isfinite(shares).all():
             raise InputError("the probabilities are not all finite numbers; look at the model's training")
-        return cls(np.asarray(given / np.where(length > 0, length, 1), np.float32), shares)
+        return cls(_unit(given), shares)
 
     def __len__(self) -> int:
         return len(self.features)
@@ -53,10 +62,9 @@ class Belief:
 
     @cached_property
     def centrality(self) -> Floats:
-        """The cosine (n,) of each image with the mean of its likeliest cluster, where sure images count more."""
-        clusters, found = self.clusters, np.empty(len(self), np.float32)
-        assert clusters is not None
+        """The cosine (n,) of each image with the mean of its likeliest cluster, in which sure images count more."""
         assert self.probabilities is not None
+        clusters, found = self.clusters, np.empty(len(self), np.float32)
         for cluster in range(self.probabilities.shape[1]):
             rows = np.flatnonzero(clusters == cluster)
             own = self.features[rows]
@@ -65,38 +73,33 @@ class Belief:
             found[rows] = own @ (mean / (length if length > 0 else np.float32(1)))
         return found
 
+    @cached_property
+    def density(self) -> Floats:
+        """The mean cosine (n,) of each image with its 20 nearest neighbours. It takes seconds for 50,000 images.
 
-@dataclass(frozen=True, eq=False)
-class Landscape:
-    """What is slow to find and only depends on the features: keep it from one choice to the next.
+        It is exact up to 10,000 images. In larger sets every image is compared with 10,000 of them at equal steps, and
+        with proportionally fewer nearest ones.
+        """
+        features, n = self.features, len(self)
+        reference = np.linspace(0, n - 1, min(n, _SAMPLE)).astype(np.int64)
+        nearest = min(max(round(_NEIGHBOURS * len(reference) / max(n, 1)), 1), len(reference) - 1)
+        density = np.zeros(n, np.float32)
+        if nearest < 1:
+            return density
+        others = np.ascontiguousarray(features[reference].T)
+        itself = np.full(n, -1, np.int64)
+        itself[reference] = np.arange(len(reference))
+        for rows in _blocks(n, len(reference)):
+            similar = features[rows] @ others
+            own = itself[rows]
+            similar[np.flatnonzero(own >= 0), own[own >= 0]] = -np.inf
+            density[rows] = np.partition(similar, -nearest, axis=1)[:, -nearest:].mean(1)
+        return density
 
-    density (n,) float32: the mean cosine with the 20 nearest neighbours.
-    """
 
-    density: Floats
-
-
-def landscape_of(features: Floats, *, n_neighbours: int = 20) -> Landscape:
-    """The density around each image.
-
-    Exact up to 10,000 images; of more, every image is held against 10,000 of them at equal steps, and against
-    proportionally fewer nearest ones.
-    """
-    n = len(features)
-    reference = np.linspace(0, n - 1, min(n, _SAMPLE)).astype(np.int64)
-    nearest = min(max(round(n_neighbours * len(reference) / max(n, 1)), 1), len(reference) - 1)
-    if nearest < 1:
-        return Landscape(np.zeros(n, np.float32))
-    others = np.ascontiguousarray(features[reference].T)
-    itself = np.full(n, -1, np.int64)
-    itself[reference] = np.arange(len(reference))
-    density = np.empty(n, np.float32)
-    for rows in _blocks(n, len(reference)):
-        similar = features[rows] @ others
-        own = itself[rows]
-        similar[np.flatnonzero(own >= 0), own[own >= 0]] = -np.inf
-        density[rows] = np.partition(similar, -nearest, axis=1)[:, -nearest:].mean(1)
-    return Landscape(density)
+def _unit(rows: Floats) -> Floats:
+    length = np.linalg.norm(rows, axis=1, keepdims=True)
+    return np.asarray(rows / np.where(length > 0, length, np.float32(1)), np.float32)
 
 
 def ranks(values: Floats) -> Floats:
@@ -107,10 +110,10 @@ def ranks(values: Floats) -> Floats:
 
 
 def spread(features: Floats, score: Floats, n: int, *, taken: Floats, weight: float = 1.0) -> Rows:
-    """n rows, one after the other that with the greatest score + weight · distance from all rows before it.
+    """n rows in order: each has the greatest score + weight · distance from all rows before it.
 
-    The distance is 1 - the greatest cosine with `taken` (m, d) and the rows chosen, as a share of the greatest there
-    is at that step; so it counts as much for the first row as for the last.
+    The distance is 1 - the greatest cosine with `taken` (m, d) and the chosen rows, as a share of the greatest distance
+    at that step; so it counts as much for the first row as for the last.
     """
     closest = np.full(len(features), -1, np.float32)
     for rows in _blocks(len(features), max(len(taken), 1)) if len(taken) else ():
@@ -130,3 +133,90 @@ def spread(features: Floats, score: Floats, n: int, *, taken: Floats, weight: fl
 def _blocks(n: int, width: int) -> Iterator[slice]:
     step = max(_BLOCK // width, 1)
     return (slice(start, start + step) for start in range(0, n, step))
+
+
+# Exemplars
+
+
+@dataclass(frozen=True, eq=False)
+class Exemplars:
+    """g images, one for each kind.
+
+    image (g,) are rows; home (n,) is the number of the exemplar of an image's own group, or -1. centre (g, d) is the
+    mean feature of each exemplar's group, of length 1; profile (g, k) the mean probabilities, or None without a model.
+    """
+
+    image: Rows
+    home: Rows
+    centre: Floats
+    profile: Floats | None
+
+    def __len__(self) -> int:
+        return len(self.image)
+
+
+def find_exemplars(belief: Belief, known: Known) -> Exemplars:
+    """One exemplar for each group; for each single image shown as exemplar before; for each cluster that has neither;
+    and for each image that is "none of these" for all exemplars (a new kind).
+    """
+    most = max(_MOST, 0 if belief.probabilities is None else 4 * belief.probabilities.shape[1])
+    joined = np.flatnonzero(known.size > 1)
+    largest = joined[np.argsort(-known.size[joined], kind="stable")[:most]]
+    groups: dict[int, None] = dict.fromkeys(largest.tolist())
+    groups.update((int(known.component[image]), None) for image in known.exemplars)
+    for image in _suggest_images(belief, known, groups):
+        groups.setdefault(int(known.component[image]))
+    for image in known.asked:
+        if len(groups) < most and groups.keys() <= known.different(image):
+            groups[int(known.component[image])] = None
+    return _represent(belief, known, list(groups)[:most])
+
+
+def affinity(belief: Belief, exemplars: Exemplars, rows: Rows | None = None) -> Floats:
+    """How well each image (of the rows) fits each exemplar's group, (n, g): log-probability that the model gives them
+    the same cluster, plus the scaled cosine with the group's mean, which decides where the model sees no difference.
+    """
+    at = slice(None) if rows is None else rows
+    fit = np.float32(_SHARPNESS) * (belief.features[at] @ exemplars.centre.T)
+    if belief.probabilities is not None and exemplars.profile is not None:
+        fit += np.log(np.float32(_FLOOR) + belief.probabilities[at] @ exemplars.profile.T)
+    return fit
+
+
+def excluded_exemplars(known: Known, exemplars: Exemplars) -> NDArray[np.bool_]:
+    """Which exemplars are known to be of another kind than an image, (n, g)."""
+    of_component = np.zeros((len(known.size), len(exemplars)), bool)
+    for at, component in enumerate(known.component[exemplars.image].tolist()):
+        of_component[list(known.apart.get(component, ())), at] = True
+    return np.asarray(of_component[known.component])
+
+
+def _suggest_images(belief: Belief, known: Known, groups: dict[int, None]) -> list[int]:
+    """The most central image of each cluster in which no group has a typical member; without a model, dense images."""
+    if belief.probabilities is None:
+        apart = spread(belief.features, ranks(belief.density), 0 if groups else _FIRST, taken=belief.features[:0])
+        return [int(row) for row in apart]
+    clusters, central = belief.probabilities.argmax(1), belief.centrality
+    placed = np.isin(known.component, list(groups))
+    images = []
+    for cluster in range(belief.probabilities.shape[1]):
+        members = np.flatnonzero(clusters == cluster)
+        if len(members) and not (placed[members] & (central[members] >= np.median(central[members]))).any():
+            images.append(int(members[np.argmax(central[members])]))
+    return images
+
+
+def _represent(belief: Belief, known: Known, groups: list[int]) -> Exemplars:
+    """Each group's most typical member: in a dense place and near the group's mean."""
+    home_of = np.full(len(known.size), -1, np.int64)
+    home_of[groups] = np.arange(len(groups))
+    home = home_of[known.component]
+    members = np.flatnonzero(home >= 0)
+    belongs = np.zeros((len(groups), len(members)), np.float32)
+    belongs[home[members], np.arange(len(members))] = 1
+    belongs /= belongs.sum(1, keepdims=True)
+    centre = _unit(belongs @ belief.features[members])
+    typical = belief.density[members] + np.einsum("md,md->m", belief.features[members], centre[home[members]])
+    image = [members[np.argmax(np.where(own > 0, typical, -np.inf))] for own in belongs]
+    profile = None if belief.probabilities is None else belongs @ belief.probabilities[members]
+    return Exemplars(np.array(image, np.int64), home, centre, profile)

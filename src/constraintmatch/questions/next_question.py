@@ -1,10 +1,10 @@
 """Which question to ask next: pairs and "which of these?", at random, the least certain, or the recommended ones.
 
-Pure functions from what the model believes and what was answered to the next questions: same inputs, same questions.
-What the closure of the answers already says is never asked.
+Pure functions from the belief of the model and the answers to the next questions: same inputs, same questions. They
+never ask what follows from the answers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -15,36 +15,18 @@ from numpy.typing import ArrayLike, NDArray
 from constraintmatch._internal import rng
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.rng import Purpose
-from constraintmatch.questions.answers import (
-    MAX_SHOWN,
-    NONE,
-    UNSURE,
-    Answer,
-    Known,
-    Question,
-    implied_groups,
-    known_from,
+from constraintmatch.questions.answers import MAX_SHOWN, Answer, Known, Question, find_known, implied_groups
+from constraintmatch.questions.belief import (
+    Belief,
+    Exemplars,
+    affinity,
+    excluded_exemplars,
+    find_exemplars,
+    ranks,
+    spread,
 )
-from constraintmatch.questions.belief import Belief, Landscape, landscape_of, ranks, spread
-from constraintmatch.questions.exemplars import Exemplars, affinity, excluded_exemplars, find_exemplars
 
-__all__ = [
-    "MAX_SHOWN",
-    "NONE",
-    "SOON",
-    "UNSURE",
-    "Answer",
-    "Belief",
-    "Choice",
-    "Kind",
-    "Landscape",
-    "Question",
-    "certain_share",
-    "implied_groups",
-    "landscape_of",
-    "next_questions",
-    "question_about",
-]
+__all__ = ["Choice", "Kind", "certain_share", "next_questions", "question_about"]
 
 Kind = Literal["which", "pair"]
 Choice = Literal["recommended", "uncertain", "random"]
@@ -53,26 +35,25 @@ Floats = NDArray[np.float32]
 
 Pairs = set[tuple[int, int]]  # smaller row first
 
-SOON = 200  # answers until an image that made somebody unsure may come again
-_POOL = 10_000  # the best by hardness and density; distances are measured among these only
+SOON = 200  # answers until an image with the answer "unsure" may come again
+_POOL = 10_000  # images with the best hardness and density; distances are measured among these only
 _ROUNDS = 64  # of random pairs, each with every image once, before the search for an unsettled one ends
-# What distance counts against hardness and density. After 400 answers the linear probe of research/questions.py is
+# The weight of distance against hardness and density. After 400 answers the linear probe of research/questions.py is
 # right on 88.4 % of the images with 2, 87.8 % with 4, 87.0 % with 1; on 65.3 % with 1/2 and on 52.1 % with 0.
 _DIVERSITY = 2.0
 
 
 @dataclass(frozen=True, eq=False)
 class _Scene:
-    """All that choosing looks at."""
+    """All that a choice depends on."""
 
     belief: Belief
-    landscape: Landscape
     known: Known
     exemplars: Exemplars
-    fit: Floats  # (n, g) how well an image fits an exemplar; -inf: excluded, or somebody was unsure of the two lately
-    askable: NDArray[np.bool_]  # (n,) images that may be asked about
+    fit: Floats  # (n, g) how well an image fits an exemplar; -inf: excluded, or an answer was "unsure" recently
+    askable: NDArray[np.bool_]  # (n,) images that a question may be about
     width: int  # exemplars in one question
-    waiting: tuple[Question, ...]
+    waiting: Sequence[Question]
 
 
 def next_questions(
@@ -82,60 +63,47 @@ def next_questions(
     *,
     kind: Kind = "which",
     choose: Choice = "recommended",
-    n_images_per_question: int = MAX_SHOWN,
     seed: int = 0,
-    soon: int = SOON,
     candidates: ArrayLike | None = None,
     waiting: Sequence[Question] = (),
-    landscape: Landscape | None = None,
 ) -> list[Question]:
-    """At most n questions, to be asked in this order; none when nothing is left to ask.
+    """At most n questions, in the order to ask them; none if nothing is left to ask.
 
-    "recommended" begins with a warm-up in which the exemplars get to know each other, and returns nothing else until
-    that is asked. Then it holds groups against each other if there are more of them than clusters, follows up images of
-    which "none of these" was said, and chooses images that are hard, representative and diverse; when all are placed,
-    it compares the exemplars still unsettled. Small batches (5 to 10) find new kinds sooner, for each answer decides
-    what is shown next.
+    "recommended" begins with a warm-up that compares the exemplars, and returns nothing else until that is done. Then
+    it compares groups if there are more of them than clusters, follows up images with the answer "none of these", and
+    chooses images that are hard, representative and diverse. When all are placed, it compares the exemplars that are
+    still unsettled. Small batches (5 to 10) find new kinds sooner, because each answer decides what is shown next.
 
-    `candidates` are the rows that may be asked about; exemplars come from all. `waiting` are questions handed out and
-    not answered yet: they are not made again. `landscape` spares finding the density while the features stay the same.
-    An image that made somebody unsure rests for `soon` answers. `seed` is for "random" alone.
+    `candidates` are the rows that a question may be about; exemplars come from all. `waiting` are questions without an
+    answer yet: they do not come again. An image with the answer "unsure" rests for a while. `seed` is for "random".
     """
-    _check(belief, n, kind, choose, n_images_per_question, soon)
-    known = known_from(answers, len(belief), soon=soon)
+    _check(belief, n, kind, choose)
+    known = find_known(answers, len(belief), soon=SOON)
     askable = _askable(known, candidates, waiting)
     if n == 0 or len(belief) < 2:
         return []
     if choose == "random" and kind == "pair":
         return list(islice(_random_pairs(known, askable, _pairs_in(waiting), seed), n))
-    scene = _look(belief, known, landscape, askable, 1 if kind == "pair" else n_images_per_question, waiting)
+    scene = _look(belief, known, askable, kind, waiting)
     if choose == "random":
-        return _questions(scene, _in_random_order(scene, seed)[:n])
+        return _questions(scene, _random_order(scene, seed)[:n])
     if choose == "uncertain":
         rows = _open_rows(scene)
         return _questions(scene, rows[np.argsort(_margin(scene.fit[rows]), kind="stable")[:n]])
-    warm_up = _introductions(scene, n, scene.width)
-    if warm_up:
+    everybody = range(len(scene.exemplars))
+    if warm_up := _introductions(scene, n, everybody, enough=scene.width):
         return warm_up
     doubles = _doubles(scene, -(-n // 10))
-    images = _questions(scene, _recommended(scene, n - len(doubles)))
-    return [*doubles, *images] or _introductions(scene, n, len(belief))
+    images = _questions(scene, _recommend(scene, n - len(doubles)))
+    return [*doubles, *images] or _introductions(scene, n, everybody)
 
 
-def question_about(
-    belief: Belief,
-    answers: Sequence[Answer],
-    image: int,
-    *,
-    n_images_per_question: int = MAX_SHOWN,
-    landscape: Landscape | None = None,
-) -> Question | None:
-    """The question that places this image, for a person who points at it; None if the answers place it already."""
+def question_about(belief: Belief, answers: Sequence[Answer], image: int, *, kind: Kind = "which") -> Question | None:
+    """The question that places this image; None if the answers place it already."""
     if not 0 <= image < len(belief):
         raise InputError(f"image {image} does not exist (the set has {len(belief):,} images)")
-    _check(belief, 1, "which", "recommended", n_images_per_question, 0)
-    known = known_from(answers, len(belief), soon=0)
-    scene = _look(belief, known, landscape, np.ones(len(belief), bool), n_images_per_question, ())
+    _check(belief, 1, kind, "recommended")
+    scene = _look(belief, find_known(answers, len(belief), soon=0), np.ones(len(belief), bool), kind, ())
     home = int(scene.exemplars.home[image])
     if home < 0:
         return next(iter(_questions(scene, np.array([image]))), None)
@@ -143,10 +111,8 @@ def question_about(
 
 
 def certain_share(belief: Belief, answers: Sequence[Answer], *, min_confidence: float = 0.95) -> float:
-    """The share of images whose kind is certain now.
-
-    Those that answers have joined to a group; and, with a model, those that it puts with at least min_confidence into a
-    cluster where more than half of the grouped images are of one group.
+    """The share of images with a certain kind: those in a group of the answers, and with a model those that it puts,
+    with at least min_confidence, into a cluster where more than half of the grouped images are of one group.
     """
     group = implied_groups(answers, len(belief))
     certain = group >= 0
@@ -159,47 +125,31 @@ def certain_share(belief: Belief, answers: Sequence[Answer], *, min_confidence: 
     return float(certain.mean()) if len(belief) else 0.0
 
 
-def _check(belief: Belief, n: int, kind: str, choose: str, n_shown: int, soon: int) -> None:
+def _check(belief: Belief, n: int, kind: str, choose: str) -> None:
     if kind not in ("which", "pair"):
         raise InputError(f"kind={kind!r} is no kind of question; use which or pair")
     if choose not in ("recommended", "uncertain", "random"):
         raise InputError(f"choose={choose!r} is no way to choose; use recommended, uncertain or random")
-    if n < 0 or soon < 0:
-        raise InputError(f"n={n} and soon={soon} must be whole numbers from 0 up")
-    if not 1 <= n_shown <= MAX_SHOWN:
-        raise InputError(f"n_images_per_question={n_shown} is not from 1 to {MAX_SHOWN}")
-    if belief.probabilities is not None and len(belief.probabilities) != len(belief.features):
-        raise InputError(
-            f"{len(belief.probabilities):,} images have probabilities and {len(belief.features):,} have features; "
-            "give both of the same images"
-        )
+    if n < 0:
+        raise InputError(f"n={n} must be a whole number from 0 up")
+    if belief.probabilities is not None and (n_rows := len(belief.probabilities)) != len(belief):
+        raise InputError(f"{n_rows:,} images have probabilities and {len(belief):,} have features; give both for all")
 
 
 def _askable(known: Known, candidates: ArrayLike | None, waiting: Sequence[Question]) -> NDArray[np.bool_]:
     n = len(known.component)
-    askable = np.ones(n, bool)
-    if candidates is not None:
-        rows = np.asarray(candidates, np.int64)
-        if rows.size and not (rows.min() >= 0 and rows.max() < n):
-            raise InputError(f"candidates name images that do not exist (the set has {n:,} images)")
-        askable[:] = False
-        askable[rows] = True
+    rows = np.arange(n) if candidates is None else np.asarray(candidates, np.int64)
+    if rows.size and not (rows.min() >= 0 and rows.max() < n):
+        raise InputError(f"candidates name images that do not exist (the set has {n:,} images)")
+    askable = np.isin(np.arange(n), rows)
     askable[list(known.resting)] = False
     busy = known.component[[question.image for question in waiting]]
     askable[np.isin(known.component, busy)] = False
     return askable
 
 
-def _look(
-    belief: Belief,
-    known: Known,
-    landscape: Landscape | None,
-    askable: NDArray[np.bool_],
-    width: int,
-    waiting: Sequence[Question],
-) -> _Scene:
-    seen = landscape_of(belief.features) if landscape is None else landscape
-    exemplars = find_exemplars(belief, known, seen)
+def _look(belief: Belief, known: Known, askable: NDArray[np.bool_], kind: Kind, waiting: Sequence[Question]) -> _Scene:
+    exemplars = find_exemplars(belief, known)
     fit = affinity(belief, exemplars)
     fit[excluded_exemplars(known, exemplars)] = -np.inf
     number = {image: at for at, image in enumerate(exemplars.image.tolist())}
@@ -207,7 +157,7 @@ def _look(
         for one, other in (pair, pair[::-1]):
             if other in number:
                 fit[one, number[other]] = -np.inf
-    return _Scene(belief, seen, known, exemplars, fit, askable, width, tuple(waiting))
+    return _Scene(belief, known, exemplars, fit, askable, 1 if kind == "pair" else MAX_SHOWN, waiting)
 
 
 def _pair(one: int, other: int) -> tuple[int, int]:
@@ -218,17 +168,14 @@ def _pairs_in(questions: Sequence[Question]) -> Pairs:
     return {_pair(question.image, shown) for question in questions for shown in question.shown}
 
 
-# Questions about images
-
-
 def _open_rows(scene: _Scene) -> Rows:
-    """Images that may be asked about, in no exemplar's group and with an exemplar left; one for each component."""
+    """Images that a question may be about, in no exemplar's group and with an exemplar left; one for each component."""
     rows = np.flatnonzero(scene.askable & (scene.exemplars.home < 0) & np.isfinite(scene.fit).any(1))
     return np.sort(rows[np.unique(scene.known.component[rows], return_index=True)[1]])
 
 
 def _margin(fit: Floats) -> Floats:
-    """How far the best exemplar is ahead of the second, (n,); without a second, as far as the furthest of all."""
+    """How far the best exemplar is ahead of the second, (n,); without a second, the greatest distance of all."""
     if fit.shape[1] < 2:
         return np.zeros(len(fit), np.float32)
     second, best = np.partition(fit, -2, axis=1)[:, -2:].T
@@ -239,11 +186,11 @@ def _margin(fit: Floats) -> Floats:
 
 
 def _questions(scene: _Scene, rows: Rows) -> list[Question]:
-    """Each image beside its likeliest exemplars that are left, that of the largest group first.
+    """Each image with its likeliest exemplars that are left, that of the largest group first.
 
-    A mistaken "none of these" makes a second exemplar of a kind. Who then chooses the first that fits joins the image
-    to the group that more answers stand behind. (The probe of _DIVERSITY with 5 % wrong answers: 86.9 % against 83.9 %
-    with the likeliest first, means of five annotators.)
+    A wrong "none of these" makes a second exemplar of a kind. Then the first one that fits is that of the group with
+    more answers. (The probe of _DIVERSITY with 5 % wrong answers: 86.9 % against 83.9 % with the likeliest first, means
+    of five annotators.)
     """
     made = []
     size = scene.known.size[scene.known.component[scene.exemplars.image]]
@@ -256,8 +203,8 @@ def _questions(scene: _Scene, rows: Rows) -> list[Question]:
     return made
 
 
-def _in_random_order(scene: _Scene, seed: int) -> Rows:
-    """Open images in a random order that stays the same from call to call, those never asked about first."""
+def _random_order(scene: _Scene, seed: int) -> Rows:
+    """Open images in a random order that stays the same from call to call, those without a question first."""
     place = rng.permutation(rng.stream(seed, Purpose.QUESTIONS), len(scene.belief))
     place[list(scene.known.asked)] += len(place)
     rows = _open_rows(scene)
@@ -265,7 +212,7 @@ def _in_random_order(scene: _Scene, seed: int) -> Rows:
 
 
 def _random_pairs(known: Known, askable: NDArray[np.bool_], taken: Pairs, seed: int) -> Iterator[Question]:
-    """Unsettled pairs: rounds of every image once in random order, each beside any other image."""
+    """Unsettled pairs: rounds of every image once in random order, each with any other image."""
     words, n = rng.stream(seed, Purpose.QUESTIONS), len(askable)
     for _ in range(_ROUNDS):
         first = rng.permutation(words, n)
@@ -276,57 +223,46 @@ def _random_pairs(known: Known, askable: NDArray[np.bool_], taken: Pairs, seed: 
                 yield Question(one, (other,))
 
 
-# The recommended choice
+def _introductions(
+    scene: _Scene, n: int, numbers: Iterable[int], *, enough: int | None = None, among: Rows | None = None
+) -> list[Question]:
+    """At most n questions with exemplars of these numbers, each with the nearest others that are left (`among` some).
 
-
-def _introductions(scene: _Scene, n: int, enough: int) -> list[Question]:
-    """Exemplars that have been held against fewer than `enough` others, each beside the nearest of those left.
-
-    In the warm-up one question's width is enough: all others would be K² / 10 questions, and that it is none of its
-    nearest ones is most of what there is to learn.
+    An exemplar that was compared with `enough` others is left out. In the warm-up one question's width is enough: all
+    others would be K² / 10 questions, and most of what there is to learn is that it is none of its nearest ones.
     """
-    planned = _pairs_in(scene.waiting)
+    planned, images = _pairs_in(scene.waiting), scene.exemplars.image.tolist()
     made: list[Question] = []
-    for at in range(len(scene.exemplars)):
-        if len(made) == n:
+    for at in numbers:
+        if len(made) >= n:
             break
-        question = None if _compared(scene, at, planned) >= enough else _introduction(scene, at, planned)
-        if question is not None:
+        if enough is not None:
+            others = [(images[at], other) for other in images if other != images[at]]
+            if sum(_pair(*two) in planned or scene.known.settles(*two) for two in others) >= enough:
+                continue
+        if (question := _introduction(scene, at, planned, among)) is not None:
             made.append(question)
             planned |= _pairs_in([question])
     return made
 
 
-def _compared(scene: _Scene, at: int, planned: Pairs) -> int:
-    """Against how many other exemplars this one is settled, or about to be."""
-    image = int(scene.exemplars.image[at])
-    others = [other for other in scene.exemplars.image.tolist() if other != image]
-    return sum(_pair(image, other) in planned or scene.known.settled(image, other) for other in others)
-
-
 def _doubles(scene: _Scene, n: int) -> list[Question]:
-    """Groups beside others that they may be one with, the smallest first, where there are more than clusters.
+    """Groups with others that may be the same kind, the smallest first, if there are more groups than clusters.
 
-    Two of them are of one kind then, and a kind seldom asked about would go without a cluster. Never more than there
-    are too many, and few at a time: a wrong answer to such a question joins two kinds.
+    Then two of them are of one kind, and a rare kind would get no cluster. A wrong answer joins two kinds, so there are
+    few at a time, and no more than surplus groups.
     """
     if scene.belief.probabilities is None:
         return []
     size = scene.known.size[scene.known.component[scene.exemplars.image]]
     groups = np.flatnonzero(size > 1)
-    wanted = min(n, len(groups) - scene.belief.probabilities.shape[1])
-    planned = _pairs_in(scene.waiting)
-    made: list[Question] = []
-    for at in groups[np.argsort(size[groups], kind="stable")].tolist():
-        question = _introduction(scene, at, planned, groups) if len(made) < wanted else None
-        if question is not None:
-            made.append(question)
-            planned |= _pairs_in([question])
-    return made
+    surplus = len(groups) - scene.belief.probabilities.shape[1]
+    smallest = groups[np.argsort(size[groups], kind="stable")].tolist()
+    return _introductions(scene, min(n, surplus), smallest, among=groups)
 
 
 def _introduction(scene: _Scene, at: int, planned: Pairs, among: Rows | None = None) -> Question | None:
-    """An exemplar beside the nearest others (`among` some) that it has not been held against."""
+    """An exemplar with the nearest others (`among` some) that it was not compared with."""
     image = int(scene.exemplars.image[at])
     if not scene.askable[image]:
         return None
@@ -337,31 +273,31 @@ def _introduction(scene: _Scene, at: int, planned: Pairs, among: Rows | None = N
     return Question(image, tuple(left[: scene.width])) if left else None
 
 
-def _recommended(scene: _Scene, n: int) -> Rows:
-    """Images to follow up, at most half as long as there are others, then hard, representative and diverse ones."""
+def _recommend(scene: _Scene, n: int) -> Rows:
+    """Images to follow up, at most half while there are others, then hard, representative and diverse ones."""
     rows = _open_rows(scene)
-    begun = np.isin(scene.known.component[rows], scene.known.component[list(scene.known.asked)])
-    again = _follow_ups(scene, rows[begun], -(-n // 2))
-    fresh = _hard_dense_spread(scene, rows[~begun], again, n - len(again))
-    rest = np.setdiff1d(rows[begun], again)
+    asked = np.isin(scene.known.component[rows], scene.known.component[list(scene.known.asked)])
+    again = _follow_ups(scene, rows[asked], -(-n // 2))
+    fresh = _hard_dense_spread(scene, rows[~asked], again, n - len(again))
+    rest = np.setdiff1d(rows[asked], again)
     return np.concatenate([again, fresh, rest])[:n]
 
 
 def _follow_ups(scene: _Scene, rows: Rows, n: int) -> Rows:
-    """Images that fitted none of what was shown, those with the fewest exemplars left first.
+    """Images that fitted no shown exemplar, those with the fewest exemplars left first.
 
-    One for each exemplar they seemed to fit best: if it turns out to be of a new kind, its neighbours will see it.
+    There is one for each exemplar that they seemed to fit best: if one is of a new kind, its neighbours are asked next.
     """
     n_left = np.isfinite(scene.fit[rows]).sum(1)
-    order = rows[np.lexsort((-scene.landscape.density[rows], n_left))]
+    order = rows[np.lexsort((-scene.belief.density[rows], n_left))]
     seemed = affinity(scene.belief, scene.exemplars, order).argmax(1)
     first = np.sort(np.unique(seemed, return_index=True)[1])
     return np.asarray(order[first[:n]])
 
 
 def _hard_dense_spread(scene: _Scene, rows: Rows, again: Rows, n: int) -> Rows:
-    """Images near a boundary between two exemplars' groups, in dense places, far from each other and from all asked."""
-    score = ranks(-_margin(scene.fit[rows])) + ranks(scene.landscape.density[rows])
+    """Images between two exemplars' groups, in dense places, far from each other and from all asked ones."""
+    score = ranks(-_margin(scene.fit[rows])) + ranks(scene.belief.density[rows])
     best = np.sort(np.argsort(-score, kind="stable")[:_POOL])
     waiting = [question.image for question in scene.waiting]
     before = np.unique(np.array([*scene.known.asked, *waiting, *again, *scene.exemplars.image], np.int64))

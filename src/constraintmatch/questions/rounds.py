@@ -1,13 +1,13 @@
-"""Rounds of asking and training: pairs from the answers so far, a short training, what the model then believes.
+"""Rounds of asking and training: answers, a short training on their pairs, and what the model then believes.
 
-A round begins with the same start again, not with the model of the round before: what that one had wrong it would
-confirm, and a start with more answers is what a person expects of more answers.
+A round begins with the same start, not with the model of the round before, whose mistakes it would confirm.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,8 @@ from constraintmatch._internal.rng import Purpose
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.constraints.propagation import known_groups
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.questions.answers import Answer, Question, constraints_of, stated_constraints
-from constraintmatch.questions.belief import Belief, landscape_of
+from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question, constraints_of, stated_constraints
+from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Choice, Kind, next_questions
 
 if TYPE_CHECKING:
@@ -27,57 +27,76 @@ if TYPE_CHECKING:
     from constraintmatch.models.cluster_model import ClusterModel
 
 __all__ = [
-    "Annotator",
     "Asking",
-    "Round",
-    "anchored",
+    "LabelOracle",
+    "add_anchors",
     "ask_until",
     "closure_pairs",
     "head_belief",
     "image_belief",
-    "informed",
+    "inform_start",
     "simulate",
 ]
 
 Rows = NDArray[np.int64]
 
-ANCHORS = 10_000  # pairs that hold a round where it began: as many as images, and so many at most
-SURE = 0.9  # of an image that is in one of them
+ANCHORS = 10_000  # pairs at most that hold a round to its start; there are as many as images
+SURE = 0.9  # the least confidence of an image in one of them
 MOST_PAIRS = 1_000_000  # of the closure in one training; 1,400 images that are all settled have as many
 
 
-class Annotator(Protocol):
-    """Somebody who answers: a person behind a page, or labels."""
+@dataclass(frozen=True, eq=False)
+class LabelOracle:
+    """A simulated annotator with labels (n,): UNSURE with the probability `unsure`, wrong with `error`, else right.
+
+    If several shown images have the right label, it chooses the first. A wrong answer is any other choice, each as
+    likely. The answer depends on seed and question only, not on earlier questions.
+    """
+
+    labels: NDArray[np.integer]
+    error: float = 0.05
+    unsure: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if np.ndim(self.labels) != 1:
+            raise InputError(f"labels must be one column, not of shape {np.shape(self.labels)}")
+        if self.error < 0 or self.unsure < 0 or not self.error + self.unsure <= 1:
+            raise InputError(f"error={self.error} and unsure={self.unsure} must be shares that sum to at most 1")
 
     def answer(self, question: Question) -> Answer:
-        """The answer to a question."""
+        """The answer to this question; the same whenever it is asked."""
+        if max(question.image, *question.shown) >= len(self.labels):
+            raise InputError(f"a question about images beyond the {len(self.labels):,} that have labels")
+        text = ",".join(map(str, (self.seed, question.image, *question.shown)))
+        digest = blake2b(text.encode(), digest_size=16).digest()
+        draw, pick = (int.from_bytes(digest[:8], "big") >> 11) * 2.0**-53, int.from_bytes(digest[8:], "big")
+        if draw < self.unsure:
+            return Answer(question, UNSURE)
+        right = [at for at, shown in enumerate(question.shown) if self.labels[shown] == self.labels[question.image]]
+        right = right or [NONE]
+        if draw >= self.unsure + self.error:
+            return Answer(question, right[0])
+        wrong = [choice for choice in (NONE, *range(len(question.shown))) if choice not in right]
+        return Answer(question, wrong[pick % len(wrong)])
 
 
 @dataclass(frozen=True)
 class Asking:
-    """How questions are chosen, and after how many of them somebody looks at the model again."""
+    """How questions are chosen, and how many at a time."""
 
     kind: Kind = "which"
     choose: Choice = "recommended"
     batch: int = 10  # questions chosen at a time from the answers so far; small batches find all kinds sooner
     seed: int = 0
-    candidates: Rows | None = None  # the images that may be asked about; None: all
-
-
-@dataclass(frozen=True)
-class Round:
-    """What one round left: the answers so far, and the model that was trained on them."""
-
-    answers: tuple[Answer, ...]
-    model: Any  # a ClusterModel; this module needs no torch
+    candidates: Rows | None = None  # the images that a question may be about; None: all
 
 
 def closure_pairs(answers: Sequence[Answer], n_images: int, *, most: int = MOST_PAIRS, seed: int = 0) -> Constraints:
-    """Pairs to train on, over n_images: all that the answers imply, or `most` of them drawn evenly.
+    """Pairs to train on, over n_images: all that the stated constraints imply, or an even draw of `most` of them.
 
-    Of what was said, not of what only follows from the choice of another image: one wrong link would spread over two
-    groups. Must-links keep their natural share: half of the pairs being must-links makes the pair loss merge clusters
-    (docs/findings.md).
+    Cannot-links that only follow from the choice of another image are left out: one wrong link would spread over two
+    groups. Must-links keep their natural share: with half must-links the pair loss merges clusters (docs/findings.md).
     """
     said = stated_constraints(answers, n_images)
     view = said.component_constraints()
@@ -86,23 +105,35 @@ def closure_pairs(answers: Sequence[Answer], n_images: int, *, most: int = MOST_
     total = int(within.sum() + between.sum())
     if total <= most:
         return said.close(max_pairs=most)
-    words = rng.stream(seed, Purpose.CLOSURE)
-    members = np.argsort(view.component, kind="stable")
-    first = np.cumsum(sizes) - sizes
-    n_must = round(most * int(within.sum()) / total)
-    must = _within(words, within, sizes, first, members, n_must)
-    cannot = _between(words, between, view.cannot, sizes, first, members, most - n_must)
-    left, right = np.concatenate([must[0], cannot[0]]), np.concatenate([must[1], cannot[1]])
+    words, n_must = rng.stream(seed, Purpose.CLOSURE), round(most * int(within.sum()) / total)
+    members, first = np.argsort(view.component, kind="stable"), np.cumsum(sizes) - sizes
+    group = _draw_by_weight(words, within, n_must)  # a group by its number of pairs, then two of its images
+    one = rng.below(words, sizes[group])
+    other = rng.below(words, sizes[group] - 1)
+    other += other >= one
+    edges = view.cannot[_draw_by_weight(words, between, most - n_must)]  # two groups, then an image of each
+    ends = [members[first[side] + rng.below(words, sizes[side])] for side in edges.T]
+    start = first[group]
+    left, right = np.concatenate([members[start + one], ends[0]]), np.concatenate([members[start + other], ends[1]])
     link = np.repeat([1.0, 0.0], [n_must, most - n_must])
     return Constraints.from_arrays(left, right, link, n_images=n_images)
 
 
-def anchored(pairs: Constraints, probabilities: NDArray[np.float32], *, seed: int = 0) -> Constraints:
-    """The pairs, and cannot-links between what the model is sure of that a round begins with (n, k).
+def _draw_by_weight(words: np.random.Philox, weight: Rows, n: int) -> Rows:
+    """n numbers of entries, each as likely as its weight."""
+    if not n:
+        return np.empty(0, np.int64)
+    ends = np.cumsum(weight)
+    drawn = rng.below(words, np.full(n, ends[-1]))
+    return np.searchsorted(ends, drawn, side="right").astype(np.int64)
 
-    After 50 answers the network ended far below the start without them: so few pairs are soon learnt by heart, and
-    pseudo-constraints alone merge clusters (decision 036). As many are drawn as there are images, if those are few;
-    images that answers are about take no part. Must-links are left out: too many of them are wrong.
+
+def add_anchors(pairs: Constraints, probabilities: NDArray[np.float32], *, seed: int = 0) -> Constraints:
+    """The pairs, and cannot-links between images that the first model of a round (n, k) is sure of.
+
+    Without them the network after 50 answers ended far below the start: it memorises few pairs soon, and
+    pseudo-constraints alone merge clusters (decision 036). Images with answers take no part. There are no must-links,
+    because too many of them would be wrong.
     """
     free = probabilities.max(1) >= SURE
     free[pairs.left] = free[pairs.right] = False
@@ -114,60 +145,23 @@ def anchored(pairs: Constraints, probabilities: NDArray[np.float32], *, seed: in
     drawn = np.stack([rows[one], rows[rng.another(words, one, len(rows))]])
     left, right = drawn[:, cluster[drawn[0]] != cluster[drawn[1]]]
     columns = (pairs.left, left), (pairs.right, right), (pairs.link, np.zeros(len(left)))
-    together = [np.concatenate(column) for column in columns]
     weight = np.concatenate([pairs.weight, np.ones(len(left), np.float32)])
+    together = [np.concatenate(column) for column in columns]
     return Constraints.from_arrays(*together, n_images=pairs.n_images, weight=weight)
 
 
-def _within(
-    words: np.random.Philox, weight: Rows, sizes: Rows, first: Rows, members: Rows, n: int
-) -> tuple[Rows, Rows]:
-    """n must-links: a group by its number of pairs, then two of its images."""
-    group = _by_weight(words, weight, n)
-    one = rng.below(words, sizes[group])
-    other = rng.below(words, sizes[group] - 1)
-    other += other >= one
-    return members[first[group] + one], members[first[group] + other]
-
-
-def _between(
-    words: np.random.Philox, weight: Rows, edges: Rows, sizes: Rows, first: Rows, members: Rows, n: int
-) -> tuple[Rows, Rows]:
-    """n cannot-links: two groups by their number of pairs, then an image of each."""
-    chosen = edges[_by_weight(words, weight, n)]
-    ends = [members[first[group] + rng.below(words, sizes[group])] for group in chosen.T]
-    return ends[0], ends[1]
-
-
-def _by_weight(words: np.random.Philox, weight: Rows, n: int) -> Rows:
-    """n numbers of entries, each as likely as its weight."""
-    if not n:
-        return np.empty(0, np.int64)
-    ends = np.cumsum(weight)
-    drawn = rng.below(words, np.full(n, ends[-1]))
-    return np.searchsorted(ends, drawn, side="right").astype(np.int64)
-
-
 def ask_until(
-    belief: Belief, answers: Sequence[Answer], total: int, annotator: Annotator, asking: Asking
+    belief: Belief, answers: Sequence[Answer], total: int, annotator: LabelOracle, asking: Asking
 ) -> list[Answer]:
-    """The answers with so many more that there are `total`, or fewer where nothing is left to ask.
+    """The answers with more up to `total`, or fewer if nothing is left to ask.
 
     After thousands of answers ten more change little: a batch then has a hundredth of the answers so far.
     """
-    found, landscape = list(answers), landscape_of(belief.features)
+    found = list(answers)
+    how: dict[str, Any] = {name: getattr(asking, name) for name in ("kind", "choose", "seed", "candidates")}
     while len(found) < total:
         n = min(max(asking.batch, len(found) // 100), total - len(found))
-        chosen = next_questions(
-            belief,
-            found,
-            n,
-            kind=asking.kind,
-            choose=asking.choose,
-            seed=asking.seed,
-            candidates=asking.candidates,
-            landscape=landscape,
-        )
+        chosen = next_questions(belief, found, n, **how)
         if not chosen:
             break
         found += [annotator.answer(question) for question in chosen]
@@ -179,13 +173,13 @@ def simulate(
     train: Callable[[Sequence[Answer]], Any],
     start: Any,
     budgets: Sequence[int],
-    annotator: Annotator,
+    annotator: LabelOracle,
     asking: Asking,
     answers: Sequence[Answer] = (),
-) -> Iterator[Round]:
-    """A round for each budget, in rising order: ask until it is reached, train on all answers, believe that model.
+) -> Iterator[tuple[list[Answer], Any]]:
+    """The answers and the model after a round for each budget, in rising order: ask up to it, train, believe the model.
 
-    With the `answers` of a round before it goes on from there, after a training on them.
+    With the `answers` of earlier rounds it continues there, after a training on them.
     """
     if list(budgets) != sorted(set(budgets)) or not budgets or budgets[0] < 1:
         raise InputError(f"budgets {list(budgets)} must rise, from 1 up")
@@ -198,32 +192,31 @@ def simulate(
             return
         model = train(found)
         belief = believe(model)
-        yield Round(tuple(found), model)
+        yield list(found), model
 
 
-def informed(start: "ClusterModel", frozen: "Frozen", answers: Sequence[Answer]) -> "ClusterModel":
-    """A copy of the start (with clusters) whose head knows the answers already; see `propagate`.
+def inform_start(start: "ClusterModel", frozen: "Frozen", answers: Sequence[Answer]) -> "ClusterModel":
+    """A copy of the start (with clusters) with a head that knows the answers; see `propagate`.
 
-    What the answers say of some images is carried to all before the network is trained: pseudo-constraints then confirm
-    what a person said, not what the start had wrong. `frozen` is what the start's backbone makes of the images: it is
-    the same in every round.
+    The answers spread to all images before the network is trained, so that pseudo-constraints confirm the answers, not
+    the mistakes of the start. `frozen` holds the features of the start's backbone, which are the same in every round.
     """
-    from constraintmatch.methods.propagate import told
+    from constraintmatch.methods.propagate import teach_groups
 
     n = len(frozen)
     groups = known_groups(stated_constraints(answers, n), constraints_of(answers, n))
-    return told(start, frozen, groups) if len(groups) > 1 else copy.deepcopy(start)
+    return teach_groups(start, frozen, groups) if len(groups) > 1 else copy.deepcopy(start)
 
 
 def head_belief(model: "ClusterModel", frozen: "Frozen") -> Belief:
-    """What a model with that backbone believes, without a pass over the images."""
+    """What a model with this backbone believes, without a pass over the images."""
     return Belief.of(frozen.features, frozen.probabilities(model) if model.config.n_clusters else None)
 
 
 def image_belief(
     model: Any, images: ImageSet, *, device: Any = None, progress: Callable[[int, int], None] | None = None
 ) -> Belief:
-    """What a model believes of the images, in one pass; one that has no clusters yet gives features alone.
+    """What a model believes about the images, in one pass; without clusters it gives features alone.
 
     `device` None is the model's own.
     """

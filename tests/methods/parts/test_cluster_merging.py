@@ -16,8 +16,7 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import accuracy, embed, predict
 from constraintmatch.methods import Context
-from constraintmatch.methods.parts.cluster_merging import EMPTY, merge_clusters, merged_groups
-from constraintmatch.methods.parts.linear_heads import regression_head
+from constraintmatch.methods.parts.heads import EMPTY, group_clusters, merge_clusters, regression_head
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_head
 from constraintmatch.training.loop import TrainSettings
 
@@ -60,7 +59,7 @@ def test_merges_are_those_that_make_the_pairs_likeliest() -> None:
         if gain <= 1e-12:
             break
         by_hand[by_hand == gone] = kept
-    found = merged_groups(clusters, pairs, 9)[clusters]
+    found = group_clusters(clusters, pairs, 9)[clusters]
     assert len(np.unique(found)) == len(np.unique(by_hand))
     assert len(np.unique(np.stack([found, by_hand]), axis=1).T) == len(np.unique(by_hand))  # the same partition
 
@@ -73,28 +72,28 @@ def test_kinds_that_were_split_come_together_though_some_pairs_are_wrong(wrong: 
     pairs = Constraints.from_arrays(
         pairs.left, pairs.right, np.where(turned, 1 - pairs.link, pairs.link), n_images=len(labels)
     )
-    groups = merged_groups(clusters, pairs, 20)
+    groups = group_clusters(clusters, pairs, 20)
     assert groups.tolist() == np.repeat(np.arange(5), 4).tolist()
 
 
 def test_clusters_without_images_have_no_group_and_two_are_left_at_least() -> None:
     labels = np.random.default_rng(1).integers(2, size=300)
     clusters = split(labels, 2) + 1  # the first of six and the last have no image
-    groups = merged_groups(clusters, Constraints.sample(labels, 500, seed=2), 6)
+    groups = group_clusters(clusters, Constraints.sample(labels, 500, seed=2), 6)
     assert groups.tolist() == [EMPTY, 0, 0, 1, 1, EMPTY]
     inside = [(a, b) for a, b in zip(range(299), range(1, 300), strict=True) if clusters[a] == clusters[b]]
     between = [(a, b) for a, b in zip(range(40), range(1, 41), strict=True) if clusters[a] != clusters[b]]
     together = Constraints.from_lists(n_images=300, must_link=inside + between)
-    assert merged_groups(clusters, together, 6).max() == 1
+    assert group_clusters(clusters, together, 6).max() == 1
 
 
 def test_nothing_is_merged_where_pairs_say_nothing_of_clusters() -> None:
     labels = np.random.default_rng(1).integers(3, size=300)
     clusters = np.random.default_rng(2).integers(4, size=300)
     apart = Constraints.from_lists(n_images=300, cannot_link=[(0, i) for i in range(1, 300)])
-    assert merged_groups(clusters, apart, 4).tolist() == [0, 1, 2, 3]
+    assert group_clusters(clusters, apart, 4).tolist() == [0, 1, 2, 3]
     exact = Constraints.sample(labels, 2_000, seed=2)
-    assert merged_groups(labels, exact, 3).tolist() == [0, 1, 2]
+    assert group_clusters(labels, exact, 3).tolist() == [0, 1, 2]
 
 
 def test_weights_and_soft_links_count() -> None:
@@ -106,7 +105,7 @@ def test_weights_and_soft_links_count() -> None:
         pairs = Constraints.from_arrays(
             left, right, [*link[:-2], last, 0], n_images=6, weight=[*[1.0] * len(said), 1.0, weight]
         )
-        return merged_groups(clusters, pairs, 3).tolist()
+        return group_clusters(clusters, pairs, 3).tolist()
 
     assert groups(1.0, 0.1) == [0, 0, 1]
     assert groups(1.0, 4.0) == [0, 1, 2]  # the cannot-link weighs more
@@ -127,7 +126,7 @@ def test_a_merged_model_has_fewer_clusters_and_finds_the_kinds(stripes: ImageSet
     before = predict(wide, stripes).clusters
     pairs = Constraints.sample(stripes.labels, 400, seed=1)
     merged = merge_clusters(wide, stripes, pairs)
-    groups = merged_groups(before, pairs, 9)
+    groups = group_clusters(before, pairs, 9)
     assert merged.config.n_clusters == groups.max() + 1 < 9
     after = predict(merged, stripes).clusters
     assert (after == groups[before]).mean() > 0.9  # the new head says what the groups say

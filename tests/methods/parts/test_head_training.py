@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from by_name import run_method
-from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Quiet
@@ -16,7 +15,7 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import accuracy, predict
 from constraintmatch.methods import METHODS, Context
-from constraintmatch.methods.parts.head_training import teach_head
+from constraintmatch.methods.parts.heads import attach_head, detach_head, embed_images
 from constraintmatch.models.cluster_model import ClusterModel, build_model
 from constraintmatch.training.loop import TrainSettings
 
@@ -24,16 +23,12 @@ from constraintmatch.training.loop import TrainSettings
 def test_a_head_that_learns_nothing_comes_back_as_it_was(stripes: ImageSet) -> None:
     model = build_model(n_clusters=3, side=8, channels=1, seed=2)
     before = predict(model, stripes).probabilities
-    seen: list[NDArray[np.float32]] = []
-
-    def look(head: ClusterModel, embeddings: ImageSet) -> None:
-        assert embeddings.embedded
-        assert embeddings.names == stripes.names
-        seen.append(predict(head, embeddings).probabilities)
-
-    teach_head(model, stripes, look)
-    np.testing.assert_allclose(seen[0], before, atol=1e-5)
-    np.testing.assert_allclose(predict(model, stripes).probabilities, before, atol=1e-5)
+    embeddings = embed_images(model, stripes)
+    assert embeddings.embedded
+    assert embeddings.names == stripes.names
+    head = detach_head(model, embeddings)
+    np.testing.assert_allclose(predict(head, embeddings).probabilities, before, atol=1e-5)
+    np.testing.assert_allclose(predict(attach_head(model, head), stripes).probabilities, before, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["constraintmatch", "constrained", "pseudo_label"])

@@ -12,9 +12,9 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import accuracy, nearest_neighbours, predict
 from constraintmatch.methods import METHODS
-from constraintmatch.methods.parts.linear_heads import (
+from constraintmatch.methods.parts.heads import (
     LinearHead,
-    _bounded,
+    _bound,
     agreed_clusters,
     best_linear_head,
     head_losses,
@@ -158,7 +158,7 @@ def test_linear_scan_gives_up_a_head_only_for_a_better_one(monkeypatch: pytest.M
     unlearnt = build_model(n_clusters=3, side=8, channels=1, backbone="tiny", seed=2)
     good = METHODS["linear_scan"](unlearnt, images, n_clusters=3, n_tries=6, settings=settings).model
     assert accuracy(labels, predict(good, images).clusters) > 0.95
-    module = sys.modules["constraintmatch.methods.starts.linear_scan"]
+    module = sys.modules["constraintmatch.methods.starts.scan"]
 
     def unlucky(*arguments: Any, **options: Any) -> LinearHead:
         head = best_linear_head(*arguments, **options, steps=5)
@@ -195,7 +195,7 @@ def test_sure_heads_give_no_subnormal_numbers_and_the_same_probabilities() -> No
     logits = torch.linspace(-120, 0, 400).repeat(2, 1).requires_grad_()
     plain = logits.softmax(-1)
     assert bool(((plain > 0) & (plain < torch.finfo(torch.float32).tiny)).any())  # what makes a CPU slow
-    bounded = _bounded(logits).softmax(-1)
+    bounded = _bound(logits).softmax(-1)
     assert float(bounded.detach().min()) >= torch.finfo(torch.float32).tiny
     torch.testing.assert_close(bounded, plain, rtol=1e-6, atol=1e-33)
     ours, theirs = (torch.autograd.grad((p * torch.arange(400)).sum(), logits)[0] for p in (bounded, plain))

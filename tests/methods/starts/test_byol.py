@@ -18,8 +18,8 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed, predict, scores
 from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
-from constraintmatch.methods.starts.byol import OnlineAndTarget, TargetBatch, byol, momentum_at
-from constraintmatch.methods.starts.linear_scan import linear_scan
+from constraintmatch.methods.starts.pretext import OnlineAndTarget, TargetBatch, byol, momentum_at
+from constraintmatch.methods.starts.scan import linear_scan
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_projection
 from constraintmatch.pipeline.train import pretrain
 from constraintmatch.training import views as view_functions
@@ -196,7 +196,7 @@ def parameters(module: torch.nn.Module) -> dict[str, Tensor]:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    file = importlib.import_module("constraintmatch.methods.starts.byol")
+    file = importlib.import_module("constraintmatch.methods.starts.pretext")
     found = Recorder(file.fit)
     monkeypatch.setattr(file, "fit", found)
     return found
@@ -387,7 +387,7 @@ def test_sets_smaller_than_a_batch_are_taken_whole_and_the_rate_fits(stripes: Im
         ({"images_per_step": 1}, "images_per_step is 1; byol needs 4 or more"),
         ({"hidden": 0}, "hidden is 0; byol needs 1 or more"),
         ({"projection": 1}, "projection is 1; byol needs 2 or more"),
-        ({"target_momentum": 1.5}, "target_momentum is 1.5; it must lie between 0 and 1"),
+        ({"target_momentum": 1.5}, "target_momentum is 1.5; it must be between 0 and 1"),
         ({"target_momentum": math.nan}, "target_momentum is nan"),
         ({"predictor_rate": 0.0}, "predictor_rate is 0.0; it must be a positive number"),
         ({"predictor_rate": math.inf}, "predictor_rate is inf"),

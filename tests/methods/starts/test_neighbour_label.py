@@ -12,7 +12,7 @@ from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, cluster_sizes, predict
 from constraintmatch.methods import METHODS, ViewChoice
 from constraintmatch.methods.parts.preparation import quality_judge
-from constraintmatch.methods.starts.neighbour_label import TaughtBatch, reliable_labels
+from constraintmatch.methods.starts.self_label import TaughtBatch, reliable_labels
 from constraintmatch.models.cluster_model import ClusterModel, build_model
 from constraintmatch.training.loop import TrainSettings
 
@@ -63,7 +63,7 @@ def test_a_large_cluster_gives_no_more_than_its_even_part_and_a_small_one_someth
 
 
 def test_a_step_teaches_every_cluster_as_often(started: ClusterModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, images = importlib.import_module("constraintmatch.methods.starts.neighbour_label"), stripes()
+    module, images = importlib.import_module("constraintmatch.methods.starts.self_label"), stripes()
     seen: list[TaughtBatch] = []
 
     def watch(_model: object, next_batch: object, *_: object, **__: object) -> list[object]:
@@ -113,7 +113,7 @@ def test_the_judge_looks_for_neighbours_in_the_model_that_is_judged(monkeypatch:
 
 def test_arguments_are_checked() -> None:
     images, model = stripes(12), build_model(n_clusters=3, side=8, channels=1)
-    with pytest.raises(InputError, match=r"reliable is 2; it must lie in \[0, 1\]"):
+    with pytest.raises(InputError, match=r"reliable is 2; it must be in \[0, 1\]"):
         METHODS["neighbour_label"](model, images, reliable=2)
     with pytest.raises(InputError, match="n_neighbours is 0; neighbour_label needs 1 or more"):
         METHODS["neighbour_label"](model, images, n_neighbours=0)

@@ -1,3 +1,3 @@
-"""What several methods share: preparation, training on pairs or labels, linear heads, merged clusters."""
+"""What several methods share: preparation, training on pairs, cluster heads."""
 
 __all__: list[str] = []

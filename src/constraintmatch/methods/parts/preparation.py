@@ -1,4 +1,4 @@
-"""What every method needs before its first step: views, the device and its images, and what is watched."""
+"""What every method needs before its first step: views, images on the device, checks, evaluations."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -39,9 +39,11 @@ __all__ = [
     "check_clusters",
     "check_images",
     "check_least",
-    "check_model",
-    "check_share",
+    "check_shares",
     "evaluate_now",
+    "find_neighbours",
+    "keep_model",
+    "keep_quality",
     "prepare",
     "quality_judge",
     "spread",
@@ -52,7 +54,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class ViewChoice:
-    """Which views are safe for the images: no flips for digits, fewer operations, or a user's own functions."""
+    """Which views are safe for the images: no flips for digits, fewer operations, or the user's own functions."""
 
     flip: bool = True
     without: tuple[str, ...] = ()
@@ -69,19 +71,17 @@ class ViewChoice:
         return self.own_weak or (views.plain() if images.embedded else views.crop(flip=self.flip))
 
     def strong(self, images: ImageSet) -> View:
-        """For the images on which the model has to repeat its guesses."""
-        return self.own_strong or _of_embeddings(images) or views.strong(flip=self.flip, without=self.without)
+        """For the images on which the model must repeat its guesses."""
+        return self.own_strong or _embedding_view(images) or views.strong(flip=self.flip, without=self.without)
 
     def scan_strong(self, images: ImageSet) -> View:
-        """SCAN's own ones."""
-        return self.own_strong or _of_embeddings(images) or views.scan_strong(flip=self.flip, without=self.without)
+        """The strong views of SCAN."""
+        return self.own_strong or _embedding_view(images) or views.scan_strong(flip=self.flip, without=self.without)
 
     def contrastive(self, images: ImageSet) -> View:
-        """For pretext tasks, which learn what views of an image have in common; embeddings know that already."""
+        """For pretext tasks, which learn what the views of an image share; embeddings know that already."""
         if images.embedded and self.own_contrastive is None:
-            raise InputError(
-                "embeddings have no views for a pretext task; leave that stage out: linear_scan comes first"
-            )
+            raise InputError("embeddings have no views for a pretext task; leave it out and begin with linear_scan")
         return self.own_contrastive or views.contrastive(flip=self.flip)
 
     def request(self) -> dict[str, Any]:
@@ -90,13 +90,13 @@ class ViewChoice:
         return {"flip": self.flip, "without": sorted(self.without), **({"own": own} if own else {})}
 
 
-def _of_embeddings(images: ImageSet) -> View | None:
+def _embedding_view(images: ImageSet) -> View | None:
     return views.without_numbers(images.moments()[0]) if images.embedded else None
 
 
 @dataclass(frozen=True)
 class Context:
-    """What surrounds a training: where it is kept, who watches it, what it is evaluated on, what stops it."""
+    """What surrounds a training: where it is kept, who watches it, what evaluates it, what stops it."""
 
     out: Path | None = None  # the run folder; None keeps nothing
     resume: bool = False
@@ -106,7 +106,7 @@ class Context:
     data: Mapping[str, Any] = field(default_factory=dict)  # where the images came from, for run.json
     stop: Callable[[], bool] = lambda: False  # asked after every step: True ends the training with a checkpoint
     run: RunFolder | None = None  # the open run folder
-    guard: Guard | None = None  # None: as published, whatever comes of it
+    guard: Guard | None = None  # of the safe recipe; None: train as published
 
     def within(self, folder: str) -> "Context":
         """The same, one folder deeper."""
@@ -130,104 +130,123 @@ class Bench:
     seed: int
     compile: bool
 
-    @property
-    def prefetch(self) -> bool:
-        return not self.store.resident
+    def surroundings(self, context: Context) -> dict[str, Any]:
+        """The arguments of `fit` that do not depend on the method."""
+        watch = {"run": context.run, "reporter": context.reporter, "stop": context.stop}
+        return {**watch, "prefetch": not self.store.resident}
 
-    def compiled(self, function: Function) -> Function:
-        """The function, compiled where the network is: an all-pairs loss is a dozen passes over (n, n) otherwise."""
+    def speed_up(self, function: Function) -> Function:
+        """The function, compiled where the network is: else an all-pairs loss makes a dozen passes over (n, n)."""
         return cast(Function, torch.compile(function, dynamic=False)) if self.compile else function
 
 
 def prepare(model: ClusterModel, images: ImageSet, settings: TrainSettings, *, need_clusters: bool = True) -> Bench:
-    """The bench for a training; images that the model was not built for are an error."""
-    if need_clusters:
-        check_model(model, images)
-    else:
-        check_images(model, images)
+    """The bench for a training; an InputError if the model does not take the images."""
+    check_images(model, images, need_clusters=need_clusters)
     device = choose_device(settings.device)
     compiles = bool(settings.resolve(device).compile)
     maker = ViewMaker(derive_seed(settings.seed, "views"), device, compile=compiles)
     return Bench(device, ImageStore(images, device), maker, settings.seed, compiles)
 
 
-def by_epochs(settings: TrainSettings, epochs: int, rows: Shuffled) -> TrainSettings:
-    """The settings with as many steps as the epochs have, and ten evaluations where nothing else was asked."""
-    steps = epochs * rows.steps_per_epoch
-    return replace(settings, steps=steps, evaluate_every=settings.evaluate_every or max(1, steps // 10))
+def keep_model(model: ClusterModel, why: str, context: Context) -> Trained:
+    """The model without a training, and a log that says why."""
+    context.reporter.say(why)
+    return Trained(model, [{"step": 0, "kind": "evaluation", "warnings": [why], "seconds": 0.0}])
 
 
-def check_model(model: ClusterModel, images: ImageSet) -> None:
-    """Images that the model was not built for, and a model without clusters, are an InputError."""
-    check_images(model, images)
-    if model.config.n_clusters == 0:
-        raise InputError(
-            "this model has no cluster head: give it one with with_clusters(model, n), or train scan first"
-        )
-    check_clusters(model.config.n_clusters, images)
+def by_epochs(settings: TrainSettings, epochs: int, rows: Shuffled, *, averaged: float = 0.0) -> TrainSettings:
+    """The settings with the steps of these epochs; ten evaluations and an average of weights if they name no others."""
+    steps, ema = epochs * rows.steps_per_epoch, settings.ema
+    if ema is None and averaged * steps > 1:
+        ema = 1 - 1 / (averaged * steps)
+    return replace(settings, steps=steps, evaluate_every=settings.evaluate_every or max(1, steps // 10), ema=ema)
 
 
 def check_clusters(n_clusters: int, images: ImageSet) -> None:
-    """Fewer than two clusters, or more than images, are an InputError."""
+    """An InputError for fewer than two clusters, or more clusters than images."""
     if n_clusters < 2:
         raise InputError(f"n_clusters is {n_clusters}; ask for 2 or more")
     if n_clusters > len(images):
-        raise InputError(f"{n_clusters} clusters for {len(images)} images: there must be at least one image each")
+        raise InputError(f"{n_clusters} clusters for {len(images)} images; ask for at most one cluster per image")
 
 
-def check_share(name: str, value: float) -> None:
-    """A share that does not lie in [0, 1] is an InputError."""
-    if not 0 <= value <= 1:
-        raise InputError(f"{name} is {value}; it must lie in [0, 1]")
+def check_shares(**shares: float) -> None:
+    """An InputError if a share is not in [0, 1]."""
+    for name, value in shares.items():
+        if not 0 <= value <= 1:
+            raise InputError(f"{name} is {value}; it must be in [0, 1]")
 
 
 def check_least(title: str, **least: tuple[float, float]) -> None:
-    """An argument that is smaller than it may be is an InputError; each is given as (value, smallest)."""
+    """An InputError if an argument is too small; each is given as (value, smallest)."""
     for name, (value, smallest) in least.items():
         if value < smallest:
             raise InputError(f"{name} is {value}; {title} needs {smallest} or more")
 
 
-def check_images(model: ClusterModel, images: ImageSet) -> None:
-    """Images of another side or with other channels than the model's are an InputError."""
+def check_images(model: ClusterModel, images: ImageSet, *, need_clusters: bool = False) -> None:
+    """An InputError if the model does not take images of this size, or has no clusters and needs them."""
     config = model.config
     if (images.side, images.channels) != (config.side, config.channels):
         takes, given = kind_of(config.side, config.channels), kind_of(images.side, images.channels)
-        mend = f"load them with side={config.side}"
-        if 1 in (config.side, images.side):
-            mend = "give what it was trained on"
-        raise InputError(f"the model takes {takes}, these are {given}; {mend}")
+        embedded = 1 in (config.side, images.side)
+        fix = "give the kind that it was trained on" if embedded else f"load them with side={config.side}"
+        raise InputError(f"the model takes {takes}, these are {given}; {fix}")
+    if need_clusters and config.n_clusters == 0:
+        raise InputError("this model has no cluster head; add one with with_clusters(model, n), or train scan first")
+    if need_clusters:
+        check_clusters(config.n_clusters, images)
+
+
+def find_neighbours(
+    features: NDArray[np.float32], n_neighbours: int, n_clusters: int, device: torch.device
+) -> NDArray[np.int64]:
+    """The nearest neighbours (n, m) of each image: at most a quarter of the images that a cluster has on average."""
+    few = max(1, len(features) // (4 * n_clusters))
+    return nearest_neighbours(features, min(n_neighbours, few), device=device)
 
 
 def quality_judge(images: ImageSet, device: torch.device) -> Callable[[ClusterModel], float]:
-    """A function that tells the `cluster_quality` of a model, by the neighbours that the images have in its features.
+    """A function that gives the `cluster_quality` of a model, by the neighbours in its own features.
 
-    In those of the model that a stage began with they would speak for the beginning (decision 041). Of small sets each
-    image gets fewer neighbours, a quarter of what a cluster has on average.
+    Neighbours in the features of an earlier model would favour that model (decision 041).
     """
     sample = images.take(spread(len(images), 5_000))
 
     def quality(model: ClusterModel) -> float:
         seen = predict(model, sample, features=True)
         assert seen.features is not None
-        few = max(1, len(sample) // (4 * seen.n_clusters))
-        return cluster_quality(seen.probabilities, nearest_neighbours(seen.features, min(20, few), device=device))
+        return cluster_quality(seen.probabilities, find_neighbours(seen.features, 20, seen.n_clusters, device))
 
     return quality
 
 
+def keep_quality(
+    model: ClusterModel, images: ImageSet, bench: Bench, context: Context, tolerance: float
+) -> dict[str, Any]:
+    """The arguments of `fit` that evaluate the model and keep its weights by `cluster_quality`.
+
+    It keeps the last evaluation whose quality is below the best by at most `tolerance`: a collapse costs more, and
+    within it longer training is better.
+    """
+    quality = quality_judge(images, bench.device)
+
+    def evaluate() -> Mapping[str, Any]:
+        return {**evaluate_now(model, images, context), "quality": quality(model)}
+
+    return {"evaluate": evaluate, "keep_best": "quality", "tolerance": tolerance, **bench.surroundings(context)}
+
+
 def spread(n_images: int, most: int) -> NDArray[np.int64]:
-    """Rows of at most `most` images, evenly over the set."""
+    """Rows of at most `most` images, at even steps over the set."""
     return np.linspace(0, n_images - 1, min(n_images, most)).astype(np.int64)
 
 
 def evaluate_now(
     model: ClusterModel, images: ImageSet, context: Context, seen: Predictions | None = None
 ) -> Mapping[str, Any]:
-    """Scores where labels are known, agreement with held-out constraints, and warnings of collapse.
-
-    `seen` is what the model says of the images, where that is known already.
-    """
+    """Scores where labels are known, agreement with held-out constraints, warnings; `seen` saves a pass over images."""
     target = context.held_out if context.held_out is not None else images
     predictions = seen if seen is not None and target is images else predict(model, target)
     values: dict[str, Any] = {"mean_confidence": float(predictions.confidence.mean())}

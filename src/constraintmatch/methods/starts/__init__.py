@@ -1,3 +1,3 @@
-"""The stages of a start without answers, one function per file: features first, then clusters."""
+"""The stages of a start without answers: features first, then clusters."""
 
 __all__: list[str] = []

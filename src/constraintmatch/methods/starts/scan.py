@@ -1,45 +1,77 @@
-"""SCAN: a cluster head that gives an image and its neighbours the same cluster, and all clusters a share."""
+"""SCAN: a cluster head that gives an image and its neighbours the same cluster, and uses all clusters.
 
+`linear_scan` finds a head on frozen features: it takes seconds, has no rate to tune, and is better than k-means. `scan`
+trains the network too.
+"""
+
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed, nearest_neighbours
-from constraintmatch.methods.parts.linear_heads import best_linear_head, steady_head
+from constraintmatch.methods.parts.heads import best_linear_head, head_losses, steady_head
 from constraintmatch.methods.parts.preparation import (
-    Bench,
     Context,
     Trained,
     ViewChoice,
     by_epochs,
     check_clusters,
     check_least,
-    check_share,
+    check_shares,
     evaluate_now,
+    find_neighbours,
+    keep_quality,
     prepare,
-    quality_judge,
+    spread,
 )
 from constraintmatch.models.backbones import passes
 from constraintmatch.models.cluster_model import ClusterModel, with_clusters, with_head
-from constraintmatch.training.batches import Shuffled, derive_seed
+from constraintmatch.training.batches import Shuffled, Views, derive_seed
 from constraintmatch.training.loop import TrainSettings, fit
 from constraintmatch.training.losses import scan_loss
-from constraintmatch.training.views import View
 
-__all__ = ["SCAN_SETTINGS", "NeighbourBatch", "scan"]
+__all__ = ["SCAN_SETTINGS", "linear_scan", "scan"]
 
 SCAN_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=1e-4, schedule="constant")
 
 
-@dataclass(frozen=True)
-class NeighbourBatch:
-    """Strong views of images and of one neighbour of each (n, c, h, w)."""
+def linear_scan(
+    model: ClusterModel,
+    images: ImageSet,
+    *,
+    n_clusters: int,
+    n_tries: int = 40,
+    n_neighbours: int = 20,
+    entropy_weight: float = 5.0,
+    most_images: int = 50_000,
+    settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
+    views: ViewChoice = ViewChoice(),  # noqa: B008, ARG001 (frozen; every method takes it)
+    context: Context = Context(),  # noqa: B008 (frozen)
+) -> Trained:
+    """A model with a head that repeats what the best eighth of `n_tries` linear heads, by SCAN's loss, agree on.
 
-    anchor: Tensor
-    neighbour: Tensor
+    The backbone stays unchanged. If the model has a head with a lower loss already, it keeps that. Neighbours are found
+    in the features of at most `most_images` images; in small sets an image has fewer of them (`find_neighbours`).
+    """
+    check_clusters(n_clusters, images)
+    check_least("linear_scan", n_tries=(n_tries, 1), n_neighbours=(n_neighbours, 1), most_images=(most_images, 2))
+    device = prepare(model, images, settings, need_clusters=False).device
+    features = embed(model, images.take(spread(len(images), most_images)), device=device)
+    near = torch.from_numpy(find_neighbours(features, n_neighbours, n_clusters, device)).to(device)
+    inputs, seed = torch.from_numpy(features).to(device), derive_seed(settings.seed, "head")
+    best = best_linear_head(inputs, near, n_clusters, n_heads=n_tries, entropy_weight=entropy_weight, seed=seed)
+    own, new = math.inf, float(best.losses.min())
+    if model.head is not None and model.config.n_clusters == n_clusters:
+        weight, bias = (part.detach().to(inputs)[None] for part in (model.head.weight, model.head.bias))
+        own = float(head_losses(inputs, near, weight, bias, entropy_weight=entropy_weight))
+    if own < new:
+        context.reporter.say(f"linear_scan: the model keeps its head: its loss is lower ({own:.3f}, not {new:.3f})")
+    placed = model if own < new else with_head(model, *steady_head(inputs, best))
+    entry = {"step": 1, "kind": "evaluation", **evaluate_now(placed, images, context), "seconds": 0.0}
+    return Trained(placed, [entry])
 
 
 def scan(
@@ -59,68 +91,41 @@ def scan(
 ) -> Trained:
     """A model with a cluster head, from one trained on a pretext task.
 
-    The last of ten evaluations whose `cluster_quality` is lower than the best by at most this `tolerance` gives the
-    weights (1: the last, whatever it is). Neighbours are mined once, in the features of the given model (decision 022).
-    The head begins with what the best of `n_tries` linear ones on these features agree on (0: at random); a model that
-    has this many clusters already keeps its own. The steps follow from `epochs`.
+    The weights are those of the last of ten evaluations whose `cluster_quality` is below the best by at most this
+    `tolerance` (1: always the last). Neighbours are found once, in the features of the given model (decision 022). The
+    head begins with what the best of `n_tries` linear ones on these features agree on (0: at random); a model that has
+    this many clusters already keeps its own head. The steps follow from `epochs`.
     """
-    check_share("tolerance", tolerance)
+    check_shares(tolerance=tolerance)
     check_clusters(n_clusters, images)
     check_least("scan", epochs=(epochs, 1), images_per_step=(images_per_step, 1), n_neighbours=(n_neighbours, 1))
     check_least("scan", n_tries=(n_tries, 0))
-    bench = prepare(model, images, settings, need_clusters=False)
-    quality = quality_judge(images, bench.device)
-    features = torch.from_numpy(embed(model, images, device=bench.device))
-    batches = _NeighbourSource(bench, features, n_neighbours, images_per_step, views.scan_strong(images))
-    settings = by_epochs(settings, epochs, batches.rows)
-    kept = model.config.n_clusters == n_clusters  # a head of linear_scan, say, is a start
-    seed = derive_seed(settings.seed, "head")
-    trained = model if kept else with_clusters(model, n_clusters, seed=seed)
-    if n_tries and not kept:
+    bench, seed = prepare(model, images, settings, need_clusters=False), derive_seed(settings.seed, "head")
+    features, view = torch.from_numpy(embed(model, images, device=bench.device)), views.scan_strong(images)
+    near = torch.from_numpy(nearest_neighbours(features.numpy(), n_neighbours, device=bench.device)).to(bench.device)
+    rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
+    settings = by_epochs(settings, epochs, rows)
+    trained, picker = model, torch.Generator(bench.device)
+    if n_tries and model.config.n_clusters != n_clusters:
         inputs = features.to(bench.device)
-        best = best_linear_head(
-            inputs, batches.near, n_clusters, n_heads=n_tries, entropy_weight=entropy_weight, seed=seed
-        )
+        best = best_linear_head(inputs, near, n_clusters, n_heads=n_tries, entropy_weight=entropy_weight, seed=seed)
         trained = with_head(model, *steady_head(inputs, best))
+    elif model.config.n_clusters != n_clusters:
+        trained = with_clusters(model, n_clusters, seed=seed)
 
-    def loss(network: Callable[..., Tensor], batch: NeighbourBatch) -> dict[str, Tensor]:
+    def next_batch(step: int) -> Views:
+        chosen = rows(step)
+        picker.manual_seed(derive_seed(settings.seed, "neighbour", step))
+        pick = torch.randint(near.shape[1], (len(chosen), 1), generator=picker, device=bench.device)
+        others = near[chosen].gather(1, pick).squeeze(1)
+        anchor = bench.maker(view, bench.store.take(chosen), step, "anchor")
+        return Views(anchor, bench.maker(view, bench.store.take(others), step, "neighbour"), chosen)
+
+    def loss(network: Callable[..., Tensor], batch: Views) -> dict[str, Tensor]:
         # each side has its own BatchNorm statistics, as published
-        sides = passes(network, trained, batch.anchor, batch.neighbour, joint=bench.compile)
+        sides = passes(network, trained, batch.weak, batch.strong, joint=bench.compile)
         anchor, other = (side.float().softmax(-1) for side in sides)
-        return {"head0": scan_loss(anchor, other, entropy_weight=entropy_weight)}  # as logs have always named it
+        return {"head0": scan_loss(anchor, other, entropy_weight=entropy_weight)}  # the name that old logs have
 
-    log = fit(
-        trained,
-        batches,
-        loss,
-        settings,
-        title="scan",
-        run=context.run,
-        evaluate=lambda: {**evaluate_now(trained, images, context), "quality": quality(trained)},
-        keep_best="quality",
-        tolerance=tolerance,  # a collapse costs more; within it, longer training is better
-        prefetch=bench.prefetch,
-        reporter=context.reporter,
-        stop=context.stop,
-    )
-    return Trained(trained, log)
-
-
-class _NeighbourSource:
-    """Batches of images, each with one of its nearest neighbours, under one view."""
-
-    def __init__(self, bench: Bench, features: Tensor, n_neighbours: int, batch: int, view: View) -> None:
-        device = bench.device
-        near = nearest_neighbours(features.numpy(), n_neighbours, device=device)
-        self.near = torch.from_numpy(near).to(device)
-        self.rows = Shuffled(len(features), batch, derive_seed(bench.seed, "images"), device)
-        self.bench, self.view, self.picker = bench, view, torch.Generator(device)
-
-    def __call__(self, step: int) -> NeighbourBatch:
-        chosen, maker = self.rows(step), self.bench.maker
-        self.picker.manual_seed(derive_seed(self.bench.seed, "neighbour", step))
-        size = (len(chosen), 1)
-        pick = torch.randint(self.near.shape[1], size, generator=self.picker, device=self.bench.device)
-        anchor = self.bench.store.take(chosen)
-        other = self.bench.store.take(self.near[chosen].gather(1, pick).squeeze(1))
-        return NeighbourBatch(maker(self.view, anchor, step, "anchor"), maker(self.view, other, step, "neighbour"))
+    kept = keep_quality(trained, images, bench, context, tolerance)
+    return Trained(trained, fit(trained, next_batch, loss, settings, title="scan", **kept))

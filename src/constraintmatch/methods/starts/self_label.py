@@ -1,33 +1,53 @@
-"""Self-labelling: confident clusters of plain images teach their strong views."""
+"""Self-labelling: the model's own clusters of some images teach strong views of them.
+
+`self_label` takes the images that the model is sure of, `neighbour_label` those whose neighbours agree.
+"""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import predict
 from constraintmatch.methods.parts.preparation import (
+    Bench,
     Context,
     Trained,
     ViewChoice,
     by_epochs,
     check_least,
-    check_share,
-    evaluate_now,
+    check_shares,
+    find_neighbours,
+    keep_model,
+    keep_quality,
     prepare,
-    quality_judge,
     spread,
 )
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.batches import Shuffled, Views, derive_seed
 from constraintmatch.training.loop import TrainSettings, fit
-from constraintmatch.training.losses import balanced_confident_cross_entropy
+from constraintmatch.training.losses import balanced_confident_cross_entropy, confident, pseudo_label_loss
+from constraintmatch.training.views import View
 
-__all__ = ["SELF_LABEL_SETTINGS", "self_label"]
+__all__ = ["TaughtBatch", "neighbour_label", "reliable_labels", "self_label"]
 
 SELF_LABEL_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=1e-4, schedule="constant")
+NEIGHBOUR_LABEL_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=1e-4, schedule="cosine-7/16")
+
+
+@dataclass(frozen=True)
+class TaughtBatch:
+    """Strong views of reliable images (n, c, h, w) with their labels (n,); plain and strong views of any images."""
+
+    taught: Tensor
+    label: Tensor
+    plain: Tensor
+    strong: Tensor
 
 
 def self_label(
@@ -46,24 +66,19 @@ def self_label(
     """The model trained on its own predictions above `min_confidence`, clusters weighted by inverse frequency.
 
     The weights are an average over about the last `averaged` of the steps (a tenth of 10,000: a decay of 0.999), if
-    the settings name no other; the last of ten evaluations whose `cluster_quality` is lower than the best by at most
-    this `tolerance` gives them (1: the last, whatever it is). When no image is that sure the model stays as it is: with
-    no loss, Adam would only decay its weights.
+    the settings name no other. They are those of the last of ten evaluations whose `cluster_quality` is below the best
+    by at most this `tolerance` (1: always the last). If no image is that sure, the model stays unchanged: without a
+    loss, Adam would only decay its weights.
     """
-    for name, share in (("averaged", averaged), ("tolerance", tolerance)):
-        check_share(name, share)
+    check_shares(averaged=averaged, tolerance=tolerance)
     check_least("self_label", epochs=(epochs, 1), images_per_step=(images_per_step, 1))
-    bench = prepare(model, images, settings)
+    bench, view = prepare(model, images, settings), views.scan_strong(images)
     sure = predict(model, images.take(spread(len(images), 5_000)), device=bench.device).confidence > min_confidence
     if not sure.any():
-        said = f"self_label: no image is surer than {min_confidence}; the model is kept as it was"
-        context.reporter.say(said)
-        return Trained(model, [{"step": 0, "kind": "evaluation", "warnings": [said], "seconds": 0.0}])
-    quality, view = quality_judge(images, bench.device), views.scan_strong(images)
+        why = f"self_label: no image is surer than {min_confidence}; the model is unchanged"
+        return keep_model(model, why, context)
     rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
-    settings = by_epochs(settings, epochs, rows)
-    if settings.ema is None and averaged * settings.steps > 1:
-        settings = replace(settings, ema=1 - 1 / (averaged * settings.steps))
+    settings = by_epochs(settings, epochs, rows, averaged=averaged)
 
     def next_batch(step: int) -> Views:
         chosen = rows(step)
@@ -76,18 +91,89 @@ def self_label(
         answer = network(batch.strong)
         return {"self_label": balanced_confident_cross_entropy(answer, guess, min_confidence=min_confidence)}
 
-    log = fit(
-        model,
-        next_batch,
-        loss,
-        settings,
-        title="self_label",
-        run=context.run,
-        evaluate=lambda: {**evaluate_now(model, images, context), "quality": quality(model)},
-        keep_best="quality",
-        tolerance=tolerance,
-        prefetch=bench.prefetch,
-        reporter=context.reporter,
-        stop=context.stop,
-    )
-    return Trained(model, log)
+    kept = keep_quality(model, images, bench, context, tolerance)
+    return Trained(model, fit(model, next_batch, loss, settings, title="self_label", **kept))
+
+
+def neighbour_label(
+    model: ClusterModel,
+    images: ImageSet,
+    *,
+    epochs: int = 100,
+    images_per_step: int = 256,
+    n_neighbours: int = 20,
+    reliable: float = 0.5,
+    min_confidence: float = 0.95,
+    rest_weight: float = 1.0,
+    averaged: float = 0.1,
+    tolerance: float = 0.05,
+    settings: TrainSettings = NEIGHBOUR_LABEL_SETTINGS,
+    views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
+) -> Trained:
+    """The model trained on its first clusters of the images whose neighbours agree on them.
+
+    The `reliable` share of each cluster takes part (see `reliable_labels`), with each cluster as often in a step. Any
+    image that the model is surer of than `min_confidence` teaches its strong view too, as in FixMatch, with
+    `rest_weight`. Fixed labels cannot drift: self-labelling by confidence alone empties the clusters that are sure of
+    few images, because the head never saw a strong view (decision 041). `averaged` and `tolerance`: see `self_label`.
+    """
+    check_shares(reliable=reliable, averaged=averaged, tolerance=tolerance)
+    check_least("neighbour_label", epochs=(epochs, 1), images_per_step=(images_per_step, 1))
+    check_least("neighbour_label", n_neighbours=(n_neighbours, 1), rest_weight=(rest_weight, 0))
+    bench, view = prepare(model, images, settings), views.scan_strong(images)
+    seen = predict(model, images, features=True, device=bench.device)
+    assert seen.features is not None
+    near = find_neighbours(seen.features, n_neighbours, model.config.n_clusters, bench.device)
+    rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
+    next_batch = _build_batches(bench, view, rows, *reliable_labels(seen.probabilities, near, reliable))
+    settings = by_epochs(settings, epochs, rows, averaged=averaged)
+
+    def loss(network: Callable[..., Tensor], batch: TaughtBatch) -> dict[str, Tensor]:
+        with torch.no_grad():
+            guess = network(batch.plain).float().softmax(-1)
+        answer = network(torch.cat((batch.taught, batch.strong))).float()
+        taught, rest = torch.split(answer, [len(batch.taught), len(batch.strong)])
+        unsure = rest_weight * pseudo_label_loss(rest, guess, confident(guess, min_confidence))
+        return {"taught": F.cross_entropy(taught, batch.label), "rest": unsure}
+
+    kept = keep_quality(model, images, bench, context, tolerance)
+    return Trained(model, fit(model, next_batch, loss, settings, title="neighbour_label", **kept))
+
+
+def _build_batches(
+    bench: Bench, view: View, rows: Shuffled, reliable: NDArray[np.int64], clusters: NDArray[np.int64]
+) -> Callable[[int], TaughtBatch]:
+    """The batch of step t: reliable images, each cluster as often as any other, and any images."""
+    chosen, labels = (torch.from_numpy(array).to(bench.device) for array in (reliable, clusters))
+    weight = torch.from_numpy(1 / np.bincount(clusters)[clusters]).float().to(bench.device)
+    picker = torch.Generator(bench.device)
+
+    def next_batch(step: int) -> TaughtBatch:
+        picker.manual_seed(derive_seed(bench.seed, "taught", step))
+        pick = torch.multinomial(weight, rows.batch, replacement=True, generator=picker)
+        taught = bench.maker(view, bench.store.take(chosen[pick]), step, "taught")
+        plain = bench.store.take(rows(step))
+        return TaughtBatch(taught, labels[pick], plain, bench.maker(view, plain, step, "strong"))
+
+    return next_batch
+
+
+def reliable_labels(
+    probabilities: ArrayLike, neighbours: ArrayLike, share: float
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows whose neighbours agree on a cluster, and these clusters: this share of each cluster, at least one image.
+
+    An image's cluster is the one for which it and its neighbours (n, m) have the highest mean probability (n, k); that
+    mean is their agreement. A cluster with more than its even part of the images gives no more than that part would.
+    """
+    p, near = np.asarray(probabilities, np.float64), np.asarray(neighbours, np.int64)
+    mean = (p + p[near].sum(1)) / (near.shape[1] + 1)
+    labels, agreed = mean.argmax(1), mean.max(1)
+    chosen = []
+    for cluster in range(p.shape[1]):
+        members = np.flatnonzero(labels == cluster)
+        quota = max(1, int(np.ceil(share * min(len(members), len(p) / p.shape[1]))))
+        chosen.append(members[np.argsort(-agreed[members], kind="stable")[:quota]])
+    rows = np.sort(np.concatenate(chosen))
+    return rows, labels[rows]

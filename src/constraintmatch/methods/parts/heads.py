@@ -1,0 +1,304 @@
+"""Cluster heads: linear heads found on frozen features, a head trained alone, clusters merged by the pairs.
+
+The start of a head decides which clusters SCAN finds. On frozen features many starts cost seconds: many linear heads
+are trained by SCAN's loss at once, and the best ones vote.
+"""
+
+import warnings
+from dataclasses import replace
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from constraintmatch._internal.progress import Quiet, Reporter, watched
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.evaluation.metrics import embed
+from constraintmatch.methods.parts.preparation import spread
+from constraintmatch.models.cluster_model import ClusterModel, build_model, with_clusters, with_head
+from constraintmatch.training.losses import scan_loss
+
+__all__ = [
+    "EMPTY",
+    "LinearHead",
+    "agreed_clusters",
+    "attach_head",
+    "best_linear_head",
+    "calm_factor",
+    "detach_head",
+    "embed_images",
+    "group_clusters",
+    "head_losses",
+    "merge_clusters",
+    "regression_head",
+    "steady_head",
+]
+
+BATCH, JUDGED = 1_000, 10_000  # images in a step, and images that judge the heads
+REPEATED = 10_000  # images whose clusters the steady head repeats; after a merge twice as many
+AGREEMENTS = 5  # times that the clusters of the voters are matched
+LARGEST_RATE = 0.06  # for inputs of length 1
+LOWEST = -80.0  # of logits, the largest of the row being 0: e^-80 is 2e-35, still a normal number in fp32
+SUREST = 0.98  # highest mean confidence of the head; on digits and CIFAR heads stay below it
+EMPTY = -1  # the group of a cluster without images
+
+
+class LinearHead(NamedTuple):
+    """Weights (k, d) and biases (k,) of the best head, and the loss of every head (h,), in the order of their seeds.
+
+    `voters` are the weights (v, k, d) and biases (v, k) of the best eighth, the best first.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    losses: Tensor
+    voters: tuple[Tensor, Tensor]
+
+
+def best_linear_head(
+    features: Tensor,
+    near: Tensor,
+    n_clusters: int,
+    *,
+    n_heads: int = 40,
+    steps: int | None = None,
+    entropy_weight: float = 5.0,
+    seed: int = 0,
+) -> LinearHead:
+    """The head with the lowest SCAN loss of `n_heads`, each trained on features (n, d) and their neighbours (n, m).
+
+    The features are centred and scaled to a mean length of 1. Scaling each one would blow up those that hardly vary,
+    and these move as soon as the network does. The returned head is for the unscaled features. Its mean confidence is
+    at most 98 %.
+    """
+    mean = features.mean(0)
+    scale = (features - mean).norm(dim=1).mean().clamp(min=1e-12)
+    inputs = (features - mean) / scale
+    steps = steps or min(1_500, max(300, 30 * len(features) // BATCH))  # about 30 passes over the images
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(n_heads, features.shape[1], n_clusters, generator=generator).to(features.device)
+    bias = torch.zeros(n_heads, 1, n_clusters, device=features.device)
+    weight.requires_grad_()
+    bias.requires_grad_()
+    rate = LARGEST_RATE * features.shape[1] ** 0.5
+    optimizer = torch.optim.Adam([weight, bias], lr=rate)
+    for step in range(steps):
+        for group in optimizer.param_groups:  # to a twentieth: the last steps only settle
+            group["lr"] = rate * (1 - 0.95 * step / steps)
+        rows = torch.randint(len(features), (min(BATCH, len(features)),), generator=generator).to(features.device)
+        pick = torch.randint(near.shape[1], (len(rows), 1), generator=generator).to(features.device)
+        partners = near[rows].gather(1, pick).squeeze(1)
+        loss = _losses(inputs[rows], inputs[partners], weight, bias, entropy_weight).sum()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    with torch.no_grad():
+        losses = head_losses(inputs, near, weight.mT, bias[:, 0], entropy_weight=entropy_weight)
+        best = losses.argsort(stable=True)[: max(1, n_heads // 8)]
+        weights = weight[best].mT / scale
+        biases = bias[best, 0] - weights @ mean
+        calm = calm_factor(inputs @ weight[best[0]] + bias[best[0]], SUREST)
+        return LinearHead(calm * weights[0], calm * biases[0], losses, (weights, biases))
+
+
+def steady_head(features: Tensor, head: LinearHead) -> tuple[Tensor, Tensor]:
+    """Weights (k, d) and biases (k,) that repeat what the voters agree on and stay right while the network moves.
+
+    If the voters leave a cluster empty, it is the best head unchanged.
+    """
+    rows = torch.linspace(0, len(features) - 1, min(REPEATED, len(features)), device=features.device).long()
+    chosen = features[rows]
+    votes = torch.stack([(chosen @ weight.T + bias).softmax(-1) for weight, bias in zip(*head.voters, strict=True)])
+    clusters = agreed_clusters(votes).cpu().numpy()
+    if len(np.unique(clusters)) < len(head.bias):
+        return head.weight, head.bias
+    return regression_head(chosen.cpu().numpy(), clusters, len(head.bias))
+
+
+def agreed_clusters(votes: Tensor) -> Tensor:
+    """The clusters (n,) that several clusterings agree on, from their probabilities (v, n, k), the best first.
+
+    Each clustering numbers its clusters in its own way, so each is matched to the mean of all, which begins as the
+    first. The mean is then taken again, a few times. Heads of about the same loss differ in some clusters; the majority
+    is better than the best head (docs/findings.md).
+    """
+    mean = votes[0]
+    for _ in range(AGREEMENTS):
+        orders = [linear_sum_assignment(-(mean.T @ vote).cpu().numpy())[1] for vote in votes]
+        mean = torch.stack([vote[:, order] for vote, order in zip(votes, orders, strict=True)]).mean(0)
+    return mean.argmax(-1)
+
+
+@torch.no_grad()
+def head_losses(
+    features: Tensor, near: Tensor, weights: Tensor, biases: Tensor, *, entropy_weight: float = 5.0
+) -> Tensor:
+    """SCAN's loss (h,) of heads with weights (h, k, d) and biases (h, k) on features (n, d) and neighbours (n, m).
+
+    It is measured on images at even steps over the set, each with five of its neighbours.
+    """
+    rows = torch.linspace(0, len(features) - 1, min(JUDGED, len(features)), device=features.device).long()
+    columns = torch.linspace(0, near.shape[1] - 1, min(5, near.shape[1]), device=features.device).long()
+    heads = weights.mT, biases[:, None], entropy_weight
+    return torch.stack([_losses(features[rows], features[near[rows, at]], *heads) for at in columns]).mean(0)
+
+
+def calm_factor(logits: Tensor, surest: float, *, shrink: float = 0.9, least: float = 1e-6) -> float:
+    """The factor for logits (n, k) that brings their mean confidence down to at most `surest`; 1 if it is there.
+
+    Kinds that are far apart drive the confidence to 1. The first pair that disagrees then has gradients without bound.
+    """
+    factor = 1.0
+    while float((factor * logits).softmax(-1).amax(-1).mean()) > surest and factor > least:
+        factor *= shrink
+    return factor
+
+
+def _losses(anchors: Tensor, partners: Tensor, weight: Tensor, bias: Tensor, entropy_weight: float) -> Tensor:
+    """SCAN's loss (h,) of each head."""
+    n_heads, width, k = weight.shape
+    columns = weight.transpose(0, 1).reshape(width, n_heads * k)  # one product for all heads: faster than one for each
+    p, q = (
+        _bound((side @ columns).view(-1, n_heads, k).transpose(0, 1) + bias).softmax(-1) for side in (anchors, partners)
+    )  # (h, n, k)
+    each = torch.vmap(lambda one, other: scan_loss(one, other, entropy_weight=entropy_weight))
+    return cast(Tensor, each(p, q))
+
+
+def _bound(logits: Tensor) -> Tensor:
+    """Logits at most 80 below the largest of their row: a CPU is several times slower on numbers near 1e-40."""
+    return (logits - logits.detach().amax(-1, keepdim=True)).clamp(min=LOWEST)
+
+
+def regression_head(
+    features: NDArray[np.float32], clusters: NDArray[np.int64], n_clusters: int
+) -> tuple[Tensor, Tensor]:
+    """Weights (k, d) and biases (k,) that repeat the clusters of the features, by logistic regression.
+
+    Every cluster must have an image. The regression is regularised, so that the head stays right while the network
+    moves; the head that found the clusters may depend on features that hardly vary (docs/findings.md).
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    mean, scale = features.mean(0), features.std(0) + 1e-6
+    with warnings.catch_warnings():  # many clusters for few images, or a fit that could be closer: both are good enough
+        warnings.simplefilter("ignore", UserWarning)
+        fitted = LogisticRegression(C=0.1, max_iter=200, tol=1e-3).fit((features - mean) / scale, clusters)
+    weight, bias = fitted.coef_, fitted.intercept_
+    if n_clusters == 2:  # scikit-learn has one row for two classes; half of it on each side is the same softmax
+        weight, bias = np.concatenate((-weight, weight)) / 2, np.concatenate((-bias, bias)) / 2
+    weight = weight / scale
+    bias = bias - weight @ mean
+    return torch.from_numpy(weight).float(), torch.from_numpy(bias).float()  # Apple's GPUs take no float64
+
+
+def embed_images(
+    model: ClusterModel,
+    images: ImageSet,
+    *,
+    device: torch.device | str | None = None,
+    reporter: Reporter | None = None,
+) -> ImageSet:
+    """The embeddings that the model's backbone gives the images, with the same names and labels."""
+    with watched(reporter or Quiet(), "embedding", len(images)) as progress:
+        features = embed(model, images, device=device, progress=progress)
+    return ImageSet.from_arrays(features, names=images.names, labels=images.labels)
+
+
+def detach_head(model: ClusterModel, seen: ImageSet) -> ClusterModel:
+    """The model's head as a model of its own on the embeddings that its backbone gives.
+
+    The embeddings are scaled to one size there. The head predicts the same as before, except for rounding.
+    """
+    mean, std = seen.moments()
+    fresh = build_model(n_clusters=0, side=1, channels=seen.channels, mean=mean, std=std).to(model.device)
+    if model.head is None:
+        return fresh
+    weight, bias = (part.detach().float() for part in (model.head.weight, model.head.bias))
+    return with_head(fresh, weight * std[0], bias + weight @ torch.tensor(mean, device=model.device))
+
+
+def attach_head(model: ClusterModel, alone: ClusterModel) -> ClusterModel:
+    """A copy of the model with the head that `detach_head` gave and that was trained since."""
+    placed = with_clusters(model, 0) if alone.head is None else with_head(model, *_on_features(alone))
+    placed.config = replace(placed.config, trained=(*model.config.trained, *alone.config.trained))
+    return placed
+
+
+def _on_features(alone: ClusterModel) -> tuple[Tensor, Tensor]:
+    """Weight and bias of a detached head for the unscaled features of the backbone."""
+    assert alone.head is not None
+    weight = alone.head.weight.detach() / alone.config.std[0]
+    return weight, alone.head.bias.detach() - weight @ torch.tensor(alone.config.mean, device=alone.device)
+
+
+def merge_clusters(
+    model: ClusterModel,
+    images: ImageSet,
+    constraints: Constraints,
+    *,
+    device: torch.device | str | None = None,
+    reporter: Reporter | None = None,
+) -> ClusterModel:
+    """The model with one cluster for each group of clusters that the pairs join; the same model if they join none."""
+    assert model.head is not None
+    reporter = reporter or Quiet()
+    features = embed_images(model, images, device=device, reporter=reporter).images.reshape(len(images), -1)
+    weight, bias = (part.detach().float().cpu().numpy() for part in (model.head.weight, model.head.bias))
+    clusters = np.asarray((features @ weight.T + bias).argmax(1), np.int64)
+    groups = group_clusters(clusters, constraints, model.config.n_clusters)
+    n_groups, n_used = int(groups.max()) + 1, int((groups != EMPTY).sum())
+    reporter.say(f"{n_used:,} clusters have images; merged where the pairs join them: {n_groups:,}")
+    if n_groups == n_used:
+        return model
+    found = groups[clusters]
+    first = np.unique(found, return_index=True)[1]  # every cluster needs an image
+    rows = np.union1d(spread(len(found), 2 * REPEATED), first)
+    return with_head(model, *regression_head(features[rows], found[rows], n_groups))
+
+
+def group_clusters(clusters: NDArray[np.int64], constraints: Constraints, n_clusters: int) -> NDArray[np.int64]:
+    """The group (k,) of each cluster, from the clusters (n,) of the images: the best merge, again and again.
+
+    It ends when no merge makes the pairs likelier, or with two groups. Groups are numbered by their first clusters.
+    `must` and `cannot` (k, k) hold the weights of the links between clusters, with each pair on the diagonal twice.
+    """
+    must, cannot = np.zeros((2, n_clusters, n_clusters))
+    for table, share in ((must, constraints.link), (cannot, 1 - constraints.link)):
+        np.add.at(table, (clusters[constraints.left], clusters[constraints.right]), share * constraints.weight)
+        table += table.T.copy()
+    group = np.where(np.bincount(clusters, minlength=n_clusters) > 0, np.arange(n_clusters), EMPTY)
+    alive = np.flatnonzero(group >= 0)
+    while len(alive) > 2:
+        gain = _gains(must, cannot)[np.ix_(alive, alive)]
+        np.fill_diagonal(gain, -np.inf)
+        best = np.unravel_index(gain.argmax(), gain.shape)
+        if not gain[best] > 0:
+            break
+        kept, gone = sorted(alive[list(best)])
+        for table in (must, cannot):
+            table[kept] += table[gone]
+            table[:, kept] += table[:, gone]
+            table[gone] = table[:, gone] = 0
+        group[group == gone] = kept
+        alive = alive[alive != gone]
+    return np.where(group == EMPTY, EMPTY, np.searchsorted(alive, group))
+
+
+def _gains(must: NDArray[np.float64], cannot: NDArray[np.float64]) -> NDArray[np.float64]:
+    """By how much the merge of two clusters makes the pairs likelier (k, k), in natural logarithms.
+
+    With m must-links and c cannot-links between the two it is m log(q / q') + c log((1 - q) / (1 - q')). q is the share
+    of must-links among the pairs inside clusters, q' among those between clusters. If q is not above q', the links say
+    nothing about kinds, and the gain is 0.
+    """
+    inside = np.trace(must) / 2, np.trace(cannot) / 2
+    between = must.sum() / 2 - inside[0], cannot.sum() / 2 - inside[1]
+    q, other = ((1 + same) / (2 + same + different) for same, different in (inside, between))
+    if q <= other:
+        return np.zeros_like(must)
+    return np.asarray(must * np.log(q / other) + cannot * np.log((1 - q) / (1 - other)))
