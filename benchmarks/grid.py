@@ -24,8 +24,8 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import predict, scores
-from constraintmatch.methods.parts.heads import detach_head, embed_images
-from constraintmatch.methods.parts.preparation import spread
+from constraintmatch.methods.heads import detach_head, embed_images
+from constraintmatch.methods.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel, load_model
 from constraintmatch.pipeline.config import make_config, training_size
 from constraintmatch.pipeline.train import train

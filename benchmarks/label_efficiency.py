@@ -28,7 +28,7 @@ from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, predict, scores
 from constraintmatch.methods import ViewChoice
-from constraintmatch.methods.parts.heads import attach_head, detach_head
+from constraintmatch.methods.heads import attach_head, detach_head
 from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models.cluster_model import ClusterModel, load_model
 from constraintmatch.pipeline.config import make_config, round_size

@@ -17,7 +17,7 @@ from embedded import parser_of, trained
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import predict, scores
-from constraintmatch.methods.parts.heads import detach_head, merge_clusters
+from constraintmatch.methods.heads import detach_head, merge_clusters
 from constraintmatch.models.cluster_model import ClusterModel, load_model
 from constraintmatch.training.run_folder import write_result
 

@@ -37,7 +37,7 @@ from constraintmatch.data.datasets import DATASETS, DataSet, load_dataset
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import accuracy, embed, knn_accuracy, nearest_neighbours, neighbour_consistency
 from constraintmatch.methods import Context, Trained, ViewChoice
-from constraintmatch.methods.parts.heads import best_linear_head
+from constraintmatch.methods.heads import best_linear_head
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pipeline import train as running
 from constraintmatch.pipeline.config import PRETEXTS, make_config, method_arguments, method_settings, split_options

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.methods.starts.pretext import Projector
+from constraintmatch.methods.pretext import Projector
 from constraintmatch.models import backbones
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_projection
 from constraintmatch.pipeline.config import make_config, method_settings

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.evaluation.metrics import Predictions, embed, nearest_neighbours, scores
-from constraintmatch.methods.parts import heads
-from constraintmatch.methods.parts.heads import best_linear_head, steady_head
-from constraintmatch.methods.parts.preparation import spread
+from constraintmatch.methods import heads
+from constraintmatch.methods.heads import best_linear_head, steady_head
+from constraintmatch.methods.preparation import spread
 from constraintmatch.models.cluster_model import load_model
 from constraintmatch.training.run_folder import write_result
 

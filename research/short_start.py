@@ -19,7 +19,7 @@ from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed, predict, scores
 from constraintmatch.methods import ViewChoice
-from constraintmatch.methods.parts.heads import regression_head
+from constraintmatch.methods.heads import regression_head
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_head
 from constraintmatch.pipeline.config import short_start
 from constraintmatch.pipeline.train import pretrain

@@ -72,7 +72,7 @@ def few_digits() -> Iterator[None]:
 def fewer_heads() -> Iterator[None]:
     """Starts that try 4 linear heads for 60 steps, not 40 for 300, for tests of what is around a start."""
     from constraintmatch.methods import METHODS
-    from constraintmatch.methods.parts.heads import best_linear_head
+    from constraintmatch.methods.heads import best_linear_head
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(METHODS["linear_scan"].__kwdefaults__, "n_tries", 4)

@@ -20,8 +20,6 @@ ORDER = [
     "models",
     "training",
     "evaluation",
-    "methods/parts",
-    "methods/starts",
     "methods",
     "questions",
     "pipeline",
@@ -56,7 +54,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def folder_of(path: Path) -> str:
-    """`methods/parts` of a file in there; a file at the top is a folder of its own."""
+    """The folder of a file; a file at the top is a folder of its own."""
     folder = path.parent.relative_to(PACKAGE).as_posix()
     return path.stem if folder == "." else folder
 

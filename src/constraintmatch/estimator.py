@@ -14,12 +14,12 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.progress import Quiet, console_reporter
+from constraintmatch._internal.progress import Reporter, console_reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import accuracy, collapse_warnings, embed, predict
 from constraintmatch.methods import METHODS, Context, ViewChoice
-from constraintmatch.methods.parts.preparation import check_images
+from constraintmatch.methods.preparation import check_images
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pipeline.config import (
     ORDER,
@@ -180,7 +180,7 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
         pairs = as_constraints(given, images)
         _check_pairs(self.method, pairs, images, ignored=y is not None)
         config = self._configuration(start, images, n_clusters, _seed(self.random_state))
-        reporter = console_reporter() if self.verbose else Quiet()
+        reporter = console_reporter() if self.verbose else Reporter()
         model, self.log_ = train(images, pairs, config, Context(reporter=reporter))
         self._keep(model)
         self.seed_, self.n_iter_ = config.settings.seed, int(self.log_[-1]["step"])

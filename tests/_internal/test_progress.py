@@ -4,7 +4,7 @@ import time
 import pytest
 from rich.console import Console
 
-from constraintmatch._internal.progress import Bar, Lines, Quiet, console_reporter
+from constraintmatch._internal.progress import Bar, Lines, Reporter, console_reporter
 
 
 def written(width: int, terminal: bool) -> tuple[Console, io.StringIO]:
@@ -59,7 +59,7 @@ def test_the_reporter_fits_the_stream() -> None:
 
 
 def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    quiet = Quiet()
+    quiet = Reporter()
     quiet.start("x", 3)
     quiet.update(1, {"loss": 1.0})
     quiet.say("hidden")

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from constraintmatch import cli
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json
-from constraintmatch._internal.progress import Quiet
+from constraintmatch._internal.progress import Reporter
 from constraintmatch.annotate import background_training
 from constraintmatch.annotate.background_training import Learner, Learning
 from constraintmatch.annotate.commands import Loop, ask_in_terminal, ask_labels
@@ -36,7 +36,7 @@ from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import accuracy, embed, predict
 from constraintmatch.methods import Context
-from constraintmatch.methods.parts.heads import attach_head, detach_head, embed_images, regression_head
+from constraintmatch.methods.heads import attach_head, detach_head, embed_images, regression_head
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model, with_head
 from constraintmatch.pipeline.config import SHORT_STAGES, TrainConfig, method_settings
 from constraintmatch.pipeline.plan import Train
@@ -119,7 +119,7 @@ def test_questions_know_the_answers_while_the_round_still_trains(images: ImageSe
     learner = Learner(images, load_model(start), lambda: answers, tmp_path, SMALL)
     seen: list[float] = []
 
-    class Watching(Quiet):
+    class Watching(Reporter):
         def start(self, *_: object) -> None:
             seen.append(accuracy(images.labels, learner.belief().clusters))
 
@@ -156,7 +156,7 @@ def test_a_round_that_is_given_up_leaves_what_the_newest_model_says(
     learner = Learner(images, load_model(start), lambda: answers, tmp_path, SMALL)
     before = learner.belief().probabilities
 
-    class Failing(Quiet):
+    class Failing(Reporter):
         def update(self, *_: object) -> None:
             raise KeyboardInterrupt
 
@@ -204,7 +204,7 @@ def test_the_training_after_the_last_answer_may_be_longer(images: ImageSet, star
         assert weights_hash(again.newest) == weights_hash(later.newest)
 
 
-class Stopping(Quiet):
+class Stopping(Reporter):
     """Presses Ctrl-C after four steps."""
 
     def update(self, done: int, *_: object) -> None:
@@ -235,7 +235,7 @@ def test_a_finished_training_is_kept_until_the_one_in_its_place_is_there(
         assert sorted(path.name for path in (tmp_path / "rounds").iterdir()) == names
     begun = list[int]()
 
-    class Watching(Quiet):
+    class Watching(Reporter):
         def start(self, _title: str, _total: int, done: int = 0) -> None:
             begun.append(done)
 
@@ -267,7 +267,7 @@ def test_a_stopped_round_goes_on_unless_something_else_was_answered(
     learning = replace(SMALL, settings={**SMALL.settings, "steps": 6, "checkpoint_every": 2, "log_every": 1})
     answers, begun = answered(images, start, 8), list[int]()
 
-    class Watching(Quiet):
+    class Watching(Reporter):
         def start(self, _title: str, _total: int, done: int = 0) -> None:
             begun.append(done)
 

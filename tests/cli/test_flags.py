@@ -16,7 +16,7 @@ from constraintmatch.cli.flags import SETTINGS, STAGES, Setting, new_spelling, r
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods import METHODS
-from constraintmatch.methods.parts.heads import best_linear_head
+from constraintmatch.methods.heads import best_linear_head
 from constraintmatch.models.cluster_model import build_model
 from constraintmatch.pipeline.config import ORDER, method_arguments, method_settings
 from constraintmatch.training.loop import TrainSettings, fit

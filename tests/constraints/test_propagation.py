@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.progress import Quiet
+from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.constraints.propagation import known_groups, n_found, neighbour_graph, seeds, spread_labels
 from constraintmatch.data.image_set import ImageSet
@@ -259,7 +259,7 @@ def test_few_images_take_part_and_the_known_ones_always_do() -> None:
 
 
 def test_pairs_that_tell_nothing_apart_leave_the_model_as_it_was() -> None:
-    class Said(Quiet):
+    class Said(Reporter):
         text = ""
 
         def say(self, text: str) -> None:

@@ -12,9 +12,8 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import nearest_neighbours, predict, scores
-from constraintmatch.methods import METHODS, Trained, ViewChoice
-from constraintmatch.methods.parts import preparation
-from constraintmatch.methods.parts.pair_training import _draw_two, choose_selection
+from constraintmatch.methods import METHODS, Trained, ViewChoice, preparation
+from constraintmatch.methods.pair_training import _draw_two, choose_selection
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_projection
 from constraintmatch.training import views as view_functions
 from constraintmatch.training.loop import TrainSettings

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.progress import Quiet
+from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.judge import Judge, hide_images
@@ -169,7 +169,7 @@ def test_the_pairs_that_are_held_out_are_never_trained_on(blobs: ImageSet, monke
 def test_the_safe_recipe_tells_whoever_watches_and_the_run_folder(blobs: ImageSet, tmp_path: Any) -> None:
     said: list[str] = []
 
-    class Ears(Quiet):
+    class Ears(Reporter):
         def say(self, text: str) -> None:
             said.append(text)
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from constraintmatch import cli
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import folder_lock
-from constraintmatch._internal.progress import Quiet
+from constraintmatch._internal.progress import Reporter
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.evaluation.metrics import Predictions, predict, scores
 from constraintmatch.models.cluster_model import build_model, load_model, save_model
@@ -224,7 +224,7 @@ def test_an_interrupted_cell_goes_on_from_its_checkpoint(
     assert run_cell(CELL, place)["scores"] == trained[1]["scores"]
 
 
-class Listener(Quiet):
+class Listener(Reporter):
     def __init__(self) -> None:
         self.said: list[str] = []
 

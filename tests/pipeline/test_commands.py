@@ -13,7 +13,7 @@ from PIL import Image
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import folder_lock
-from constraintmatch._internal.progress import Quiet
+from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions
@@ -37,7 +37,7 @@ def write_pairs(path: Path, rows: list[tuple[object, object, object]]) -> Path:
     return path
 
 
-class Told(Quiet):
+class Told(Reporter):
     """Keeps what was said."""
 
     def __init__(self) -> None:
@@ -266,7 +266,7 @@ def test_a_folder_that_holds_something_is_not_sorted_into(tmp_path: Path, stripe
 
 def run(request: Train) -> list[tuple[str, str]]:
     """What the command `train` does and prints."""
-    plan = plan_training(request, Quiet())
+    plan = plan_training(request, Reporter())
     return commands.finish_training(plan, train(plan.data.images, plan.pairs, plan.config, plan.context))
 
 
@@ -298,7 +298,7 @@ def test_without_a_gpu_a_folder_gets_small_images_and_a_tiny_backbone(asked: Tra
     assert plan.config.start.config.side == 40
 
 
-class Started(Quiet):
+class Started(Reporter):
     """Keeps the titles of the jobs."""
 
     def __init__(self) -> None:
@@ -320,7 +320,9 @@ def test_without_a_gpu_a_folder_is_decoded_once(asked: Train, tmp_path: Path) ->
 
 def test_a_data_sets_row_gives_clusters_views_and_tuned_settings(tmp_path: Path) -> None:
     sources.sample_pairs("digits", tmp_path / "p.csv", n=20)
-    plan = plan_training(Train("digits", tmp_path / "p.csv", out=tmp_path / "run", settings={"device": "cpu"}), Quiet())
+    plan = plan_training(
+        Train("digits", tmp_path / "p.csv", out=tmp_path / "run", settings={"device": "cpu"}), Reporter()
+    )
     assert plan.config.n_clusters == 10
     assert plan.config.views.request() == {"flip": False, "without": ["solarize"]}
     assert (plan.config.arguments["pairs_per_step"], plan.config.arguments["images_per_step"]) == (50, 150)
@@ -331,7 +333,7 @@ def test_what_was_given_wins_over_the_row(tmp_path: Path) -> None:
     sources.sample_pairs("digits", tmp_path / "p.csv", n=20)
     request = Train("digits", tmp_path / "p.csv", 12, tmp_path / "run", flip=True, without=("rotate",))
     given = {"arguments": {"max_entropy": 0.1}, "settings": {"device": "cpu", "lr": 0.5, "steps": 7}}
-    plan = plan_training(replace(request, **given), Quiet())
+    plan = plan_training(replace(request, **given), Reporter())
     assert (plan.config.n_clusters, plan.config.arguments["max_entropy"]) == (12, 0.1)
     assert (plan.config.settings.lr, plan.config.settings.steps) == (0.5, 7)
     assert plan.config.views.request() == {"flip": True, "without": ["rotate", "solarize"]}
@@ -339,7 +341,7 @@ def test_what_was_given_wins_over_the_row(tmp_path: Path) -> None:
 
 def test_planning_writes_nothing(asked: Train, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
-    plan_training(asked, Quiet())
+    plan_training(asked, Reporter())
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -355,25 +357,25 @@ def test_a_wrong_argument_shows_before_the_start_is_made(
     asked: Train, arguments: dict[str, object], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        plan_training(replace(asked, arguments=arguments), Quiet())
+        plan_training(replace(asked, arguments=arguments), Reporter())
 
 
 def test_labels_that_do_not_fit_the_clusters_show_before_the_start_is_made(tmp_path: Path, stripes: ImageSet) -> None:
     np.savez(tmp_path / "x.npz", images=stripes.images, labels=stripes.labels)
     request = Train(str(tmp_path / "x.npz"), clusters=2, out=tmp_path / "run", method="supervised")
     with pytest.raises(InputError, match="3 classes for 2 outputs"):
-        plan_training(replace(request, settings={"device": "cpu"}), Quiet())
+        plan_training(replace(request, settings={"device": "cpu"}), Reporter())
 
 
 def test_a_model_for_other_clusters_is_refused(asked: Train, tmp_path: Path) -> None:
     save_model(build_model(n_clusters=5, side=8, channels=1), tmp_path / "m")
     with pytest.raises(InputError, match="has 5 clusters, --clusters says 3"):
-        plan_training(replace(asked, model=tmp_path / "m"), Quiet())
+        plan_training(replace(asked, model=tmp_path / "m"), Reporter())
 
 
 def test_a_model_without_clusters_still_needs_some(asked: Train, tmp_path: Path) -> None:
     save_model(build_model(n_clusters=0, side=16, channels=3), tmp_path / "m")
-    plan = plan_training(replace(asked, model=tmp_path / "m"), Quiet())
+    plan = plan_training(replace(asked, model=tmp_path / "m"), Reporter())
     assert plan.config.stages == ("linear_scan",)
     assert (plan.data.images.side, plan.data.images.channels) == (16, 3)
 
@@ -382,12 +384,12 @@ def test_a_run_whose_start_is_being_made_is_in_use(asked: Train, tmp_path: Path)
     start = tmp_path / "run" / "start" / "simclr"
     start.mkdir(parents=True)
     with folder_lock(start), pytest.raises(InputError, match="in use by another process"):
-        plan_training(asked, Quiet())
+        plan_training(asked, Reporter())
 
 
 def test_a_run_folder_under_a_file_is_refused(asked: Train, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a file is where a folder should be"):
-        plan_training(replace(asked, out=tmp_path / "p.csv" / "run"), Quiet())
+        plan_training(replace(asked, out=tmp_path / "p.csv" / "run"), Reporter())
 
 
 @pytest.mark.parametrize("arguments", [{"recipe": "paper"}, {"recipe": "paper", "error_rate": 0.1}, {}])
@@ -483,9 +485,9 @@ def test_contradictions_are_dropped_by_the_safe_recipe_alone(asked: Train, tmp_p
     assert "1 of 3 pairs contradict others and are left out" in told.lines
     for strict in ({"arguments": {"recipe": "paper"}}, {"on_conflict": "error"}):
         with pytest.raises(InputError, match="--set on_conflict=drop"):
-            plan_training(replace(asked, **strict), Quiet())
+            plan_training(replace(asked, **strict), Reporter())
     with pytest.raises(InputError, match="unknown recipe 'quick'; known are safe, paper"):
-        plan_training(replace(asked, arguments={"recipe": "quick"}, on_conflict="drop"), Quiet())
+        plan_training(replace(asked, arguments={"recipe": "quick"}, on_conflict="drop"), Reporter())
 
 
 def test_default_run_folders_count_up(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.progress import Quiet
+from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import load_dataset
 from constraintmatch.models.cluster_model import build_model, save_model
@@ -24,7 +24,7 @@ def pairs(tmp_path: Path) -> Path:
 
 def planned(pairs: Path, **more: object) -> Plan:
     asked = {"data": "digits", "pairs": pairs, "model": pairs.with_name("start"), "out": pairs.with_name("run")}
-    return plan_training(Train(**{**asked, "settings": {"device": "cpu"}, **more}), Quiet())  # type: ignore[arg-type]
+    return plan_training(Train(**{**asked, "settings": {"device": "cpu"}, **more}), Reporter())  # type: ignore[arg-type]
 
 
 def test_a_training_is_safe_unless_it_is_asked_otherwise(pairs: Path) -> None:

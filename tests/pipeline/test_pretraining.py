@@ -15,7 +15,7 @@ from by_name import run_method
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
-from constraintmatch.methods.starts.scan import linear_scan
+from constraintmatch.methods.scan import linear_scan
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, with_clusters, with_projection
 from constraintmatch.pipeline.config import (
     CHAINS,
@@ -133,7 +133,7 @@ def test_self_labelling_averages_its_weights_over_the_last_tenth(
         seen.append(given[3])
         return []
 
-    monkeypatch.setattr(sys.modules["constraintmatch.methods.starts.self_label"], "fit", watched)
+    monkeypatch.setattr(sys.modules["constraintmatch.methods.self_label"], "fit", watched)
     for epochs, ema in ((20, None), (20, 0.5), (1, None)):
         settings = TrainSettings(device="cpu", ema=ema)
         METHODS["self_label"](

@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 
 from constraintmatch import cli
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.progress import Quiet
+from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
@@ -82,7 +82,7 @@ def study_at(place: Path, protocol: dict[str, Any] | None = None) -> Iterator[An
 
 def work_at(place: Path, space: Space, train: Train) -> list[dict[str, Any]]:
     with study_at(place) as study:
-        return work(study, space, train, runs=None, reporter=Quiet())
+        return work(study, space, train, runs=None, reporter=Reporter())
 
 
 def squares(settings: dict[str, float], *_: Any) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def test_workers_that_race_finish_every_point(tmp_path: Path) -> None:
         with open_storage(str(tmp_path / "s.db")) as storage:  # all three may be the one that makes it
             study = open_study(storage, "s", {"steps": 1}, str(tmp_path / "s.db"))
             start.wait()
-            work(study, GRID, train, runs=None, reporter=Quiet())
+            work(study, GRID, train, runs=None, reporter=Reporter())
 
     def train(chosen: dict[str, float], *_: Any) -> dict[str, Any]:
         tried.append(chosen)
@@ -195,7 +195,7 @@ def test_a_trial_whose_worker_died_is_taken_up(tmp_path: Path, monkeypatch: pyte
 def test_a_worker_waits_for_trials_that_others_are_at(tmp_path: Path) -> None:
     said: list[str] = []
 
-    class Listener(Quiet):
+    class Listener(Reporter):
         def say(self, text: str) -> None:
             said.append(text)
             if "waiting" in text:  # now the other worker ends
@@ -214,7 +214,7 @@ def test_a_worker_waits_for_trials_that_others_are_at(tmp_path: Path) -> None:
 def test_a_worker_whose_trial_was_taken_up_keeps_its_late_result_to_itself(tmp_path: Path) -> None:
     said: list[str] = []
 
-    class Listener(Quiet):
+    class Listener(Reporter):
         def say(self, text: str) -> None:
             said.append(text)
 
@@ -441,7 +441,7 @@ def test_two_workers_share_a_grid_and_one_that_is_killed_leaves_no_gap(
     assert other.stdout.readline() == b"ready\n"
     killed_after: list[int] = []
 
-    class Killer(Quiet):
+    class Killer(Reporter):
         def say(self, text: str) -> None:  # noqa: ARG002 (at our first trial: the other worker is killed at its second)
             until = time.monotonic() + 60
             while other.poll() is None and not n_completed(tmp_path) and time.monotonic() < until:
@@ -596,7 +596,7 @@ def test_the_next_command_has_the_batch_of_a_bound_and_steps_beyond_the_usual(st
     asked = asked_by(dict(rows)["next"])
     assert (asked["sets"][0], asked["data_dir"], asked["flip"]) == ("images_per_step=20", Path("my data"), True)
     assert "pairs" not in asked
-    plan, _, base = _open_task(request, Quiet())
+    plan, _, base = _open_task(request, Reporter())
     longer = _next_commands(request, plan, {**base, "steps": 1}, found["best"])
     assert asked_by(dict(longer)["next"])["steps"] == 2
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.progress import Quiet
+from constraintmatch._internal.progress import Reporter
 from constraintmatch.training.loop import SCHEDULES, Interrupted, NonFinite, TrainSettings, choose_device, fit
 from constraintmatch.training.run_folder import open_run, read_log
 
@@ -508,7 +508,7 @@ def test_the_latest_weights_within_the_slack_of_an_evaluation_are_kept() -> None
 def test_a_warning_is_said_when_it_comes_up() -> None:
     said: list[str] = []
 
-    class Ears(Quiet):
+    class Ears(Reporter):
         def say(self, text: str) -> None:
             said.append(text)
 

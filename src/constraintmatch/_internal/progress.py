@@ -8,17 +8,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # imported where it is used: help should be quick
     from rich.console import Console
     from rich.live import Live
 
-__all__ = ["Bar", "Lines", "Quiet", "Reporter", "console_reporter", "print_line", "say_error", "watched"]
+__all__ = ["Bar", "Lines", "Reporter", "console_reporter", "print_line", "say_error", "watched"]
 
 
-class Reporter(Protocol):
-    """Takes the state of a long job: `start` once a job, `update` often, `say` for lines that stay."""
+class Reporter:
+    """Takes the state of a long job: `start` once a job, `update` often, `say` for lines that stay.
+
+    This one shows nothing.
+    """
 
     def start(self, title: str, total: int, done: int = 0) -> None:
         return
@@ -41,10 +44,6 @@ def watched(reporter: Reporter, title: str, total: int) -> Iterator[Callable[[in
         yield lambda done, _: reporter.update(done)
     finally:
         reporter.stop()
-
-
-class Quiet(Reporter):
-    """Says nothing."""
 
 
 class Lines(Reporter):

@@ -28,7 +28,7 @@ from scipy.optimize import linear_sum_assignment
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json
-from constraintmatch._internal.progress import Quiet, Reporter
+from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods import Context, ViewChoice
@@ -66,12 +66,18 @@ class Learning:
     last_steps: int | None = None
 
 
-class _Watched:
+class _Watched(Reporter):
     """A reporter that passes everything on and knows how far the round with `n_answers` is."""
 
     def __init__(self, reporter: Reporter, n_answers: int) -> None:
         self.n_answers, self.total, self.done = n_answers, 0, 0
-        self.reporter, self.say, self.stop = reporter, reporter.say, reporter.stop
+        self.reporter = reporter
+
+    def say(self, text: str) -> None:
+        self.reporter.say(text)
+
+    def stop(self) -> None:
+        self.reporter.stop()
 
     def start(self, title: str, total: int, done: int = 0) -> None:
         self.total, self.done = total, done
@@ -171,7 +177,7 @@ class Learner:
         pairs = closure_pairs(answers, len(self.images))
         if not len(pairs):
             return False
-        self._training = watched = _Watched(reporter or Quiet(), len(answers))
+        self._training = watched = _Watched(reporter or Reporter(), len(answers))
         if self._is_last(len(answers)):
             settings["steps"] = self.learning.last_steps
         try:

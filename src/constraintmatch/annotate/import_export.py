@@ -20,7 +20,7 @@ import numpy as np
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target, read_json
-from constraintmatch._internal.progress import Quiet, Reporter
+from constraintmatch._internal.progress import Reporter
 from constraintmatch.annotate.database import Given
 from constraintmatch.annotate.store import Store, annotator_name, open_store
 from constraintmatch.constraints.constraint_set import Constraints
@@ -77,14 +77,14 @@ class Sitting:
 def export_answers(sitting: Sitting, out: Path, reporter: Reporter | None = None) -> str:
     """Write the answers as a pairs file, also while a server runs; an existing file is replaced."""
     check_target(out)
-    data = open_images(sitting, reporter or Quiet())
+    data = open_images(sitting, reporter or Reporter())
     with open_answers(sitting.db, data, read_only=True) as store:
         return export_pairs(store, out)
 
 
 def import_file(sitting: Sitting, file: Path, reporter: Reporter | None = None, **how: str | None) -> str:
     """Take the answers of a pairs file, or of Label Studio's export (.json), into the database (see `read_answers`)."""
-    reporter = reporter or Quiet()
+    reporter = reporter or Reporter()
     _check_file(file, **how)
     check_target(sitting.db)
     data = open_images(sitting, reporter)

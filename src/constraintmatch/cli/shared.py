@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import write_error
-from constraintmatch._internal.progress import Quiet, console_reporter, say_error
+from constraintmatch._internal.progress import Reporter, console_reporter, say_error
 from constraintmatch.cli.flags import new_spelling
 
 __all__ = ["Flags", "Images", "Model", "Sets", "Source", "app", "command", "flag", "option", "print_rows", "shared"]
@@ -138,7 +138,9 @@ def command(panel: str, **groups: Mapping[str, Any]) -> Callable[[Callable[..., 
         def run(**values: Any) -> None:
             for group in groups.keys() & own:
                 given = {name: value for name in groups[group] if (value := values.pop(name)) is not None}
-                values[group] = given if group != "reporter" else Quiet() if given.get("quiet") else console_reporter()
+                values[group] = (
+                    given if group != "reporter" else Reporter() if given.get("quiet") else console_reporter()
+                )
             function(**values)
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -2,13 +2,18 @@
 
 from collections.abc import Callable
 
-from constraintmatch.methods.bounds import fully_constrained, supervised
-from constraintmatch.methods.constraintmatch import constrained, constraintmatch, pseudo_label
-from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice
+from constraintmatch.methods.constraintmatch import (
+    constrained,
+    constraintmatch,
+    fully_constrained,
+    pseudo_label,
+    supervised,
+)
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice
+from constraintmatch.methods.pretext import byol, simclr
 from constraintmatch.methods.propagate import propagate
-from constraintmatch.methods.starts.pretext import byol, simclr
-from constraintmatch.methods.starts.scan import linear_scan, scan
-from constraintmatch.methods.starts.self_label import neighbour_label, self_label
+from constraintmatch.methods.scan import linear_scan, scan
+from constraintmatch.methods.self_label import neighbour_label, self_label
 
 __all__ = ["METHODS", "Context", "Trained", "ViewChoice"]
 

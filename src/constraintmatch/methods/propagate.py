@@ -19,8 +19,8 @@ from constraintmatch.constraints.propagation import (
 )
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, embed, nearest_neighbours
-from constraintmatch.methods.parts.heads import REPEATED, regression_head
-from constraintmatch.methods.parts.preparation import (
+from constraintmatch.methods.heads import REPEATED, regression_head
+from constraintmatch.methods.preparation import (
     Context,
     Trained,
     ViewChoice,

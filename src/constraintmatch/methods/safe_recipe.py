@@ -20,9 +20,9 @@ from constraintmatch.constraints.propagation import known_groups
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.judge import LEAST, LEAST_GAIN, Guard, Judge, Rates, hide_images, repeat_rate
 from constraintmatch.evaluation.metrics import embed, predict
-from constraintmatch.methods.parts.heads import calm_factor
-from constraintmatch.methods.parts.pair_training import PairTask, begin, build_training, check_task
-from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice, spread
+from constraintmatch.methods.heads import calm_factor
+from constraintmatch.methods.pair_training import PairTask, begin, build_training, check_task
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice, spread
 from constraintmatch.methods.propagate import Frozen, teach_groups
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.loop import TrainSettings, choose_device

@@ -13,7 +13,7 @@ import torch
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import InUse, folder_lock
-from constraintmatch._internal.progress import Quiet, Reporter
+from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
@@ -64,7 +64,7 @@ class Place:
     runs: Path = Path("runs/paper")
     models: Path | None = None  # None: a trained model is kept in its run folder only
     settings: Mapping[str, Any] = field(default_factory=dict)  # how to train, not what: device, compile …
-    reporter: Reporter = field(default_factory=Quiet)
+    reporter: Reporter = field(default_factory=Reporter)
 
     def result(self, cell: Cell) -> Path:
         """The file of the cell's result."""

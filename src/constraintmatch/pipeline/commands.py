@@ -19,7 +19,7 @@ from constraintmatch._internal.files import (
     write_error,
     write_json,
 )
-from constraintmatch._internal.progress import Quiet, Reporter, watched
+from constraintmatch._internal.progress import Reporter, watched
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.image_set import ImageSet
@@ -27,7 +27,7 @@ from constraintmatch.evaluation import metrics as evaluation
 from constraintmatch.evaluation.metrics import Predictions
 from constraintmatch.evaluation.report import check_run, why_no_report, write_report
 from constraintmatch.methods import Context, Trained
-from constraintmatch.methods.parts.preparation import check_images
+from constraintmatch.methods.preparation import check_images
 from constraintmatch.models.cluster_model import load_model, model_folder, save_model
 from constraintmatch.pipeline.config import chain_stages
 from constraintmatch.pipeline.plan import Plan, Train, plan_pretraining
@@ -60,7 +60,7 @@ def predict_images(
 
     `how` is for `open_data`, here and below.
     """
-    place, reporter = choose_device(device), reporter or Quiet()
+    place, reporter = choose_device(device), reporter or Reporter()
     network = load_model(model)
     if network.config.n_clusters == 0:
         raise InputError(f"{model}: has no clusters yet (it comes from a pretext task); train it first")
@@ -137,7 +137,7 @@ def write_run_report(
     reporter: Reporter | None = None,
 ) -> Path:
     """Write report.html again from a run folder and its images, or other images."""
-    run, reporter = Path(run), reporter or Quiet()
+    run, reporter = Path(run), reporter or Reporter()
     check_run(run)
     model_folder(run)
     record = read_json(run / "run.json")
@@ -296,7 +296,7 @@ def pretrain_model(
     """
     chosen = chain_stages(chain or ("scan" if request.data in DATASETS else "own"), stages, pretext)
     assert request.out is not None
-    reporter = reporter or Quiet()
+    reporter = reporter or Reporter()
     plan = plan_pretraining(request, reporter)
     data = plan.data
     if data.images.embedded and not (stages or chain or pretext):

@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.progress import Quiet, Reporter
+from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, embed, predict, scores
 from constraintmatch.evaluation.report import why_no_report, write_report
 from constraintmatch.methods import Context, ViewChoice
-from constraintmatch.methods.parts.heads import regression_head
+from constraintmatch.methods.heads import regression_head
 from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_head
 from constraintmatch.pipeline.config import make_config
@@ -56,7 +56,7 @@ def run_demo(out: Path, *, seed: int = 0, reporter: Reporter | None = None) -> s
     _clear(out)
     images, test = load_dataset("digits", "train"), load_dataset("digits", "test")
     assert images.labels is not None
-    context = Context(out, reporter=reporter or Quiet(), data={"name": "digits"})
+    context = Context(out, reporter=reporter or Reporter(), data={"name": "digits"})
     start = _start(images, seed, context.within("start"))
     found: Found = {name: [] for name in TITLES}
     found["start"] = [_scores(test, predict(start, test))]

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_new_folder, check_target, write_atomically
-from constraintmatch._internal.progress import Quiet, Reporter, watched
+from constraintmatch._internal.progress import Reporter, watched
 from constraintmatch.data.datasets import DATASETS, DataSet
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed
-from constraintmatch.methods.parts.preparation import check_images, spread
+from constraintmatch.methods.preparation import check_images, spread
 from constraintmatch.models.backbones import JOIN, Joined, made_for_side
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model, unfilled_model
 from constraintmatch.pipeline.sources import open_at
@@ -43,7 +43,7 @@ def embed_images(
     `side`, or of the side that it was made for. Of a data set without a split the training images are taken; `how` is
     for `open_data`.
     """
-    place, reporter = choose_device(device), reporter or Quiet()
+    place, reporter = choose_device(device), reporter or Reporter()
     if out.suffix != ".npz":
         raise InputError(f"{out}: embeddings are written as .npz; give --out a name that ends with .npz")
     check_target(out)
@@ -114,7 +114,7 @@ def join(
             own = torch.tensor(model.config.std)
             backbone.gain[number] = torch.tensor(first.std) / own
             backbone.offset[number] = (torch.tensor(first.mean) - torch.tensor(model.config.mean)) / own
-        measured = [_measure(model, sample, device, reporter or Quiet()) for model in models]
+        measured = [_measure(model, sample, device, reporter or Reporter()) for model in models]
         backbone.centre.copy_(torch.cat([centre for centre, _ in measured]))
         backbone.stretch.copy_(torch.cat([torch.full_like(centre, stretch) for centre, stretch in measured]))
         if joined.head is not None and models[0].head is not None:  # on its part of the features, as they are now

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
-from constraintmatch._internal.progress import Quiet, Reporter, say_error
+from constraintmatch._internal.progress import Reporter, say_error
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, STEPS, load_dataset
 from constraintmatch.data.image_set import ImageSet
@@ -68,7 +68,7 @@ def search(request: Search, reporter: Reporter | None = None) -> tuple[dict[str,
 
     The same request again, at the same time or later, takes part in the search or shows it.
     """
-    reporter = reporter or Quiet()
+    reporter = reporter or Reporter()
     trials.load_optuna()
     if request.out is not None:
         check_target(request.out)

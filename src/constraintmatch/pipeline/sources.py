@@ -15,7 +15,7 @@ from scipy.sparse import issparse
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
-from constraintmatch._internal.progress import Quiet, Reporter
+from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints import graph
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.constraints.pairs_file import names_in
@@ -75,7 +75,7 @@ def open_data(
     its training images, with the test images held out. `how` has the side, max_side, channels and strict of
     `load_images`; `max_side` bounds a side that is not asked for, and a data set keeps its own.
     """
-    reporter = reporter or Quiet()
+    reporter = reporter or Reporter()
     if str(source) in DATASETS:
         if pictures is not None:
             raise InputError(f"--pictures goes with embeddings; {source} has images of its own")

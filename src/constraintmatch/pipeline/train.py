@@ -23,7 +23,7 @@ from constraintmatch.evaluation.metrics import (
     scores,
 )
 from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
-from constraintmatch.methods.parts.preparation import spread
+from constraintmatch.methods.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pipeline.config import ORDER, STAGES, Recipe, TrainConfig, make_config, method_arguments
 from constraintmatch.training.loop import choose_device

@@ -22,7 +22,6 @@ from constraintmatch.training.views import View
 
 __all__ = [
     "ImageStore",
-    "LabelBatch",
     "PairBatch",
     "Shuffled",
     "ViewMaker",
@@ -55,30 +54,19 @@ class Views:
     rows: Tensor
 
 
-@dataclass(frozen=True)
-class LabelBatch:
-    """Images with their labels (n,), for the supervised bound."""
-
-    images: Tensor
-    label: Tensor
-
-
 def derive_seed(seed: int, *path: str | int) -> int:
     """A 63-bit seed for a named stream of a run: the same on every platform, unrelated between names."""
     text = "/".join(map(str, (seed, *path))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-def map_tensors(batch: B, function: Callable[[Tensor], Tensor]) -> B:
-    """The same batch with `function` applied to every tensor in it, however deep."""
-    changes: dict[str, Any] = {}
-    for field in fields(batch):  # type: ignore[arg-type]
-        value = getattr(batch, field.name)
-        if isinstance(value, Tensor):
-            changes[field.name] = function(value)
-        elif value is not None:
-            changes[field.name] = map_tensors(value, function)
-    return replace(batch, **changes)  # type: ignore[type-var]
+def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The same batch, a tensor, a tuple or a dataclass, with `function` applied to every tensor in it."""
+    if batch is None or isinstance(batch, Tensor):
+        return None if batch is None else function(batch)
+    if isinstance(batch, tuple):
+        return tuple(map_tensors(value, function) for value in batch)
+    return replace(batch, **{field.name: map_tensors(getattr(batch, field.name), function) for field in fields(batch)})
 
 
 class ImageStore:
@@ -206,7 +194,8 @@ def _on_stream(next_batch: Callable[[int], B], stream: torch.cuda.Stream) -> Cal
                 tensor.record_stream(here)  # its memory is not given away before this stream is done with it
                 return tensor
 
-            return map_tensors(batch, keep)
+            kept: B = map_tensors(batch, keep)
+            return kept
 
         return finish
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import write_atomically
-from constraintmatch._internal.progress import Quiet, Reporter
+from constraintmatch._internal.progress import Reporter
 from constraintmatch._internal.rng import check_seed
 from constraintmatch.training.batches import batches_ahead
 from constraintmatch.training.run_folder import RunFolder, read_log
@@ -156,7 +156,7 @@ def fit(
     layout = torch.channels_last if settings.channels_last else torch.preserve_format
     module.to(device=device, memory_format=layout).train()  # type: ignore[call-overload]
     stepper = _make_stepper(module, loss, settings, device)
-    history = _History(title, stepper, settings, run, reporter or Quiet(), measure, evaluate, keep_best, tolerance)
+    history = _History(title, stepper, settings, run, reporter or Reporter(), measure, evaluate, keep_best, tolerance)
     if prefetch or settings.cuda_graph:
         stream = None if prefetch else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         next_batch = batches_ahead(next_batch, settings.steps, stream=stream)

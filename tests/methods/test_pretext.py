@@ -18,8 +18,8 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed, predict, scores
 from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
-from constraintmatch.methods.starts.pretext import OnlineAndTarget, TargetBatch, byol, momentum_at
-from constraintmatch.methods.starts.scan import linear_scan
+from constraintmatch.methods.pretext import OnlineAndTarget, TargetBatch, byol, momentum_at
+from constraintmatch.methods.scan import linear_scan
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_projection
 from constraintmatch.pipeline.train import pretrain
 from constraintmatch.training import views as view_functions
@@ -196,7 +196,7 @@ def parameters(module: torch.nn.Module) -> dict[str, Tensor]:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    file = importlib.import_module("constraintmatch.methods.starts.pretext")
+    file = importlib.import_module("constraintmatch.methods.pretext")
     found = Recorder(file.fit)
     monkeypatch.setattr(file, "fit", found)
     return found

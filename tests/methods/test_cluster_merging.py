@@ -11,12 +11,12 @@ from by_name import run_method
 from sklearn.cluster import KMeans
 
 from constraintmatch._internal.files import read_json
-from constraintmatch._internal.progress import Quiet
+from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import accuracy, embed, predict
 from constraintmatch.methods import Context
-from constraintmatch.methods.parts.heads import EMPTY, group_clusters, merge_clusters, regression_head
+from constraintmatch.methods.heads import EMPTY, group_clusters, merge_clusters, regression_head
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_head
 from constraintmatch.training.loop import TrainSettings
 
@@ -147,21 +147,21 @@ def test_a_training_merges_first_and_goes_on_with_as_many_clusters(
     arguments = {"pairs_per_step": 5, "merge": True, **({} if method == "constrained" else {"images_per_step": 8})}
     settings = TrainSettings(steps=6, device="cpu", checkpoint_every=2, log_every=1)
 
-    class Stopping(Quiet):
+    class Stopping(Reporter):
         def update(self, done: int, values: Mapping[str, float] | None = None) -> None:
             if values and done == 4:
                 raise KeyboardInterrupt
 
-    def run(out: str, reporter: Quiet, *, resume: bool = False) -> ClusterModel:
+    def run(out: str, reporter: Reporter, *, resume: bool = False) -> ClusterModel:
         context = Context(out=tmp_path / out, resume=resume, reporter=reporter)
         given = {"arguments": arguments, "settings": settings, "context": context}
         return run_method(method, copy.deepcopy(wide), stripes, pairs, **given).model
 
-    whole = run("whole", Quiet())
+    whole = run("whole", Reporter())
     n_clusters = merge_clusters(wide, stripes, pairs).config.n_clusters
     assert whole.config.n_clusters == n_clusters
     assert read_json(tmp_path / "whole" / "merged.json") == {"clusters": n_clusters, "before": 9}
     with pytest.raises(KeyboardInterrupt):
         run("parts", Stopping())
-    again = run("parts", Quiet(), resume=True)
+    again = run("parts", Reporter(), resume=True)
     np.testing.assert_array_equal(predict(again, stripes).probabilities, predict(whole, stripes).probabilities)

@@ -10,12 +10,12 @@ import torch
 from by_name import run_method
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.progress import Quiet
+from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import accuracy, predict
 from constraintmatch.methods import METHODS, Context
-from constraintmatch.methods.parts.heads import attach_head, detach_head, embed_images
+from constraintmatch.methods.heads import attach_head, detach_head, embed_images
 from constraintmatch.models.cluster_model import ClusterModel, build_model
 from constraintmatch.training.loop import TrainSettings
 
@@ -61,7 +61,7 @@ def test_a_resumed_run_does_not_teach_the_head_again(stripes: ImageSet, tmp_path
     settings = TrainSettings(steps=8, device="cpu", checkpoint_every=2, log_every=4)
     start = build_model(n_clusters=3, side=8, channels=1, seed=2)
 
-    class Watching(Quiet):
+    class Watching(Reporter):
         """Notes what is started, and may press Ctrl-C after four steps of the network."""
 
         def __init__(self, *, stops: bool = False) -> None:
@@ -74,7 +74,7 @@ def test_a_resumed_run_does_not_teach_the_head_again(stripes: ImageSet, tmp_path
             if self.stops and values and done == 4 and self.titles[-1] == "constraintmatch from 0 of 8":
                 raise KeyboardInterrupt
 
-    def run(out: Path, reporter: Quiet, *, resume: bool = False) -> ClusterModel:
+    def run(out: Path, reporter: Reporter, *, resume: bool = False) -> ClusterModel:
         context = Context(out=out, resume=resume, reporter=reporter)
         given = {"arguments": arguments, "settings": settings, "context": context}
         return run_method("constraintmatch", copy.deepcopy(start), stripes, pairs, **given).model

@@ -19,8 +19,8 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.judge import Guard
 from constraintmatch.evaluation.metrics import predict, pseudo_quality
-from constraintmatch.methods.parts.heads import attach_head, detach_head, embed_images, merge_clusters
-from constraintmatch.methods.parts.preparation import (
+from constraintmatch.methods.heads import attach_head, detach_head, embed_images, merge_clusters
+from constraintmatch.methods.preparation import (
     Bench,
     Context,
     ViewChoice,

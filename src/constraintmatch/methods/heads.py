@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from constraintmatch._internal.progress import Quiet, Reporter, watched
+from constraintmatch._internal.progress import Reporter, watched
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed
-from constraintmatch.methods.parts.preparation import spread
+from constraintmatch.methods.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_clusters, with_head
 from constraintmatch.training.losses import scan_loss
 
@@ -204,7 +204,7 @@ def embed_images(
     reporter: Reporter | None = None,
 ) -> ImageSet:
     """The embeddings that the model's backbone gives the images, with the same names and labels."""
-    with watched(reporter or Quiet(), "embedding", len(images)) as progress:
+    with watched(reporter or Reporter(), "embedding", len(images)) as progress:
         features = embed(model, images, device=device, progress=progress)
     return ImageSet.from_arrays(features, names=images.names, labels=images.labels)
 
@@ -246,7 +246,7 @@ def merge_clusters(
 ) -> ClusterModel:
     """The model with one cluster for each group of clusters that the pairs join; the same model if they join none."""
     assert model.head is not None
-    reporter = reporter or Quiet()
+    reporter = reporter or Reporter()
     features = embed_images(model, images, device=device, reporter=reporter).images.reshape(len(images), -1)
     weight, bias = (part.detach().float().cpu().numpy() for part in (model.head.weight, model.head.bias))
     clusters = np.asarray((features @ weight.T + bias).argmax(1), np.int64)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed, nearest_neighbours
-from constraintmatch.methods.parts.heads import best_linear_head, head_losses, steady_head
-from constraintmatch.methods.parts.preparation import (
+from constraintmatch.methods.heads import best_linear_head, head_losses, steady_head
+from constraintmatch.methods.preparation import (
     Context,
     Trained,
     ViewChoice,

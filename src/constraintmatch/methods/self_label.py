@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import predict
-from constraintmatch.methods.parts.preparation import (
+from constraintmatch.methods.preparation import (
     Bench,
     Context,
     Trained,

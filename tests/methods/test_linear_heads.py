@@ -12,7 +12,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import accuracy, nearest_neighbours, predict
 from constraintmatch.methods import METHODS
-from constraintmatch.methods.parts.heads import (
+from constraintmatch.methods.heads import (
     LinearHead,
     _bound,
     agreed_clusters,
@@ -111,7 +111,7 @@ def test_the_same_seed_finds_the_same_head_and_the_global_generator_is_left_alon
 
 @pytest.mark.usefixtures("quick_heads")
 def test_scan_begins_with_the_best_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["constraintmatch.methods.starts.scan"]
+    module = sys.modules["constraintmatch.methods.scan"]
     seen: list[torch.Tensor] = []
     real = module.steady_head
 
@@ -158,7 +158,7 @@ def test_linear_scan_gives_up_a_head_only_for_a_better_one(monkeypatch: pytest.M
     unlearnt = build_model(n_clusters=3, side=8, channels=1, backbone="tiny", seed=2)
     good = METHODS["linear_scan"](unlearnt, images, n_clusters=3, n_tries=6, settings=settings).model
     assert accuracy(labels, predict(good, images).clusters) > 0.95
-    module = sys.modules["constraintmatch.methods.starts.scan"]
+    module = sys.modules["constraintmatch.methods.scan"]
 
     def unlucky(*arguments: Any, **options: Any) -> LinearHead:
         head = best_linear_head(*arguments, **options, steps=5)

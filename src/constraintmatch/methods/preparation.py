@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.progress import Quiet, Reporter
+from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet, kind_of
 from constraintmatch.evaluation.judge import Guard
@@ -100,7 +100,7 @@ class Context:
 
     out: Path | None = None  # the run folder; None keeps nothing
     resume: bool = False
-    reporter: Reporter = field(default_factory=Quiet)
+    reporter: Reporter = field(default_factory=Reporter)
     held_out: ImageSet | None = None  # images to evaluate on; labels where known
     held_out_constraints: Constraints | None = None  # over the rows of held_out, or of the training images without it
     data: Mapping[str, Any] = field(default_factory=dict)  # where the images came from, for run.json

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.methods.parts.preparation import Context, Trained, ViewChoice, check_least, prepare
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice, check_least, prepare
 from constraintmatch.models.cluster_model import ClusterModel, with_projection
 from constraintmatch.training.batches import Shuffled, Views, derive_seed
 from constraintmatch.training.loop import TrainSettings, fit
