@@ -3,8 +3,9 @@
     python benchmarks/grid.py cifar10 --data-dir data --start weights/scan-cifar10 --name cifar10-scan --workers 14
 
 Rows are ways of asking and shares of wrong answers, columns numbers of answers: test accuracy, and what was kept. Pairs
-at random come from `Constraints.sample`; chosen pairs and "which of these?" questions are asked in rounds, each about
-what the model of the round before believes, as `loop --frozen` does. Finished curves are not run again.
+at random come from `Constraints.sample`. Chosen pairs and "which of these?" questions are asked in rounds, as by
+`loop --frozen`: each is about what the model of the round before believes, and about nine images in ten, which a sample
+draws. Finished curves are not run again.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safety import drawn
 
@@ -29,6 +31,7 @@ from constraintmatch.pipeline.config import make_config, training_size
 from constraintmatch.pipeline.train import train
 from constraintmatch.questions.answers import Answer
 from constraintmatch.questions.belief import Belief
+from constraintmatch.questions.next_question import Kind
 from constraintmatch.questions.rounds import Asking, LabelOracle, closure_pairs, image_belief, simulate
 from constraintmatch.training.loop import choose_device
 from constraintmatch.training.run_folder import write_result
@@ -104,7 +107,9 @@ def asked_models(
     def learn_answers(answers: tuple[Answer, ...]) -> ClusterModel:
         return learn(closure_pairs(answers, len(images)))
 
-    asking = Asking(kind="which" if way == "which" else "pair", batch=25, seed=sample)
+    some = np.random.default_rng(sample).permutation(len(images))[len(images) // 10 :]  # so that samples differ
+    kind: Kind = "which" if way == "which" else "pair"
+    asking = Asking(kind=kind, batch=25, seed=sample, candidates=np.sort(some))
     for answers, model in simulate(believe, learn_answers, start, [n for n in budgets if n <= 2_000], oracle, asking):
         yield len(answers), model
 

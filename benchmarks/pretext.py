@@ -35,8 +35,7 @@ from constraintmatch._internal.files import read_json
 from constraintmatch._internal.progress import Lines
 from constraintmatch.data.datasets import DATASETS, DataSet, load_dataset
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.metrics import accuracy, embed, knn_accuracy, neighbour_consistency
-from constraintmatch.evaluation.neighbours import nearest_neighbours
+from constraintmatch.evaluation.metrics import accuracy, embed, knn_accuracy, nearest_neighbours, neighbour_consistency
 from constraintmatch.methods import Context, Trained, ViewChoice
 from constraintmatch.methods.parts.heads import best_linear_head
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model

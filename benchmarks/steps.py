@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods.starts.pretext import Projector
-from constraintmatch.models import batch_norm
+from constraintmatch.models import backbones
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_projection
 from constraintmatch.pipeline.config import make_config, method_settings
 from constraintmatch.pipeline.train import train
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     if asked.separate:
-        batch_norm.can_keep_apart = lambda module: False  # noqa: ARG005 (the function's signature)
+        backbones.can_keep_apart = lambda module: False  # noqa: ARG005 (the function's signature)
     rng = np.random.Generator(np.random.Philox(0))
     pixels = rng.integers(0, 256, (asked.images, asked.side, asked.side, 3), dtype=np.uint8)
     images = ImageSet.from_arrays(pixels, labels=np.arange(asked.images) % 10)

@@ -15,6 +15,14 @@ from constraintmatch.paper.tables import NOT_YET, markdown, signed, spread
 from constraintmatch.pipeline.config import PRETEXTS
 
 ROOT = Path(__file__).resolve().parent.parent
+GRIDS = {  # files of results/, by how they begin
+    "cifar10-scan": "CIFAR-10, SCAN",
+    "cifar10-byol": "CIFAR-10, BYOL",
+    "cifar100-20-scan": "CIFAR-100-20, SCAN",
+    "stl10": "STL-10 photographs, linear heads on BYOL",
+}
+ASKED = {"random": "random pairs", "pair": "chosen pairs", "which": "which of these?"}
+WRONG_KINDS = {"all": " of all", "both": ", alike in both kinds", "same": ', only "same"'}
 DEMO = {  # titles of the demo's rows; a row without one is called as the file calls it
     "k_means": "k-means on the pixels",
     "start": "self-supervised start",
@@ -296,6 +304,48 @@ def photographs_table() -> str:
     return "\n".join(lines)
 
 
+def grid_tables() -> str:
+    """Test ACC of a head on frozen features for every way of asking, coloured by its distance from the start."""
+    parts = []
+    for name, title in GRIDS.items():
+        found = [
+            json.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "results").glob(f"grid-{name}*"))
+        ]
+        if not found:
+            continue
+        start = 100 * found[0]["start"]
+        cells: dict[tuple[str, str], dict[int, list[float]]] = {}
+        for curve in (curve for grid in found for curve in grid["curves"]):
+            row = cells.setdefault((curve["way"], curve["wrong"]), {})
+            for point in curve["points"]:
+                row.setdefault(point["answers"], []).append(100 * point["acc"])
+        sizes = sorted({n for row in cells.values() for n in row})
+        head = "".join(f"<th>{n:,}</th>" for n in sizes)
+        rows = [_grid_row(key, cells[key], sizes, start) for key in sorted(cells, key=_grid_order)]
+        parts.append(f"### {title}: the start has {start:.1f}\n")
+        parts.append(f'<table class="grid"><tr><th>answers</th>{head}</tr>\n' + "\n".join(rows) + "\n</table>\n")
+    return "\n".join(parts)
+
+
+def _grid_order(key: tuple[str, str]) -> tuple[int, str]:
+    return list(ASKED).index(key[0]), key[1].replace("none", "")
+
+
+def _grid_row(key: tuple[str, str], row: Mapping[int, list[float]], sizes: Sequence[int], start: float) -> str:
+    kind, _, share = key[1].partition(":")
+    wrong = f"{100 * float(share):g} % wrong{WRONG_KINDS[kind] if key[0] == 'random' else ''}" if share else "all right"
+    shown = []
+    for n in sizes:
+        if n not in row:
+            shown.append("<td></td>")
+            continue
+        mean, least = statistics.fmean(row[n]), min(row[n])
+        strength = min(abs(mean - start) / 10, 1) * 0.6 if abs(mean - start) >= 0.1 else 0
+        colour = f"rgba({'0,150,90' if mean > start else '220,50,30'},{strength:.2f})"
+        shown.append(f'<td style="background:{colour}" title="lowest {least:.1f}">{mean:.1f}</td>')
+    return f"<tr><td>{ASKED[key[0]]}, {wrong}</td>{''.join(shown)}</tr>"
+
+
 def wrong_table() -> str:
     """Test ACC on the digits with some pairs wrong; the loss knows how many, or does not."""
     found = json.loads((ROOT / "results" / "wrong-pairs-digits.json").read_text(encoding="utf-8"))
@@ -416,6 +466,7 @@ def filled(text: str) -> str:
         "answers table": answers_table,
         "safety table": safety_table,
         "photographs table": photographs_table,
+        "grid": grid_tables,
         "wrong table": wrong_table,
         "merging table": merging_table,
         "embeddings table": embeddings_table,

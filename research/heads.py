@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from constraintmatch.data.datasets import DATASETS, load_dataset
-from constraintmatch.evaluation.metrics import Predictions, embed, scores
-from constraintmatch.evaluation.neighbours import nearest_neighbours
+from constraintmatch.evaluation.metrics import Predictions, embed, nearest_neighbours, scores
 from constraintmatch.methods.parts import heads
 from constraintmatch.methods.parts.heads import best_linear_head, steady_head
 from constraintmatch.methods.parts.preparation import spread

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.metrics import predict, scores
-from constraintmatch.evaluation.neighbours import nearest_neighbours
+from constraintmatch.evaluation.metrics import nearest_neighbours, predict, scores
 from constraintmatch.methods import METHODS, Trained, ViewChoice
 from constraintmatch.methods.parts import preparation
 from constraintmatch.methods.parts.pair_training import _draw_two, choose_selection

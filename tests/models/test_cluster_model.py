@@ -11,9 +11,9 @@ from rights import as_nobody, public_folder
 from safetensors.torch import load_file, save_file
 
 from constraintmatch._internal.errors import InputError
+from constraintmatch.models.backbones import default_backbone
 from constraintmatch.models.cluster_model import (
     build_model,
-    default_backbone,
     load_model,
     model_folder,
     save_model,

@@ -10,7 +10,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.training import views
-from constraintmatch.training.batches import ImageStore, PairSource, Shuffled, ViewMaker, derive_seed, map_tensors
+from constraintmatch.training.batches import ImageStore, Shuffled, ViewMaker, derive_seed, map_tensors, pair_batches
 
 CPU = torch.device("cpu")
 
@@ -66,14 +66,17 @@ def test_views_follow_from_seed_name_and_step(stripes: ImageSet) -> None:
 
 def test_pairs_carry_their_images_links_and_weights(stripes: ImageSet) -> None:
     pairs = Constraints.from_arrays([0, 3, 6], [1, 4, 9], [1.0, 0.0, 0.25], n_images=60, weight=[1.0, 2.0, 3.0])
-    store = ImageStore(stripes, CPU)
-    source = PairSource(store, pairs, 2, views.plain(), ViewMaker(0, CPU), seed=0)
+    store, seen = ImageStore(stripes, CPU), set()
+    next_batch = pair_batches(store, pairs, 2, views.plain(), ViewMaker(0, CPU), seed=0)
     for step in range(4):
-        batch, rows = source(step), source.rows(step)
-        assert torch.equal(torch.cat((batch.left, batch.right)), store.take(rows))
-        for left, right, link, weight in zip(*rows.chunk(2), batch.link, batch.weight, strict=True):
-            known = {(0, 1): (1.0, 1.0), (3, 4): (0.0, 2.0), (6, 9): (0.25, 3.0)}
-            assert known[int(left), int(right)] == (float(link), float(weight))
+        batch = next_batch(step)
+        assert len(batch.left) == len(batch.right) == 2
+        for left, right, link, weight in zip(batch.left, batch.right, batch.link, batch.weight, strict=True):
+            rows = {1.0: (0, 1), 2.0: (3, 4), 3.0: (6, 9)}[float(weight)]
+            assert float(link) == {1.0: 1.0, 2.0: 0.0, 3.0: 0.25}[float(weight)]
+            assert torch.equal(torch.stack((left, right)), store.take(torch.tensor(rows)))
+            seen.add(rows)
+    assert len(seen) == 3
 
 
 def test_every_tensor_of_a_nested_batch_is_mapped() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,6 +72,22 @@ def test_fit_is_plain_sgd_with_the_papers_schedule() -> None:
     module = network()
     fit(module, numbers, squares, CPU)
     assert_equal(weights(module), weights(reference(CPU)))
+
+
+PACKAGE = ("constraintmatch", "training")
+
+
+def test_one_call_stands_between_fit_and_the_optimiser(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, step = [], torch.optim.SGD.step
+
+    def spy(self: torch.optim.SGD, closure: None = None) -> None:
+        stack = traceback.extract_stack()
+        calls.append([frame.name for frame in stack if Path(frame.filename).parts[-3:-1] == PACKAGE])
+        step(self, closure)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", spy)
+    fit(network(), numbers, squares, replace(CPU, steps=2, ema=0.9, clip_norm=1.0))
+    assert calls == [["fit", "__call__"]] * 2
 
 
 def test_schedules_start_at_one_and_end_where_they_say() -> None:
@@ -581,3 +598,27 @@ def test_batches_made_beside_a_captured_step_are_those_of_the_plain_loop() -> No
         assert right["loss"] == pytest.approx(left["loss"], rel=1e-4)
     for name, value in weights(plain).items():
         torch.testing.assert_close(weights(beside)[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_captured_run_that_is_resumed_goes_on_with_its_rate(tmp_path: Path, optimizer: str) -> None:
+    def on_device(step: int) -> Numbers:
+        return Numbers(numbers(step).x.cuda())
+
+    def failing(step: int) -> Numbers:
+        if step == 25:  # made while step 24 runs, after the checkpoint of step 20
+            raise OSError("gone")
+        return on_device(step)
+
+    settings = replace(CPU, device="cuda", steps=40, bf16=False, compile=False, cuda_graph=True, optimizer=optimizer)
+    settings, whole, resumed = replace(settings, lr=0.02, ema=0.9, clip_norm=1.0), network(), network()
+    expected = fit(whole, on_device, squares, settings)
+    with pytest.raises(OSError, match="gone"), open_run(tmp_path, {}) as run:
+        fit(network(), failing, squares, settings, run=run)
+    with open_run(tmp_path, {}, resume=True) as run:
+        found = fit(resumed, on_device, squares, settings, run=run)
+    assert [entry["loss"] for entry in found] == pytest.approx([entry["loss"] for entry in expected], rel=1e-3)
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(weights(resumed)[name], value, rtol=1e-3, atol=1e-4)

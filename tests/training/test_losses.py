@@ -1,5 +1,6 @@
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -119,6 +120,39 @@ def test_two_equal_error_rates_are_the_one(rate: float) -> None:
     left, right, link = rows(20, 4, 1), rows(20, 4, 2), numbers(20, 3)
     one, two = (pair_loss(left, right, link, error_rate=told) for told in (rate, (rate, rate)))
     torch.testing.assert_close(two, one)
+
+
+@pytest.mark.parametrize("told", [0.0, 0.1, (0.0, 0.2), (0.3, 0.05)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_error_rates_may_be_tensors(told: float | tuple[float, float], dtype: torch.dtype) -> None:
+    left, right, link = rows(20, 4, 1).to(dtype), rows(20, 4, 2).to(dtype), numbers(20, 3)
+    expected = pair_loss(left, right, link, error_rate=told)
+    for exact in (True, False):
+        precision = torch.float64 if exact else torch.float32
+        rates = tuple(torch.tensor(rate, dtype=precision) for rate in (told if isinstance(told, tuple) else (told,)))
+        found = pair_loss(left, right, link, error_rate=rates if len(rates) == 2 else rates[0])
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, **({"rtol": 0, "atol": 0} if exact else {"rtol": 1e-6, "atol": 0}))
+        if len(rates) == 1:
+            everything = [all_pairs_loss(left, soft_links(right), torch.ones(20), error_rate=e) for e in (told, *rates)]
+            torch.testing.assert_close(everything[1], everything[0], rtol=0 if exact else 1e-6, atol=0)
+
+
+def test_another_error_rate_in_a_tensor_needs_no_other_graph() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    left, right, link = rows(6, 4, 1), rows(6, 4, 2), numbers(6, 3)
+    compiled = torch.compile(pair_loss, fullgraph=True, dynamic=False, backend=backend)
+    for rates in ((0.1, 0.2), (0.0, 0.3), (0.05, 0.0)):
+        tensors = tuple(torch.tensor(rate, dtype=torch.float64) for rate in rates)
+        torch.testing.assert_close(
+            compiled(left, right, link, error_rate=tensors), pair_loss(left, right, link, error_rate=rates)
+        )
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize(("told", "link"), [((0.1, 0.0), 0.0), ((0.0, 0.1), 1.0)])
@@ -495,19 +529,17 @@ def test_nt_xent_has_finite_gradients_for_zero_vectors() -> None:
 
 def test_scan_loss_is_consistency_less_five_entropies() -> None:
     p, q = rows(12, 4, 1), rows(12, 4, 2)
-    terms = scan_loss(p, q)
-    assert float(terms.consistency) == pytest.approx(-np.mean(np.log((p * q).sum(-1).numpy())), abs=1e-9)
-    assert float(terms.entropy) == pytest.approx(entropy(p.mean(0).numpy()), abs=1e-9)
-    assert float(terms.total) == pytest.approx(float(terms.consistency) - 5 * float(terms.entropy), abs=1e-9)
-    assert float(scan_loss(p, q, entropy_weight=0).total) == pytest.approx(float(terms.consistency))
+    consistency = -np.mean(np.log((p * q).sum(-1).numpy()))
+    assert float(scan_loss(p, q, entropy_weight=0)) == pytest.approx(consistency, abs=1e-9)
+    assert float(scan_loss(p, q)) == pytest.approx(consistency - 5 * entropy(p.mean(0).numpy()), abs=1e-9)
 
 
 def test_scan_loss_is_finite_for_one_hot_rows_and_zero_for_none() -> None:
     p = torch.eye(3).requires_grad_()
-    total = scan_loss(p, torch.eye(3).roll(1, 0)).total
+    total = scan_loss(p, torch.eye(3).roll(1, 0))
     assert torch.isfinite(total)
     assert torch.isfinite(torch.autograd.grad(total, p)[0]).all()
-    assert scan_loss(torch.zeros(0, 3), torch.zeros(0, 3)).total == 0
+    assert scan_loss(torch.zeros(0, 3), torch.zeros(0, 3)) == 0
 
 
 def test_cosine_loss_runs_from_zero_to_four() -> None:
@@ -536,7 +568,7 @@ SMOOTH = {
     "pseudo_label_loss": lambda x: pseudo_label_loss(x, Q, KEEP),
     "soft_cross_entropy": lambda x: soft_cross_entropy(x, Q),
     "nt_xent": lambda x: nt_xent(x, Q, temperature=0.5),
-    "scan_loss": lambda x: scan_loss(x.softmax(-1), Q).total,
+    "scan_loss": lambda x: scan_loss(x.softmax(-1), Q),
     "balanced_confident_cross_entropy": lambda x: balanced_confident_cross_entropy(x, Q, min_confidence=0.5),
     "cosine_loss": lambda x: cosine_loss(x, Q),
 }
@@ -588,14 +620,14 @@ FUNCTIONS = {
     "pseudo_label_loss": lambda b: pseudo_label_loss(b.logits, b.q, b.keep),
     "soft_cross_entropy": lambda b: soft_cross_entropy(b.logits, b.q),
     "nt_xent": lambda b: nt_xent(b.logits, b.q, temperature=0.1),
-    "scan_loss": lambda b: scan_loss(b.p, b.q).total,
+    "scan_loss": lambda b: scan_loss(b.p, b.q),
     "balanced_confident_cross_entropy": lambda b: balanced_confident_cross_entropy(b.logits, b.q, min_confidence=0.5),
     "cosine_loss": lambda b: cosine_loss(b.logits, b.q),
 }
 
 
 def test_every_public_function_is_held_to_the_common_rules() -> None:
-    assert set(FUNCTIONS) | {"ScanTerms"} == set(losses.__all__)
+    assert set(FUNCTIONS) == set(losses.__all__)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

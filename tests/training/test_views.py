@@ -195,10 +195,11 @@ def test_strong_is_made_of_the_operations_it_draws() -> None:
     uniforms = torch.rand((300, view.n_draws), generator=generator())
     result, names = view.apply(images, uniforms), list(views.OPERATIONS)
     for i, (which, strength, sign, applied) in enumerate(uniforms.tolist()):
-        operation = views.OPERATIONS[names[int(which * 14)]]
+        name = names[int(which * 14)]
+        operation = views.OPERATIONS[name]
         value = operation.value(torch.tensor([float(1 + int(strength * 9))]), torch.tensor([sign < 0.5]), 32)
         expected = operation.apply(images[i : i + 1], value) if applied < 0.5 else images[i : i + 1]
-        assert torch.equal(result[i : i + 1], expected), operation.name
+        assert torch.equal(result[i : i + 1], expected), name
 
 
 def test_two_operations_follow_one_another() -> None:
@@ -284,7 +285,7 @@ def test_boxes_have_the_areas_and_ratios_torchvision_draws() -> None:
 
 
 def jitter_draws(order: list[int], brightness: float, contrast: float, saturation: float, hue: float) -> Tensor:
-    """Uniforms that make `_jittered` apply these factors in this order."""
+    """Uniforms that make `_jitter` apply these factors in this order."""
     ranks = [order.index(i) / 4 for i in range(4)]
     return torch.tensor(
         [[*ranks, *((f - 0.6) / 0.8 for f in (brightness, contrast, saturation)), (hue + 0.1) / 0.2, 0.0]]
@@ -295,7 +296,7 @@ def jitter_draws(order: list[int], brightness: float, contrast: float, saturatio
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2], [2, 0, 3, 1]])
 def test_jitter_equals_torchvisions_in_any_order(order: list[int], channels: int) -> None:
     image, factors = photos(32, channels, n=1).float(), (1.3, 0.7, 1.35, -0.08)
-    ours = views._jittered(image, jitter_draws(order, *factors), (0.4, 0.4, 0.4, 0.1), 0.8)
+    ours = views._jitter(image, jitter_draws(order, *factors), (0.4, 0.4, 0.4, 0.1), 0.8)
     adjust = v2.functional
     steps = (adjust.adjust_brightness, adjust.adjust_contrast, adjust.adjust_saturation, adjust.adjust_hue)
     expected = image / 255

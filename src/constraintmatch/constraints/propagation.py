@@ -22,10 +22,10 @@ Floats = NDArray[np.float32]
 APART = 0.5  # a group must be known to differ from at least this share of the other groups
 SUREST = 0.25  # the share of a cluster's images, the surest ones, that carry what the model believes
 BELIEVED = 4  # the model's belief weighs as much as this many known images of a kind (squared: it fades quickly)
-TRUSTED = 0.75  # the model is trusted about other images if it places this share of the groups' images as the groups do
+SMALL = 0.5  # a group below this share of the mean size may be a mistake
 FOLDS = 5  # parts of the known images, each hidden once
 RELATIVE, MOST_ITERATIONS = 1e-4, 500  # of the solution by conjugate gradients
-UNSEEN = 0.1  # a group with a lower mean probability in a cluster is not in that cluster, for the model
+SEEN = 0.5  # below this share of the probability in its likeliest cluster, a group is seen elsewhere
 
 
 def known_groups(constraints: Constraints, hints: Constraints | None = None) -> list[Rows]:
@@ -83,21 +83,18 @@ def seeds(groups: Sequence[Rows], probabilities: Floats) -> Floats:
 def _clusters_of(groups: Sequence[Rows], probabilities: Floats) -> dict[int, int]:
     """The number of the group that each cluster gets.
 
-    A wrong "none of these" begins a second group of a kind, which may become larger than the group of a rare kind. The
-    model sees both groups of the kind in one cluster, so the rare kind still gets one. Groups count by the root of
-    their size: a larger one counts more, and two small ones count more than a large one.
-
-    Wrong answers can also join images of several kinds. That group would take a cluster without answers. If the model
-    is right about most answers, it keeps such a cluster for its own surest images.
+    Groups count by the root of their size: a larger one counts more, and two small ones count more than a large one. A
+    wrong "different" begins a second group of a kind, which would take the cluster of a kind without answers. So a
+    small group gets no cluster while the model sees it in the cluster of another group.
     """
-    k = probabilities.shape[1]
-    likely = np.array([probabilities[rows].sum(0) / np.sqrt(len(rows)) for rows in groups], np.float32).reshape(-1, k)
-    of_group, of_cluster = linear_sum_assignment(likely, maximize=True)
-    pairs = list(zip(of_group.tolist(), of_cluster.tolist(), strict=True))
-    seen = [float(probabilities[groups[group], cluster].mean()) for group, cluster in pairs]
-    agreed = np.dot(seen, [len(groups[group]) for group, _ in pairs]) / max(sum(map(len, groups)), 1)
-    least = UNSEEN if agreed >= TRUSTED else 0.0
-    return {cluster: group for (group, cluster), share in zip(pairs, seen, strict=True) if share >= least}
+    k, size = probabilities.shape[1], np.array([len(rows) for rows in groups])
+    seen = np.array([probabilities[rows].mean(0) for rows in groups]).reshape(-1, k)
+    pairs = zip(*linear_sum_assignment(seen * np.sqrt(size)[:, None], maximize=True), strict=True)
+    return {
+        int(cluster): int(group)
+        for group, cluster in pairs
+        if seen[group, cluster] >= SEEN * seen[group].max() or size[group] >= SMALL * size.mean()
+    }
 
 
 def neighbour_graph(features: Floats, near: Rows) -> sp.csr_array:

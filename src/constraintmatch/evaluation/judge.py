@@ -31,9 +31,10 @@ __all__ = [
 Floats = NDArray[np.float64]
 
 SHARE = 0.2  # of the pairs, held out to judge by
-FEWEST = 40  # images to judge by, where that is at most a quarter of them
+FEWEST = 40  # images to judge by, where answers imply many pairs and that is at most a fifth of the images
+MANY = 4  # pairs of an image on average, which answers imply: random pairs have one or two
 LEAST = 8  # must-links, and cannot-links, that a judge needs
-CAUTION = 0.25  # standard errors by which a trained network must be better: of equals the less trained one is kept
+CAUTION = 0.5  # standard errors by which a trained network must be better: of equals the less trained one is kept
 LEAST_GAIN = 0.001  # nats: less is no reason to change anything
 FALLEN = 2.0  # standard errors by which a model must be worse for a training to go back
 MOST_WRONG = 0.4  # of either kind: answers of which half are wrong say nothing
@@ -127,8 +128,8 @@ def hide_images(constraints: Constraints, *, share: float = SHARE, seed: int = 0
     """The pairs in two parts: those without hidden images to train on, and about this share of them to judge by.
 
     Every pair of a hidden image is held out, so nothing that training pairs imply is among them. A pair has two images:
-    half the share of the images is hidden, and of few images more, because ten images judge by chance. An image of many
-    pairs stays: hiding it would hold out most of them.
+    half the share of the images is hidden, but more where few images have many pairs, because ten images judge by
+    chance. An image of many pairs stays: hiding it would hold out most of them.
     """
     n = len(constraints)
     ends = np.concatenate([constraints.left, constraints.right])
@@ -137,7 +138,7 @@ def hide_images(constraints: Constraints, *, share: float = SHARE, seed: int = 0
     images, first, degree = np.unique(ends[order], return_index=True, return_counts=True)
     few = degree <= max(1.0, 4 * degree.mean())
     drawn = rng.permutation(rng.stream(seed, Purpose.HOLD_OUT), len(images))
-    least = min(FEWEST, len(images) // 4) if share else 0
+    least = min(FEWEST, len(images) // 5) if degree.mean() > MANY else 0
     hidden = drawn[few[drawn]][: max(least, round(share / 2 * len(images)))]
     held = np.zeros(n, bool)
     for at in hidden.tolist():

@@ -1,13 +1,12 @@
-"""How good is a clustering: predictions, scores against labels, agreement with constraints, signs of collapse.
+"""How good is a clustering: predictions, neighbours, scores against labels, agreement with constraints, collapse.
 
-Every share and score is a fraction in [0, 1]; what cannot be said (no must-links, nothing selected) is None,
-which JSON can hold. torch and scikit-learn are imported by the functions that need them.
+Every share and score is a fraction in [0, 1]; what cannot be said (no must-links, nothing selected) is None.
+The functions that need torch and scikit-learn import them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from constraintmatch.constraints.constraint_set import Constraints
     from constraintmatch.data.image_set import ImageSet
+    from constraintmatch.models.cluster_model import ClusterModel
 
 __all__ = [
     "Predictions",
@@ -34,6 +34,7 @@ __all__ = [
     "embed",
     "knn_accuracy",
     "match_clusters",
+    "nearest_neighbours",
     "neighbour_consistency",
     "nmi",
     "predict",
@@ -70,7 +71,7 @@ class Predictions:
 
 
 def predict(
-    model: torch.nn.Module,
+    model: ClusterModel,
     images: ImageSet,
     *,
     batch_size: int = 500,
@@ -83,32 +84,27 @@ def predict(
     Runs in eval mode and puts every module's mode back. `device` None is the model's own; another one moves the model
     there. `progress(done, total)` is called after each batch.
     """
-    network: Any = model
 
     def outputs(batch: torch.Tensor) -> list[torch.Tensor]:
-        found = network.features(batch) if features else None
-        logits = network(batch) if found is None else network.classify(found)
-        return [logits.float().softmax(-1), *([] if found is None else [found])]
+        if not features:
+            return [model(batch).float().softmax(-1)]
+        found = model.features(batch)
+        return [model.classify(found).float().softmax(-1), found]
 
     return Predictions(*_forward(model, outputs, images, batch_size, device, progress))
 
 
 def embed(
-    model: torch.nn.Module,
+    model: ClusterModel,
     images: ImageSet,
     *,
     projected: bool = False,
-    batch_size: int = 500,
     device: torch.device | str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> NDArray[np.float32]:
-    """The features (n, d) of all images, for a model that may have no cluster head yet; see `predict`.
-
-    `projected` gives the outputs of its projection head instead, where it has one.
-    """
-    network: Any = model
-    function = network.project if projected else network.features
-    return _forward(model, lambda batch: [function(batch)], images, batch_size, device, progress)[0]
+    """The features (n, d) of all images, or the outputs of the projection head if `projected`; see `predict`."""
+    function = model.project if projected else model.features
+    return _forward(model, lambda batch: [function(batch)], images, 500, device, progress)[0]
 
 
 def match_clusters(labels: ArrayLike, clusters: ArrayLike, n_clusters: int, n_classes: int) -> NDArray[np.int64]:
@@ -118,7 +114,8 @@ def match_clusters(labels: ArrayLike, clusters: ArrayLike, n_clusters: int, n_cl
     """
     from scipy.optimize import linear_sum_assignment
 
-    table = _contingency(labels, clusters, n_clusters, n_classes)
+    cells = np.asarray(clusters, np.int64) * n_classes + np.asarray(labels, np.int64)
+    table = np.bincount(cells, minlength=n_clusters * n_classes).reshape(n_clusters, n_classes)
     rows, columns = linear_sum_assignment(table, maximize=True)
     mapping = np.full(n_clusters, -1, np.int64)
     mapping[rows] = columns
@@ -134,10 +131,9 @@ def accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
 
 def nmi(labels: ArrayLike, clusters: ArrayLike) -> float:
     """Normalized mutual information, over the arithmetic mean of the entropies."""
-    from sklearn.metrics import normalized_mutual_info_score
+    from sklearn.metrics import normalized_mutual_info_score as score
 
-    score = normalized_mutual_info_score(*_same_length(labels, clusters))
-    return float(np.clip(score, 0, 1))  # rounding can leave it above one
+    return float(np.clip(score(*_same_length(labels, clusters)), 0, 1))  # rounding can leave it above one
 
 
 def ari(labels: ArrayLike, clusters: ArrayLike) -> float:
@@ -169,17 +165,15 @@ def scores(labels: ArrayLike, predictions: Predictions) -> dict[str, float]:
 
 
 def agreement(constraints: Constraints, predictions: Predictions) -> dict[str, float | None]:
-    """How far predictions keep constraints they were not trained on: needs no labels.
+    """How far predictions keep constraints that they were not trained on: needs no labels.
 
-    `must_link`: the share (by weight) of must-links whose images share a cluster; `cannot_link`: of cannot-links whose
-    images do not; `balanced`: the mean of the two, None unless there are both, since one alone is met by a collapsed
-    model. Links above and below 1/2 count as the one and the other. `constraint_loss`: the mean MCL, the paper's
-    validation criterion.
+    `must_link`: the share (by weight) of must-links (above 1/2) whose images share a cluster; `cannot_link`: of
+    cannot-links (below) whose images do not; `balanced`: the mean of the two, None unless there are both, since a
+    collapsed model meets one alone. `constraint_loss`: the mean MCL, the paper's validation criterion.
     """
-    if constraints.n_images != len(predictions):
-        raise InputError(
-            f"the constraints are over {constraints.n_images:,} images, the predictions over {len(predictions):,}"
-        )
+    n, there = constraints.n_images, len(predictions)
+    if n != there:
+        raise InputError(f"the constraints are over {n:,} images, the predictions over {there:,}")
     clusters = predictions.clusters
     together = clusters[constraints.left] == clusters[constraints.right]
     must = _share(together, constraints.weight * (constraints.link > 0.5))
@@ -216,31 +210,47 @@ def collapse_warnings(predictions: Predictions) -> list[str]:
     return warnings
 
 
-def pseudo_quality(
-    guess: Any, keep: Any, links: Any, labels: Any, mapping: NDArray[np.int64] | None = None
-) -> dict[str, float | None]:
+def pseudo_quality(guess: Any, keep: Any, links: Any, labels: Any) -> dict[str, float | None]:
     """How right a batch's pseudo-labels and pseudo-constraints are; arrays or tensors.
 
-    guess is (n, k), keep (n,), links (n, n), labels (n,). `pseudo_label_accuracy` of kept rows goes through `mapping`
-    (cluster to class), or the batch's own matching. Pseudo-constraints are the links between kept images, self-pairs
-    left out; must-links are those ≥ 1/2.
+    guess is (n, k), keep (n,), links (n, n), labels (n,). `pseudo_label_accuracy` of kept rows goes through their own
+    matching. Pseudo-constraints are the links between kept images, self-pairs left out; must-links are those ≥ 1/2.
     """
-    guess, links, labels = _array(guess), _array(links), _array(labels).astype(np.int64)
-    kept = np.flatnonzero(_array(keep))
-    clusters, labels = guess.argmax(1)[kept], labels[kept]
-    if mapping is None:
-        mapping = match_clusters(labels, clusters, guess.shape[1], _count(labels))
+    import torch
+
+    given = (torch.as_tensor(values).detach().cpu() for values in (guess, keep, links, labels))
+    guess, keep, links, labels = (values.double().numpy() for values in given)  # NumPy has no bf16
+    kept = np.flatnonzero(keep)
+    clusters, labels = guess.argmax(1)[kept], labels[kept].astype(np.int64)
+    mapping = match_clusters(labels, clusters, guess.shape[1], _count(labels))
     others = ~np.eye(len(kept), dtype=bool)
     said = (links[np.ix_(kept, kept)] >= 0.5)[others]
     true = (labels[:, None] == labels[None, :])[others]
     return {
-        "selected_share": _mean(_array(keep).astype(bool)),
-        "pseudo_label_accuracy": _mean(mapping[clusters] == labels),
-        "must_link_share": _mean(said),
-        "pseudo_constraint_accuracy": _mean(said == true),
-        "pseudo_constraint_precision": _mean(true[said]),
-        "pseudo_constraint_recall": _mean(said[true]),
+        "selected_share": _share(keep.astype(bool)),
+        "pseudo_label_accuracy": _share(mapping[clusters] == labels),
+        "must_link_share": _share(said),
+        "pseudo_constraint_accuracy": _share(said == true),
+        "pseudo_constraint_precision": _share(true[said]),
+        "pseudo_constraint_recall": _share(said[true]),
     }
+
+
+def nearest_neighbours(
+    features: NDArray[np.float32], k: int, *, device: torch.device | str = "cpu", chunk: int = 2000
+) -> NDArray[np.int64]:
+    """The k rows nearest to each row (n, k) by cosine, itself left out, nearest first; fewer where there are fewer."""
+    import torch
+
+    if len(features) < 2:
+        raise InputError("neighbours need at least two images")
+    unit = _unit(features, device)
+    parts = []
+    for start in range(0, len(unit), chunk):
+        cosines = unit[start : start + chunk] @ unit.T
+        cosines.diagonal(start).fill_(-torch.inf)
+        parts.append(cosines.topk(min(k, len(unit) - 1), dim=1).indices.cpu())
+    return torch.cat(parts).numpy()
 
 
 def knn_accuracy(
@@ -250,15 +260,13 @@ def knn_accuracy(
     test_labels: ArrayLike,
     k: int = 20,
     *,
-    temperature: float = 0.1,
     device: torch.device | str = "cpu",
 ) -> float:
-    """The share of test images that their k nearest images name rightly; each votes with exp(cosine / temperature)."""
+    """The share of test images that their k nearest images name rightly; each votes with exp(cosine / 0.1)."""
     import torch
 
     labels, test_labels = _whole(labels, "label"), _whole(test_labels, "label")
-    known = torch.nn.functional.normalize(_tensor(features, device), dim=1)
-    asked = torch.nn.functional.normalize(_tensor(test_features, device), dim=1)
+    known, asked = _unit(features, device), _unit(test_features, device)
     for given, of in ((labels, known), (test_labels, asked)):
         if len(given) != len(of):
             raise InputError(f"{len(given):,} labels for {len(of):,} images: give one for each")
@@ -266,28 +274,30 @@ def knn_accuracy(
     named = []
     for block in torch.split(asked, max(1, _BLOCK // max(1, len(known)))):
         cosine, nearest = (block @ known.T).topk(min(k, len(known)), dim=1)
-        # the nearest has weight 1: exp(1 / temperature) would overflow for small temperatures
         votes = torch.zeros(len(block), _count(labels), device=device)
-        votes.scatter_add_(1, votable[nearest], ((cosine - cosine[:, :1]) / temperature).exp())
+        votes.scatter_add_(1, votable[nearest], ((cosine - cosine[:, :1]) / 0.1).exp())
         named.append(votes.argmax(1).cpu().numpy())
     return float(np.mean(np.concatenate(named) == test_labels))
 
 
 def cluster_quality(probabilities: ArrayLike, neighbours: ArrayLike) -> float:
-    """How far a clustering can be trusted without labels, in [0, 1]: what neighbours tell × clusters in use.
+    """How good a clustering is without labels, in [0, 1]: what neighbours tell × clusters in use.
 
     I(c; c') / log k, the mutual information of the clusters of an image (n, k) and of its neighbours (n, m), times
     exp(H(c)) / k: one for clusters of even size that neighbours share, 0 for one cluster that holds everything. The
-    clusters count, not how sure they are: a network that is trained on strong views gets less sure of plain images and
-    better (decision 041).
+    clusters count, not how sure they are (decision 041).
     """
+
+    def entropy(shares: NDArray[np.float64]) -> float:
+        return float(-(shares * np.log(np.maximum(shares, 1e-300))).sum())
+
     p, near = np.asarray(probabilities), np.asarray(neighbours, np.int64)
     clusters, k = p.argmax(1), p.shape[1]
     pairs = np.bincount((clusters[:, None] * k + clusters[near]).ravel(), minlength=k * k).reshape(k, k) / near.size
     joint = (pairs + pairs.T) / 2  # neighbours need not be mutual
-    share, sizes = joint.sum(0), np.bincount(clusters, minlength=k) / len(p)
-    information = 2 * _entropy(share) - _entropy(joint)
-    return float(max(0.0, information) / np.log(k) * np.exp(_entropy(sizes)) / k)
+    sizes = np.bincount(clusters, minlength=k) / len(p)
+    information = 2 * entropy(joint.sum(0)) - entropy(joint)
+    return float(max(0.0, information) / np.log(k) * np.exp(entropy(sizes)) / k)
 
 
 def neighbour_consistency(neighbours: ArrayLike, labels: ArrayLike) -> float:
@@ -297,7 +307,7 @@ def neighbour_consistency(neighbours: ArrayLike, labels: ArrayLike) -> float:
 
 
 def _forward(
-    model: torch.nn.Module,
+    model: ClusterModel,
     function: Callable[[torch.Tensor], list[torch.Tensor]],
     images: ImageSet,
     batch_size: int,
@@ -307,43 +317,24 @@ def _forward(
     """The outputs of `function` on all images as fp32 arrays, joined; the images travel as channels-last views."""
     import torch
 
-    device = _place(model, device)
+    if device is not None:
+        model.to(device)
+    device = next(model.parameters(), torch.empty(0, device=device)).device
     total, parts = len(images.images), []
-    with _evaluating(model), torch.inference_mode():
-        for start in range(0, max(1, total), batch_size):  # no images: one empty batch still tells the widths
-            batch = np.array(images.images[start : start + batch_size])  # a copy: the set may be a read-only file
-            outputs = function(torch.from_numpy(batch).to(device).permute(0, 3, 1, 2))
-            parts.append([output.float().cpu().numpy() for output in outputs])
-            if progress is not None:
-                progress(min(start + batch_size, total), total)
-    return [np.concatenate(column) for column in zip(*parts, strict=True)]
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards each module has its own mode back (some may have been frozen)."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        yield
-    finally:
-        for module, training in modes:  # outer ones first
+        for start in range(0, max(1, total), batch_size):  # no images: one empty batch still tells the widths
+            batch = np.array(images.images[start : start + batch_size])  # a copy: the set may be a read-only file
+            with torch.inference_mode():
+                outputs = function(torch.from_numpy(batch).to(device).permute(0, 3, 1, 2))
+            parts.append([output.float().cpu().numpy() for output in outputs])
+            if progress is not None:
+                progress(min(start + batch_size, total), total)
+    finally:  # each module gets its own mode back (some may have been frozen), outer ones first
+        for module, training in modes:
             module.train(training)  # not the flag alone: some (LeViT) cache in eval mode and drop that here
-
-
-def _place(model: torch.nn.Module, device: torch.device | str | None) -> torch.device | str:
-    if device is not None:
-        model.to(device)
-        return device
-    parameter = next(model.parameters(), None)
-    return "cpu" if parameter is None else parameter.device
-
-
-def _contingency(labels: ArrayLike, clusters: ArrayLike, n_clusters: int, n_classes: int) -> NDArray[np.int64]:
-    """Images by cluster (rows) and class (columns)."""
-    labels, clusters = np.asarray(labels, np.int64), np.asarray(clusters, np.int64)
-    counts = np.bincount(clusters * n_classes + labels, minlength=n_clusters * n_classes)
-    return counts.reshape(n_clusters, n_classes)
+    return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
 
 def _same_length(labels: ArrayLike, clusters: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -352,9 +343,9 @@ def _same_length(labels: ArrayLike, clusters: ArrayLike) -> tuple[NDArray[np.int
         raise InputError(f"{len(labels):,} labels for {len(clusters):,} predictions: give one label for each image")
     if len(labels) == 0:
         raise InputError("no images to score: give at least one")
-    if _count(clusters) > 10 * len(clusters) + 1_000:  # nor shall clusters
+    if _count(clusters) > 10 * len(clusters) + 1_000:  # numbers such as 1,000,000 would make a huge table
         clusters = np.unique(clusters, return_inverse=True)[1]
-    return np.unique(labels, return_inverse=True)[1], clusters  # labels such as 1,000,000 shall not make a huge table
+    return np.unique(labels, return_inverse=True)[1], clusters
 
 
 def _whole(values: ArrayLike, what: str) -> NDArray[np.int64]:
@@ -363,10 +354,9 @@ def _whole(values: ArrayLike, what: str) -> NDArray[np.int64]:
     column = given[:, 0] if given.ndim == 2 and given.shape[1] == 1 else given
     if column.ndim != 1:
         raise InputError(f"{what}s of shape {given.shape}: give one {what} for each image")
-    if column.size and column.dtype.kind not in "iub":
-        whole = column.dtype.kind == "f" and bool((np.isfinite(column) & (column == np.rint(column))).all())
-        if not whole:
-            raise InputError(f"{what}s of type {column.dtype} that are no whole numbers: number them from 0")
+    whole = column.dtype.kind in "iub" or (column.dtype.kind == "f" and np.isfinite(column).all())
+    if column.size and not (whole and (column == np.rint(column)).all()):
+        raise InputError(f"{what}s of type {column.dtype} that are no whole numbers: number them from 0")
     numbers = column.astype(np.int64)
     if numbers.size and numbers.min() < 0:
         raise InputError(f"image {int(numbers.argmin()):,} has the {what} {numbers.min()}: {what}s count from 0")
@@ -377,18 +367,11 @@ def _count(numbers: NDArray[np.int64]) -> int:
     return int(numbers.max(initial=0)) + 1
 
 
-def _entropy(shares: NDArray[np.float64]) -> float:
-    """In nats; shares of nothing count as nothing."""
-    return float(-(shares * np.log(np.maximum(shares, 1e-300))).sum())
-
-
-def _share(hits: NDArray[np.bool_], weight: NDArray[Any]) -> float | None:
+def _share(hits: NDArray[np.bool_], weight: NDArray[Any] | None = None) -> float | None:
+    """The share of hits, by weight; None of nothing."""
+    weight = np.ones(len(hits)) if weight is None else weight
     total = float(weight.sum(dtype=np.float64))
     return float((hits * weight).sum(dtype=np.float64)) / total if total > 0 else None
-
-
-def _mean(values: NDArray[np.bool_]) -> float | None:
-    return float(values.mean()) if values.size else None
 
 
 def _constraint_loss(constraints: Constraints, probabilities: NDArray[np.float32]) -> float | None:
@@ -401,28 +384,17 @@ def _constraint_loss(constraints: Constraints, probabilities: NDArray[np.float32
     block, total = max(1, _BLOCK // probabilities.shape[1]), 0.0
     for start in range(0, len(constraints.left), block):
         part = slice(start, start + block)
-        left, right, link, weights = (
-            torch.from_numpy(np.array(array, np.float32))
-            for array in (
-                probabilities[constraints.left[part]],
-                probabilities[constraints.right[part]],
-                constraints.link[part],
-                constraints.weight[part],
-            )
-        )
+        sides = (probabilities[rows[part]] for rows in (constraints.left, constraints.right))
+        arrays = (*sides, constraints.link[part], constraints.weight[part])
+        left, right, link, weights = (torch.from_numpy(np.array(array, np.float32)) for array in arrays)
         total += float(pair_loss(left, right, link, weights, mean=False))
     return total / weight if weight > 0 else None
 
 
-def _array(values: Any) -> NDArray[Any]:
-    """A NumPy array of an array or of a tensor on any device."""
-    if not hasattr(values, "detach"):
-        return np.asarray(values)
-    tensor = values.detach().cpu()
-    return np.asarray(tensor.double() if tensor.is_floating_point() else tensor)  # NumPy has no bf16
-
-
-def _tensor(values: ArrayLike, device: torch.device | str) -> torch.Tensor:
+def _unit(values: ArrayLike, device: torch.device | str) -> torch.Tensor:
+    """Rows of length 1."""
     import torch
 
-    return torch.from_numpy(np.array(values, np.float32)).to(device)
+    array = np.asarray(values, np.float32)
+    rows = torch.from_numpy(array if array.flags.writeable else array.copy())  # torch warns of read-only arrays
+    return torch.nn.functional.normalize(rows.to(device), dim=-1)

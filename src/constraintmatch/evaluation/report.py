@@ -1,7 +1,7 @@
 """A run folder as one self-contained HTML page: curves, clusters and their images, confusion, constraints violated.
 
 The page asks for nothing outside itself (its own content policy forbids it) and has no script. This file and
-`evaluation/galleries.py` prepare plain values; `templates/report.html` draws them and escapes every name.
+`evaluation/report_parts.py` prepare plain values; `templates/report.html` draws them and escapes every name.
 """
 
 import functools
@@ -14,22 +14,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json, write_atomically
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet, kind_of
-from constraintmatch.evaluation.charts import line_chart, percent, plural
-from constraintmatch.evaluation.galleries import (
+from constraintmatch.evaluation.metrics import Predictions, agreement, collapse_warnings, scores
+from constraintmatch.evaluation.report_parts import (
     SCORES,
     Clustering,
     clustering,
-    confidence,
-    confusion,
-    galleries,
-    sizes,
-    violations,
+    clustering_sections,
+    line_chart,
+    percent,
+    plural,
 )
-from constraintmatch.evaluation.metrics import Predictions, agreement, collapse_warnings, scores
 from constraintmatch.training.run_folder import flat_items, read_log
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check_run", "report_html", "why_no_report", "write_report"]
 
-MAX_SKIPPED = 200
+MAX_SKIPPED = 200  # images shown
+MAX_VIOLATED = 24  # pairs shown
 
 # The lines of each chart: the key in the log and the words for it.
 QUALITY = {
@@ -70,27 +72,17 @@ def check_run(run: Path) -> None:
 
 
 def write_report(
-    run: Path | str,
-    images: ImageSet,
-    predictions: Predictions,
-    *,
-    constraints: Constraints | None = None,
-    title: str | None = None,
+    run: Path | str, images: ImageSet, predictions: Predictions, *, constraints: Constraints | None = None
 ) -> Path:
-    """The path of the run's `report.html`, written anew; see `report_html`."""
+    """The path of the run's `report.html`, which is written; see `report_html`."""
     path = Path(run) / "report.html"
-    page = report_html(run, images, predictions, constraints=constraints, title=title)
+    page = report_html(run, images, predictions, constraints=constraints)
     write_atomically(path, lambda temporary: temporary.write_bytes(page.encode()) and None)
     return path
 
 
 def report_html(
-    run: Path | str,
-    images: ImageSet,
-    predictions: Predictions,
-    *,
-    constraints: Constraints | None = None,
-    title: str | None = None,
+    run: Path | str, images: ImageSet, predictions: Predictions, *, constraints: Constraints | None = None
 ) -> str:
     """The page of a run: its record and log, and these predictions of these images with the constraints over them.
 
@@ -101,21 +93,21 @@ def report_html(
     record, log = _mapping(read_json(run / "run.json")), read_log(run)
     request, environment = _mapping(record.get("request")), _mapping(record.get("environment"))
     shown, data = clustering(images, predictions, constraints), _mapping(request.get("data"))
+    method, name = request.get("method", "unknown"), _data_name(request)
     same = data["fingerprint"] == images.fingerprint() if "fingerprint" in data else None
     heading, alerts = _alerts(record, log, shown)
+    skipped = [(skip.name, skip.reason) for skip in images.skipped[:MAX_SKIPPED]]
+    settings = [*flat_items(request), *flat_items(environment, "environment")]
     sections = [
         ("kept", "What was kept", _kept(log)),
         ("curves", "Curves", _curves(log)),
-        ("sizes", "Cluster sizes", sizes(shown)),
-        ("clusters", "Clusters", galleries(shown)),
-        ("confusion", "Confusion", confusion(shown)),
-        ("confidence", "Confidence", confidence(shown)),
-        ("constraints", "Constraints violated", violations(shown)),
-        ("skipped", "Skipped images", _skipped(images)),
-        ("settings", "Settings", _settings(request, environment)),
+        *clustering_sections(shown),
+        ("constraints", "Constraints violated", _violations(shown)),
+        ("skipped", "Skipped images", {"files": skipped, "total": len(images.skipped)} if skipped else None),
+        ("settings", "Settings", [(key, _plain(value)) for key, value in settings]),
     ]
     return _template().render(
-        title=title or _title(request, run),
+        title=f"{method} on {name}" if name else f"{method}: {run.resolve().name}",
         facts=_facts(record, request, shown, bool(same)),
         same_images=same,
         alert=heading,
@@ -144,7 +136,7 @@ def _template() -> "Template":
 
 
 def _printable(value: Any) -> Any:
-    """Text with what cannot be printed as its escape; markup, which only the template writes, as it is."""
+    """Text with what cannot be printed as its escape; markup, which only the template writes, unchanged."""
     if hasattr(value, "__html__"):
         return value
     text = str(value)
@@ -156,11 +148,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 # The head
-
-
-def _title(request: Mapping[str, Any], run: Path) -> str:
-    method, data = request.get("method", "unknown"), _data_name(request)
-    return f"{method} on {data}" if data else f"{method}: {run.resolve().name}"
 
 
 def _data_name(request: Mapping[str, Any]) -> str:
@@ -214,11 +201,8 @@ def _score_facts(shown: Clustering) -> list[Fact]:
         return [("Accuracy", percent(found["acc"]), f"NMI {percent(found['nmi'])}, ARI {percent(found['ari'])}")]
     if shown.constraints is None or not len(shown.constraints):
         return []
-    kept = {
-        key: percent(value)
-        for key, value in agreement(shown.constraints, shown.predictions).items()
-        if value is not None
-    }
+    shares = agreement(shown.constraints, shown.predictions)
+    kept = {key: percent(value) for key, value in shares.items() if value is not None}
     names = {"must_link": "must-links", "cannot_link": "cannot-links"}
     whole = next((kept[key] for key in ("balanced", *names) if key in kept), "–")
     note = ", ".join(f"{name} {kept[key]}" for key, name in names.items() if key in kept)
@@ -313,16 +297,56 @@ def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _skipped(images: ImageSet) -> dict[str, Any] | None:
-    if not images.skipped:
+def _violations(shown: Clustering) -> dict[str, Any] | None:
+    """How many constraints the clusters break, and the pairs where the model is surest of it."""
+    constraints = shown.constraints
+    if constraints is None or not len(constraints):
         return None
-    files = [(skip.name, skip.reason) for skip in images.skipped[:MAX_SKIPPED]]
-    return {"files": files, "total": len(images.skipped)}
+    together = shown.clusters[constraints.left] == shown.clusters[constraints.right]
+    kinds = {
+        ("Must-links", "in different clusters"): (constraints.link > 0.5, ~together),
+        ("Cannot-links", "in one cluster"): (constraints.link < 0.5, together),
+    }
+    summary, broken = [], []
+    for (name, _), (of_kind, violated) in kinds.items():
+        rows, n = np.flatnonzero(of_kind & violated), int(of_kind.sum())
+        summary.append((name, f"{n:,}", f"{len(rows):,}", f"{len(rows) / n:.1%}" if n else "–"))
+        broken.append(_sort_by_gap(shown, constraints, rows))
+    first = min(len(broken[0]), max(MAX_VIOLATED // 2, MAX_VIOLATED - len(broken[1])))  # half each, or what is left
+    groups = [
+        {"heading": f"{name} {where}", "total": len(rows), "pairs": _pairs(shown, constraints, rows[:most])}
+        for (name, where), rows, most in zip(kinds, broken, (first, MAX_VIOLATED - first), strict=True)
+        if len(rows)
+    ]
+    return {"summary": summary, "groups": groups}
 
 
-def _settings(request: Mapping[str, Any], environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    asked = [*flat_items(request), *flat_items(environment, "environment")]
-    return [(key, _plain(value)) for key, value in asked]
+def _sort_by_gap(shown: Clustering, constraints: Constraints, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Violated pairs, each once, those first that the model is surest of: a wrong answer, or a hard image."""
+    left, right = constraints.left[rows], constraints.right[rows]
+    keys = np.minimum(left, right) * len(shown.images) + np.maximum(left, right)
+    rows = rows[np.sort(np.unique(keys, return_index=True)[1])]
+    gap = np.abs(_belief(shown, constraints, rows) - constraints.link[rows])
+    return rows[np.argsort(-gap, kind="stable")]
+
+
+def _belief(shown: Clustering, constraints: Constraints, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+    """The model's probability ⟨p_i, p_j⟩ that the images of these pairs belong together."""
+    p, parts = shown.predictions.probabilities, np.array_split(rows, len(rows) // 100_000 + 1)  # no copy of all rows
+    return np.concatenate(
+        [np.einsum("nk,nk->n", p[constraints.left[part]], p[constraints.right[part]]) for part in parts]
+    )
+
+
+def _pairs(shown: Clustering, constraints: Constraints, rows: NDArray[np.int64]) -> list[dict[str, Any]]:
+    found = []
+    for row, belief in zip(rows.tolist(), _belief(shown, constraints, rows).tolist(), strict=True):
+        link = float(constraints.link[row])
+        said = ("must-link" if link > 0.5 else "cannot-link") + (f" ({link:g})" if link not in (0, 1) else "")
+        who = constraints.annotator[row] if constraints.annotator else ""
+        sides = [shown.image(int(end[row])) for end in (constraints.left, constraints.right)]
+        found.append({"sides": sides, "answer": f"{said} by {who}" if who else said, "belief": belief})
+    return found
 
 
 def _plain(value: Any) -> str:

@@ -18,8 +18,7 @@ from constraintmatch.constraints.propagation import (
     spread_labels,
 )
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.metrics import Predictions, embed
-from constraintmatch.evaluation.neighbours import nearest_neighbours
+from constraintmatch.evaluation.metrics import Predictions, embed, nearest_neighbours
 from constraintmatch.methods.parts.heads import REPEATED, regression_head
 from constraintmatch.methods.parts.preparation import (
     Context,

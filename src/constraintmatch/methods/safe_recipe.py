@@ -34,6 +34,7 @@ RECIPES = ("safe", "paper")
 SUREST = 0.85  # highest mean confidence at the first step: the gradients of a surer head ruin the features
 AVERAGED = 0.1  # the share of the steps, at the end, whose weights are averaged
 KNOWN = 0.5  # the answers lead if they separate at least this share of the kinds
+IMPLIED = 0.5  # pairs count as answers to questions if they hold this share of the must-links that groups imply
 TOLD = 1.0  # standard errors by which the head alone must be better than the start
 LEADING = -2.0  # the same where the answers lead: refuse only a clearly worse head, because few images judge it
 ALIKE = 0.9  # one head may replace another if they agree on at least this share of the images
@@ -106,8 +107,12 @@ class _SafeTraining:
 
     @cached_property
     def leads(self) -> bool:
-        """Whether the answers separate enough kinds to teach the head."""
-        return len(known_groups(self.pairs)) >= max(2, KNOWN * self.start.config.n_clusters)
+        """Whether the pairs are answers, with all that they imply, and separate most kinds; they teach the head."""
+        groups = known_groups(self.pairs)
+        if len(groups) < max(2, KNOWN * self.start.config.n_clusters):
+            return False
+        inside = np.isin(self.pairs.left, np.concatenate(groups)) & (self.pairs.link > 0.5)
+        return bool(inside.sum() >= IMPLIED * sum(len(rows) * (len(rows) - 1) // 2 for rows in groups))
 
     @cached_property
     def first(self) -> tuple[ClusterModel, str]:

@@ -7,7 +7,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_new_folder
 from constraintmatch.data.datasets import DATASETS, DataSet
-from constraintmatch.models.cluster_model import ClusterModel, ModelConfig, save_model, unfilled_model
+from constraintmatch.models.cluster_model import ClusterModel, ModelConfig, list_misfits, save_model, unfilled_model
 
 __all__ = ["import_scan"]
 
@@ -36,15 +36,22 @@ def import_scan(
     """
     file, out, row = Path(file), Path(out), _row(data)
     check_new_folder(out)
-    found = _checkpoint(file, _unpickle(file), head)
-    model = _unfilled(file, row, found)
-    names = {name: _scan_name(name, found.head) for name in model.state_dict()}
+    weights, heads, chosen = _read_head(file, head)
+    projects = any(name.startswith("contrastive_head.") for name in weights)
+    method = "simclr" if projects and not heads else "scan"
+    model = _make_unfilled(file, row, weights, None if method == "simclr" else f"cluster_head.{chosen}.weight")
+    names = {name: _scan_name(name, chosen) for name in model.state_dict()}
     expected = {names[name]: value for name, value in model.state_dict().items()}
-    weights = {**found.weights, **_fresh_counters(found.weights, expected)}
-    _check_fit(file, weights, expected)
+    for name, value in expected.items():
+        # counts of batches, which old files lack and fp16 has rounded; nothing is computed from them
+        if name.endswith(".num_batches_tracked") and getattr(weights.get(name), "dtype", None) != torch.int64:
+            weights[name] = torch.zeros_like(value)
+    broken = [name for name in sorted(expected.keys() & weights.keys()) if not _finite(weights[name], expected[name])]
+    if misfits := list_misfits(expected, weights, {"not finite numbers": broken}):
+        raise InputError(f"{file}: not the network of a SCAN checkpoint ({misfits})")
     model.load_state_dict({name: weights[theirs] for name, theirs in names.items()})
-    stage: dict[str, Any] = {"method": f"{found.method} (imported)", "file": file.name}
-    model.config = replace(model.config, trained=({**stage, "head": found.head} if found.n_heads > 1 else stage,))
+    stage: dict[str, Any] = {"method": f"{method} (imported)", "file": file.name}
+    model.config = replace(model.config, trained=({**stage, "head": chosen} if len(heads) > 1 else stage,))
     save_model(model, out, half=half)
     return model.eval()
 
@@ -54,27 +61,6 @@ def _row(data: str) -> DataSet:
     if data not in known:
         raise InputError(f"{data}: SCAN checkpoints can be imported for {', '.join(known)}")
     return DATASETS[data]
-
-
-def _fresh_counters(weights: Mapping[str, Any], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zeros for the counts of batches that old files lack and fp16 has rounded; nothing is computed from them."""
-    counters = [name for name in expected if name.endswith(".num_batches_tracked")]
-    fresh = [name for name in counters if getattr(weights.get(name), "dtype", None) != torch.int64]
-    return {name: torch.zeros_like(expected[name]) for name in fresh}
-
-
-@dataclass(frozen=True)
-class _Checkpoint:
-    """The weights by SCAN's names, those of other cluster heads left out."""
-
-    weights: Mapping[str, Any]
-    head: int
-    n_heads: int
-
-    @property
-    def method(self) -> str:
-        projects = any(name.startswith("contrastive_head.") for name in self.weights)
-        return "simclr" if projects and not self.n_heads else "scan"
 
 
 def _unpickle(file: Path) -> Any:
@@ -116,44 +102,39 @@ def _number(kind: _NumberType, raw: bytes) -> int | float:
     return value
 
 
-def _checkpoint(file: Path, content: Any, head: int | None) -> _Checkpoint:
-    """The weights of one head: flat or under `model`, with `module.` before the names or not."""
+def _read_head(file: Path, head: int | None) -> tuple[dict[str, Any], list[int], int]:
+    """The weights of one head by SCAN's names, all heads, and which it is; files put `module.` before names, or not."""
+    content = _unpickle(file)
     nested = isinstance(content, dict) and isinstance(content.get("model"), dict)
     state = content["model"] if nested else content
     if not isinstance(state, dict) or not state:
         raise InputError(f"{file}: no weights by name in it, neither at its top nor under 'model'")
-    best = content.get("head")
     keys = [key for key in state if nested or key != "head"]
     weights = {str(key).removeprefix("module.").replace(".downsample.", ".shortcut."): state[key] for key in keys}
     if len(weights) < len(keys):
         raise InputError(f"{file}: names some weights twice, with and without 'module.' or as shortcut and downsample")
     heads = sorted({int(match[1]) for name in weights if (match := re.match(r"cluster_head\.(\d+)\.", name))})
-    chosen = _choose_head(file, heads, best if head is None else head)
-    others = {f"cluster_head.{other}.{part}" for other in heads if other != chosen for part in ("weight", "bias")}
-    return _Checkpoint({name: weights[name] for name in weights.keys() - others}, chosen, len(heads))
-
-
-def _choose_head(file: Path, heads: list[int], wanted: Any) -> int:
+    wanted = content.get("head") if head is None else head
     wanted = wanted.tolist() if isinstance(wanted, Tensor) else wanted
     if wanted is not None and wanted not in heads:
         there = f"choose --head among {', '.join(map(str, heads))}" if heads else "it has no cluster heads"
         raise InputError(f"{file}: cluster head {wanted} is not in it; {there}")
-    return int(wanted or 0)
+    chosen = int(wanted or 0)
+    others = {f"cluster_head.{other}.{part}" for other in heads if other != chosen for part in ("weight", "bias")}
+    return {name: value for name, value in weights.items() if name not in others}, heads, chosen
 
 
-def _unfilled(file: Path, row: DataSet, found: _Checkpoint) -> ClusterModel:
-    """A model of the right shape for the checkpoint, with weights still to come."""
-    depth = _depth(found.weights)
+def _make_unfilled(file: Path, row: DataSet, weights: Mapping[str, Any], head: str | None) -> ClusterModel:
+    """A model of the right shape for the checkpoint, without its weights; `head` names those of its cluster head."""
+    depth = _depth(weights)
     if depth not in (None, row.backbone):
         raise InputError(f"{file}: holds a {depth}, but {row.name} goes with {row.backbone}; name its own data set")
     mean, std = _NORMALISATIONS.get(row.name, (row.mean, row.std))
-    clusters = 0 if found.method == "simclr" else _rows(found, f"cluster_head.{found.head}.weight", row.n_clusters)
+    clusters = 0 if head is None else _rows(weights, head, row.n_clusters)
     if clusters == 1:
         raise InputError(f"{file}: its cluster head has a single cluster, which holds everything")
-    projection = 0 if clusters else _rows(found, "contrastive_head.2.weight", 128)
-    return unfilled_model(
-        ModelConfig(row.backbone, row.side, row.channels, mean, std, n_clusters=clusters, projection=projection)
-    )
+    projection = 0 if clusters else _rows(weights, "contrastive_head.2.weight", 128)
+    return unfilled_model(ModelConfig(row.backbone, row.side, row.channels, mean, std, clusters, projection))
 
 
 def _depth(names: Collection[str]) -> str | None:
@@ -164,33 +145,15 @@ def _depth(names: Collection[str]) -> str | None:
     return _DEPTHS.get(tuple(sum(f".layer{layer}." in block for block in blocks) for layer in range(1, 5)))
 
 
-def _rows(found: _Checkpoint, name: str, otherwise: int) -> int:
-    """How many outputs a layer has; what else is wrong with it is told with all other keys."""
-    weight = found.weights.get(name)
+def _rows(weights: Mapping[str, Any], name: str, otherwise: int) -> int:
+    """How many outputs a layer has; what else is wrong with it stands with all other keys."""
+    weight = weights.get(name)
     return len(weight) if isinstance(weight, Tensor) and weight.ndim == 2 and len(weight) else otherwise
 
 
 def _scan_name(name: str, head: int) -> str:
     name = re.sub(r"^head\.", f"cluster_head.{head}.", name)
     return re.sub(r"^projection\.", "contrastive_head.", name).replace(".downsample.", ".shortcut.")
-
-
-def _check_fit(file: Path, weights: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
-    both = sorted(expected.keys() & weights.keys())
-    shapes = {name: tuple(getattr(weights[name], "shape", ())) for name in both}
-    wrong = {
-        "missing": sorted(expected.keys() - weights.keys()),
-        "unexpected": sorted(weights.keys() - expected.keys()),
-        "wrong shape": [f"{name} {shapes[name]}" for name in both if shapes[name] != tuple(expected[name].shape)],
-        "not finite numbers": [name for name in both if not _finite(weights[name], expected[name])],
-    }
-    said = [f"{what}: {_some(keys)}" for what, keys in wrong.items() if keys]
-    if said:
-        raise InputError(f"{file}: not the network of a SCAN checkpoint ({'; '.join(said)})")
-
-
-def _some(keys: list[str], limit: int = 8) -> str:
-    return ", ".join(keys[:limit]) + (f" and {len(keys) - limit} more" if len(keys) > limit else "")
 
 
 def _finite(value: Any, like: Tensor) -> bool:

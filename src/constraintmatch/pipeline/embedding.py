@@ -17,16 +17,8 @@ from constraintmatch.data.datasets import DATASETS, DataSet
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed
 from constraintmatch.methods.parts.preparation import check_images, spread
-from constraintmatch.models.cluster_model import (
-    JOIN,
-    ClusterModel,
-    Joined,
-    build_model,
-    load_model,
-    made_for_side,
-    save_model,
-    unfilled_model,
-)
+from constraintmatch.models.backbones import JOIN, Joined, made_for_side
+from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model, unfilled_model
 from constraintmatch.pipeline.sources import open_at
 from constraintmatch.training.loop import choose_device
 

@@ -15,7 +15,8 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, DataSet
 from constraintmatch.data.image_set import kind_of
 from constraintmatch.methods import METHODS, Context, ViewChoice
-from constraintmatch.models.cluster_model import ClusterModel, build_model, default_backbone, load_model
+from constraintmatch.models.backbones import default_backbone
+from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model
 from constraintmatch.pipeline import config as configuration
 from constraintmatch.pipeline.config import ORDER, PRETEXTS, SHORT_STAGES, TrainConfig, make_config, method_arguments
 from constraintmatch.pipeline.sources import ClassFolders, Data, open_data, open_pairs

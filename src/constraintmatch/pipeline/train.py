@@ -14,8 +14,14 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.metrics import embed, knn_accuracy, neighbour_consistency, predict, scores
-from constraintmatch.evaluation.neighbours import nearest_neighbours
+from constraintmatch.evaluation.metrics import (
+    embed,
+    knn_accuracy,
+    nearest_neighbours,
+    neighbour_consistency,
+    predict,
+    scores,
+)
 from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
 from constraintmatch.methods.parts.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model

@@ -6,7 +6,9 @@ the seed and t alone, so a run that resumes at t sees what an uninterrupted one 
 
 import hashlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,12 +24,13 @@ __all__ = [
     "ImageStore",
     "LabelBatch",
     "PairBatch",
-    "PairSource",
     "Shuffled",
     "ViewMaker",
     "Views",
+    "batches_ahead",
     "derive_seed",
     "map_tensors",
+    "pair_batches",
 ]
 
 B = TypeVar("B")
@@ -87,9 +90,6 @@ class ImageStore:
         self.resident = _fits(images.images.nbytes, device) if resident is None else resident
         self._tensor = torch.from_numpy(np.array(images.images)).to(device) if self.resident else None
 
-    def __len__(self) -> int:
-        return len(self.images)
-
     def take(self, rows: Tensor) -> Tensor:
         """Images (n, c, h, w), channels-last in memory as the set stores them."""
         if self._tensor is not None:
@@ -118,10 +118,8 @@ class Shuffled:
             raise InputError("there is nothing to draw batches from: the set is empty")
         if batch < 1:
             raise InputError(f"{batch} images or pairs a step: ask for 1 or more")
-        self.n, self.batch = n, min(batch, n)
+        self.n, self.batch, self.seed, self.device = n, min(batch, n), seed, device
         self.steps_per_epoch = n // self.batch
-        self.seed = seed
-        self.device = torch.device(device)
         self._epoch, self._order = -1, torch.empty(0)
 
     def __call__(self, step: int) -> Tensor:
@@ -136,13 +134,13 @@ class ViewMaker:
     """Applies views with the draws of a step; compiles each view once where that pays."""
 
     def __init__(self, seed: int, device: torch.device, *, compile: bool = False) -> None:
-        self.seed = seed
-        self.compile = compile
-        self.generator = torch.Generator(device)
-        self._compiled: dict[int, Callable[[Tensor, Tensor], Tensor]] = {}
+        self.seed, self.generator = seed, torch.Generator(device)
+        self._function: Callable[[View], Callable[[Tensor, Tensor], Tensor]] = cache(
+            lambda view: torch.compile(view.apply, dynamic=False) if compile else view.apply
+        )
 
     def __call__(self, view: View, images: Tensor, step: int, name: str) -> Tensor:
-        """The view of each image (n, c, h, w); `name` tells apart two views of one step."""
+        """The view of each image (n, c, h, w); two views of one step have two names."""
         if view.n_draws == 0:
             return view.apply(images, images.new_empty((len(images), 0), dtype=torch.float32))
         self.generator.manual_seed(derive_seed(self.seed, "view", name, step))
@@ -150,33 +148,66 @@ class ViewMaker:
         with torch.no_grad():
             return self._function(view)(images, draws)
 
-    def _function(self, view: View) -> Callable[[Tensor, Tensor], Tensor]:
-        if not self.compile:
-            return view.apply
-        if id(view) not in self._compiled:
-            self._compiled[id(view)] = torch.compile(view.apply, dynamic=False)
-        return self._compiled[id(view)]
+
+def pair_batches(
+    store: ImageStore, constraints: Constraints, batch: int, view: View, maker: ViewMaker, seed: int
+) -> Callable[[int], PairBatch]:
+    """Batches of constrained pairs under one view, by the step."""
+    shuffled = Shuffled(len(constraints), batch, derive_seed(seed, "pairs"), store.device)
+    columns = (constraints.left, constraints.right, constraints.link, constraints.weight)
+    left, right, link, weight = (torch.from_numpy(column.copy()).to(store.device) for column in columns)
+
+    def next_batch(step: int) -> PairBatch:
+        chosen = shuffled(step)
+        images = store.take(torch.cat((left[chosen], right[chosen])))
+        one, other = maker(view, images, step, "pairs").chunk(2)
+        return PairBatch(one, other, link[chosen], weight[chosen])
+
+    return next_batch
 
 
-class PairSource:
-    """Batches of constrained pairs under one view."""
+def batches_ahead(
+    next_batch: Callable[[int], B], steps: int, *, stream: torch.cuda.Stream | None
+) -> Callable[[int], B]:
+    """The same batches, each made while the step before it runs, and none after the last step.
 
-    def __init__(
-        self, store: ImageStore, constraints: Constraints, batch: int, view: View, maker: ViewMaker, seed: int
-    ) -> None:
-        self.store, self.view, self.maker = store, view, maker
-        device = store.device
-        self.shuffled = Shuffled(len(constraints), batch, derive_seed(seed, "pairs"), device)
-        self.left, self.right = (torch.from_numpy(x.copy()).to(device) for x in (constraints.left, constraints.right))
-        self.link, self.weight = (torch.from_numpy(x.copy()).to(device) for x in (constraints.link, constraints.weight))
+    A thread makes them, or the given stream: views are many small kernels, which fit into the gaps between those of the
+    step.
+    """
+    begin = _in_thread(next_batch) if stream is None else _on_stream(next_batch, stream)
+    begun: dict[int, Callable[[], B]] = {}
 
-    def rows(self, step: int) -> Tensor:
-        """The images of the step's pairs (2n,): all left ones, then all right ones."""
-        chosen = self.shuffled(step)
-        return torch.cat((self.left[chosen], self.right[chosen]))
+    def take(step: int) -> B:
+        batch = (begun.pop(step, None) or begin(step))()
+        if step + 1 < steps:
+            begun[step + 1] = begin(step + 1)
+        return batch
 
-    def __call__(self, step: int) -> PairBatch:
-        chosen = self.shuffled(step)
-        images = self.maker(self.view, self.store.take(self.rows(step)), step, "pairs")
-        left, right = images.chunk(2)
-        return PairBatch(left, right, self.link[chosen], self.weight[chosen])
+    return take
+
+
+def _in_thread(next_batch: Callable[[int], B]) -> Callable[[int], Callable[[], B]]:
+    executor = ThreadPoolExecutor(1, thread_name_prefix="batches")
+    return lambda step: executor.submit(next_batch, step).result
+
+
+def _on_stream(next_batch: Callable[[int], B], stream: torch.cuda.Stream) -> Callable[[int], Callable[[], B]]:
+    stream.wait_stream(torch.cuda.current_stream(stream.device))  # the images may still be on their way
+
+    def begin(step: int) -> Callable[[], B]:
+        with torch.cuda.stream(stream):
+            batch, made = next_batch(step), stream.record_event()
+
+        def finish() -> B:
+            here = torch.cuda.current_stream(stream.device)
+            here.wait_event(made)
+
+            def keep(tensor: Tensor) -> Tensor:
+                tensor.record_stream(here)  # its memory is not given away before this stream is done with it
+                return tensor
+
+            return map_tensors(batch, keep)
+
+        return finish
+
+    return begin

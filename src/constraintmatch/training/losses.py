@@ -1,20 +1,18 @@
 """The paper's equations, and the losses of the stages before it, as pure functions of probabilities or logits.
 
-Conventions: n rows (images or pairs), k clusters, rows of `p` sum to one, every link lies in [0, 1] with 1 = must-link.
+Conventions: n rows (images or pairs), k clusters, rows of `p` sum to one, every link is in [0, 1] with 1 = must-link.
 Half precisions are lifted to fp32 and autocast is kept out; float64 stays float64. A selection is a mask `keep` that
 weighs rows, never an index: shapes are static and nothing waits for the device, so all of it compiles and can be
 captured in a CUDA graph. A mean over nothing is 0 and still has a graph.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
-    "ScanTerms",
     "all_pairs_loss",
     "balanced_confident_cross_entropy",
     "confident",
@@ -38,18 +36,12 @@ __all__ = [
 # where a compiler fuses the block into its sum and forms none of it, what keeps the kernels (and their compiling) few.
 _BLOCK_CPU, _BLOCK_GPU, _BLOCK_COMPILED = 2**19, 2**21, 2**27
 
-
-class ScanTerms(NamedTuple):
-    """The parts of SCAN's loss: `total` = `consistency` − entropy_weight · `entropy`."""
-
-    consistency: Tensor
-    entropy: Tensor
-    total: Tensor
+Rate = float | Tensor  # a tensor () is not compiled in as a constant: another value needs no other graph
 
 
 def pair_scores(left: Tensor, right: Tensor) -> Tensor:
     """The alignment scores ĉ_ij = ⟨ŷ_i, ŷ_j⟩ of n pairs; (n, k) and (n, k) to (n,)."""
-    return (_lifted(left) * _lifted(right)).sum(-1)
+    return (_lift(left) * _lift(right)).sum(-1)
 
 
 def pair_loss(
@@ -59,20 +51,20 @@ def pair_loss(
     weight: Tensor | None = None,
     *,
     mean: bool = True,
-    error_rate: float | tuple[float, float] = 0.0,
+    error_rate: Rate | tuple[Rate, Rate] = 0.0,
 ) -> Tensor:
     """The MCL of n pairs: −c_ij log ĉ_ij − (1 − c_ij) log(1 − ĉ_ij), ĉ_ij = ⟨ŷ_i, ŷ_j⟩, c_ij = `link`, hard or soft.
 
     The weighted mean over pairs, as the published code has it; `mean=False` gives the paper's sum. Both logarithms are
     clamped at the smallest normal number (log ≥ −87.4 in fp32): rows of exact zeros and ones give finite losses and
     gradients. 1 − ĉ_ij is summed from small parts, not subtracted from one: a sure but wrong pair keeps its gradient.
-    With ε = `error_rate` of the links wrong, whichever they are, a link says "same" with the probability
-    ε + (1 − 2ε) ĉ_ij, and that takes the place of ĉ_ij. Two rates (missed, invented) stand for "same" that is answered
-    "different" and for "different" that is answered "same": then it is (1 − missed) ĉ_ij + invented (1 − ĉ_ij).
+    With ε = `error_rate` of the links wrong, a link says "same" with the probability ε + (1 − 2ε) ĉ_ij, which replaces
+    ĉ_ij. Two rates (missed, invented) are those of "same" answered "different" and of "different" answered "same":
+    then it is (1 − missed) ĉ_ij + invented (1 − ĉ_ij). Rates are numbers, or tensors () on the device of the rows.
     """
-    left, right = _lifted(left), _lifted(right)
+    left, right = _lift(left), _lift(right)
     same, different = pair_scores(left, right), pair_scores(left, _complements(right))
-    return _weighted(_binary_cross_entropy(same, different, link, error_rate), weight, mean=mean)
+    return _weigh(_binary_cross_entropy(same, different, link, error_rate), weight, mean=mean)
 
 
 def kcl(left: Tensor, right: Tensor, link: Tensor, weight: Tensor | None = None, *, margin: float = 2.0) -> Tensor:
@@ -81,12 +73,12 @@ def kcl(left: Tensor, right: Tensor, link: Tensor, weight: Tensor | None = None,
     The weighted mean over pairs. Soft links blend the two cases linearly. Both arguments of each KL carry gradients;
     zeros are clamped as in `pair_loss`.
     """
-    left, right = _lifted(left), _lifted(right)
+    left, right = _lift(left), _lift(right)
     link = link.to(left.dtype)
     ratios = _log(left) - _log(right)
     there, back = (left * ratios).sum(-1), -(right * ratios).sum(-1)
     must, cannot = there + back, F.relu(margin - there) + F.relu(margin - back)
-    return _weighted(link * must + (1 - link) * cannot, weight)
+    return _weigh(link * must + (1 - link) * cannot, weight)
 
 
 def normalized_entropy(p: Tensor) -> Tensor:
@@ -94,7 +86,7 @@ def normalized_entropy(p: Tensor) -> Tensor:
 
     0 for a row that is sure (and for k = 1), 1 for an even one.
     """
-    p = _lifted(p)
+    p = _lift(p)
     largest = math.log(max(p.shape[-1], 2))  # k = 1: the entropy is 0 whatever divides it
     return (_entropy(p) / largest).clamp(0, 1)
 
@@ -106,7 +98,7 @@ def informative(p: Tensor, max_entropy: float) -> Tensor:
 
 def confident(p: Tensor, min_confidence: float) -> Tensor:
     """I^conf: the mask of rows with max_l ŷ_l ≥ τ, τ = `min_confidence`; ≥ as in FixMatch. (n, k) to bool (n,)."""
-    return _lifted(p).amax(-1) >= min_confidence
+    return _lift(p).amax(-1) >= min_confidence
 
 
 def soft_links(p: Tensor, q: Tensor | None = None) -> Tensor:
@@ -118,8 +110,8 @@ def soft_links(p: Tensor, q: Tensor | None = None) -> Tensor:
     are taken in blocks: memory is O(n m) plus a constant, no (n, n, k) tensor is formed (gradients, if wanted, keep
     what they need). Where the slope is infinite (equal rows, exact zeros) the gradient is finite.
     """
-    p = _lifted(p)
-    q = p if q is None else _lifted(q)
+    p = _lift(p)
+    q = p if q is None else _lift(q)
     square = torch.cat([_squared_distances(block, q) for block in torch.split(p, _block_rows(q))])
     if q is p:
         square = (square + square.mT) / 2  # changes nothing, unless compiled blocks sum in different orders
@@ -134,20 +126,20 @@ def hard_links(links: Tensor, threshold: float) -> Tensor:
 
 
 def all_pairs_loss(
-    p: Tensor, links: Tensor, keep: Tensor, *, self_pairs: bool = True, error_rate: float = 0.0
+    p: Tensor, links: Tensor, keep: Tensor, *, self_pairs: bool = True, error_rate: Rate = 0.0
 ) -> Tensor:
     """L^pseudo: the MCL of all ordered pairs of selected rows against `links`, mean over those pairs.
 
     p is (n, k), links (n, n), keep (n,). Self-pairs (i, i) count, as in the published code, unless `self_pairs` is
     false. 0 with a graph if nothing is selected. λ (`pseudo_weight`) is applied outside. `error_rate`: see `pair_loss`.
     """
-    p = _lifted(p)
+    p = _lift(p)
     keep = keep.to(p.dtype)
     pair_weight = keep[:, None] * keep[None, :]
     if not self_pairs:
         pair_weight = pair_weight * (1 - torch.eye(len(p), dtype=p.dtype, device=p.device))
     losses = _binary_cross_entropy(_inner_products(p, p), _inner_products(p, _complements(p)), links, error_rate)
-    return _weighted(losses, pair_weight)
+    return _weigh(losses, pair_weight)
 
 
 def flip_modes(p: Tensor, flip: Tensor) -> Tensor:
@@ -182,7 +174,7 @@ def pseudo_label_loss(logits: Tensor, guess: Tensor, keep: Tensor) -> Tensor:
 
 def soft_cross_entropy(logits: Tensor, belief: Tensor) -> Tensor:
     """The mean of −Σ_l b_l log ŷ_l for logits and beliefs (n, k) whose rows sum to one."""
-    return _weighted(-(_lifted(belief) * _lifted(logits).log_softmax(-1)).sum(-1))
+    return _weigh(-(_lift(belief) * _lift(logits).log_softmax(-1)).sum(-1))
 
 
 def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
@@ -191,19 +183,19 @@ def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
     z1 and z2 are (n, d) and are normalised here. The product is fp32 as torch.set_float32_matmul_precision has it.
     """
     n = len(z1)
-    z = F.normalize(torch.cat([_lifted(z1), _lifted(z2)]), dim=-1)
+    z = F.normalize(torch.cat([_lift(z1), _lift(z2)]), dim=-1)
     itself = torch.eye(2 * n, dtype=torch.bool, device=z.device)
     with torch.autocast(z.device.type, enabled=False):
         similarity = (z @ z.mT / temperature).masked_fill(itself, -math.inf)
     partner = torch.arange(2 * n, device=z.device).roll(n)
-    return _weighted(_cross_entropies(similarity, partner))
+    return _weigh(_cross_entropies(similarity, partner))
 
 
-def scan_loss(p_anchor: Tensor, p_neighbour: Tensor, *, entropy_weight: float = 5.0) -> ScanTerms:
+def scan_loss(p_anchor: Tensor, p_neighbour: Tensor, *, entropy_weight: float = 5.0) -> Tensor:
     """SCAN's loss: −mean log⟨p, q⟩ of anchors and neighbours (n, k) − `entropy_weight` · H(mean p), in nats."""
-    consistency = _weighted(-_log(pair_scores(p_anchor, p_neighbour)))
-    entropy = _entropy(_lifted(p_anchor).sum(0) / max(1, len(p_anchor)))
-    return ScanTerms(consistency, entropy, consistency - entropy_weight * entropy)
+    consistency = _weigh(-_log(pair_scores(p_anchor, p_neighbour)))
+    entropy = _entropy(_lift(p_anchor).sum(0) / max(1, len(p_anchor)))
+    return consistency - entropy_weight * entropy
 
 
 def balanced_confident_cross_entropy(logits: Tensor, guess: Tensor, *, min_confidence: float = 0.99) -> Tensor:
@@ -217,7 +209,7 @@ def balanced_confident_cross_entropy(logits: Tensor, guess: Tensor, *, min_confi
     keep = confident(guess, min_confidence).to(losses.dtype)
     clusters = torch.arange(guess.shape[-1], device=guess.device)
     counts = ((target[:, None] == clusters) * keep[:, None]).sum(0)
-    return _weighted(losses, keep / counts.clamp(min=1)[target])
+    return _weigh(losses, keep / counts.clamp(min=1)[target])
 
 
 def cosine_loss(prediction: Tensor, target: Tensor) -> Tensor:
@@ -225,11 +217,11 @@ def cosine_loss(prediction: Tensor, target: Tensor) -> Tensor:
 
     Detaching the target is the caller's part.
     """
-    cosine = (F.normalize(_lifted(prediction), dim=-1) * F.normalize(_lifted(target), dim=-1)).sum(-1)
-    return _weighted(2 - 2 * cosine)
+    cosine = (F.normalize(_lift(prediction), dim=-1) * F.normalize(_lift(target), dim=-1)).sum(-1)
+    return _weigh(2 - 2 * cosine)
 
 
-def _lifted(tensor: Tensor) -> Tensor:
+def _lift(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -242,17 +234,14 @@ def _entropy(p: Tensor) -> Tensor:
 
 
 def _binary_cross_entropy(
-    same: Tensor, different: Tensor, link: Tensor, error_rate: float | tuple[float, float]
+    same: Tensor, different: Tensor, link: Tensor, error_rate: Rate | tuple[Rate, Rate]
 ) -> Tensor:
     """−c log ĉ − (1 − c) log(1 − ĉ) from ĉ = `same` and 1 − ĉ = `different`; rounding above one is cut off."""
     link = link.to(same.dtype)
     if isinstance(error_rate, tuple):
         missed, invented = error_rate
-        same, different = (
-            (1 - missed) * same + invented * different,
-            (1 - invented) * different + missed * same,
-        )
-    elif error_rate:
+        same, different = (1 - missed) * same + invented * different, (1 - invented) * different + missed * same
+    elif isinstance(error_rate, Tensor) or error_rate:
         same, different = (error_rate + (1 - 2 * error_rate) * score for score in (same, different))
     return -(link * _log(same.clamp(max=1)) + (1 - link) * _log(different.clamp(max=1)))
 
@@ -286,16 +275,16 @@ def _squared_distances(p: Tensor, q: Tensor) -> Tensor:
     a, b = p[:, None, :], q[None, :, :]
     total = a + b
     d = (a - b).abs() / total.clamp(min=finfo.tiny)
-    # The clamp moves no value (nothing lies between it and 1, where the factor 1 − d is 0), only the slope at d = 1.
+    # The clamp moves no value (no number is between it and 1, where the factor 1 − d is 0), only the slope at d = 1.
     shares = (1 + d) * torch.log1p(d) + (1 - d) * torch.log1p(-d.clamp(max=1 - finfo.eps / 2))
     return (total * shares).sum(-1) / (4 * math.log(2))
 
 
 def _cross_entropies(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(_lifted(logits), target, reduction="none")
+    return F.cross_entropy(_lift(logits), target, reduction="none")
 
 
-def _weighted(losses: Tensor, weight: Tensor | None = None, *, mean: bool = True) -> Tensor:
+def _weigh(losses: Tensor, weight: Tensor | None = None, *, mean: bool = True) -> Tensor:
     """Σ weight · loss, by default over Σ weight; 0 with a graph when there is nothing to weigh."""
     weight = torch.ones_like(losses) if weight is None else weight.to(losses.dtype)
     total = (losses * weight).sum()

@@ -6,51 +6,30 @@ all of it compiles into one graph and can be captured.
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 __all__ = [
-    "Levels",
-    "auto_contrast_table",
-    "blend",
+    "OPERATIONS",
+    "Operation",
+    "apply_operations",
     "blend_float",
-    "brightness_table",
     "cover",
-    "equalize_table",
-    "grey",
     "grey_float",
-    "identity_matrix",
-    "identity_table",
-    "levels_of",
-    "look_up",
-    "mean_grey",
     "move",
-    "posterize_table",
     "resized_crop",
-    "rotate_matrix",
-    "shear_x_matrix",
-    "shear_y_matrix",
-    "smooth",
-    "solarize_table",
     "to_bytes",
-    "translate_x_matrix",
-    "translate_y_matrix",
     "turn_hue",
-    "warp",
 ]
 
 
 def _wide(device: torch.device) -> torch.dtype:
     """Pillow's own precision, float64; float32 on Apple's GPUs, which have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _per_image(values: Tensor) -> Tensor:
-    return values[:, None, None, None]
 
 
 def to_bytes(images: Tensor) -> Tensor:
@@ -91,7 +70,7 @@ def cover(images: Tensor, row: Tensor, column: Tensor, size: Tensor, *, value: i
     return torch.where((high[:, :, None] & wide[:, None, :])[:, None], value, images)
 
 
-def warp(images: Tensor, matrix: Tensor) -> Tensor:
+def _warp(images: Tensor, matrix: Tensor) -> Tensor:
     """Nearest-neighbour affine map: output (x, y) shows input (ax + by + c, dx + ey + f), black outside.
 
     `matrix` is (n, 6), as Pillow's `Image.transform(AFFINE)` takes it. Like Pillow, this starts at pixel centres and
@@ -110,50 +89,6 @@ def warp(images: Tensor, matrix: Tensor) -> Tensor:
     return torch.where(inside[:, None], warped, 0)
 
 
-def _matrix(values: Tensor, entries: Sequence[Tensor | float]) -> Tensor:
-    """Six numbers or per-image tensors as one (n, 6) matrix."""
-    return torch.stack([e if isinstance(e, Tensor) else torch.full_like(values, e) for e in entries], 1)
-
-
-def identity_matrix(images: Tensor) -> Tensor:
-    """The map that leaves every image as it is, (n, 6)."""
-    start = torch.zeros(len(images), device=images.device, dtype=_wide(images.device))
-    return _matrix(start, (1.0, 0.0, 0.0, 0.0, 1.0, 0.0))
-
-
-def rotate_matrix(degrees: Tensor, side: int) -> Tensor:
-    """Counter-clockwise rotation about the image's centre, (n, 6)."""
-    angle = degrees.to(_wide(degrees.device)) * (math.pi / 180)
-    cos, sin, centre = angle.cos(), angle.sin(), side / 2
-    return _matrix(
-        angle, (cos, -sin, centre - centre * cos + centre * sin, sin, cos, centre - centre * sin - centre * cos)
-    )
-
-
-def shear_x_matrix(shear: Tensor, side: int) -> Tensor:  # noqa: ARG001
-    """Rows pushed sideways by `shear` times their height, (n, 6); the top row stays."""
-    shear = shear.to(_wide(shear.device))
-    return _matrix(shear, (1.0, shear, 0.0, 0.0, 1.0, 0.0))
-
-
-def shear_y_matrix(shear: Tensor, side: int) -> Tensor:  # noqa: ARG001
-    """Columns pushed up by `shear` times their distance from the left, (n, 6); the left column stays."""
-    shear = shear.to(_wide(shear.device))
-    return _matrix(shear, (1.0, 0.0, 0.0, shear, 1.0, 0.0))
-
-
-def translate_x_matrix(pixels: Tensor, side: int) -> Tensor:  # noqa: ARG001
-    """A move to the left by `pixels`, (n, 6)."""
-    pixels = pixels.to(_wide(pixels.device))
-    return _matrix(pixels, (1.0, 0.0, pixels, 0.0, 1.0, 0.0))
-
-
-def translate_y_matrix(pixels: Tensor, side: int) -> Tensor:  # noqa: ARG001
-    """A move upwards by `pixels`, (n, 6)."""
-    pixels = pixels.to(_wide(pixels.device))
-    return _matrix(pixels, (1.0, 0.0, 0.0, 0.0, 1.0, pixels))
-
-
 def resized_crop(images: Tensor, top: Tensor, left: Tensor, height: Tensor, width: Tensor, mirrored: Tensor) -> Tensor:
     """Boxes stretched to the whole side (bilinear, edges repeated), then mirrored where asked; float32 0–255."""
     side = images.shape[-1]
@@ -169,85 +104,66 @@ def resized_crop(images: Tensor, top: Tensor, left: Tensor, height: Tensor, widt
     return F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
 
 
-# Tables: an operation that looks at one pixel value at a time is 256 entries per image and channel, uint8 (n, c, 256)
+# Tables: an operation that looks at one pixel value at a time is 256 entries per image and channel, uint8 (n, c, 256).
+# Each is made from the histograms of its images, int32 (n, c, 256), and a value.
 
 
-class Levels(NamedTuple):
-    """How often each value occurs per image and channel (n, c, 256), the lowest and the highest (n, c, 1); int32."""
-
-    counts: Tensor
-    low: Tensor
-    high: Tensor
-
-
-def levels_of(images: Tensor) -> Levels:
-    """The histograms of the images, exact in any order of counting because they are integers."""
+def _histograms(images: Tensor) -> Tensor:
+    """How often each value occurs, exact in any order of counting because counts are integers."""
     values = images.flatten(2)
     ones = torch.ones((1, 1, 1), device=images.device, dtype=torch.int32).expand(values.shape)
     counts = torch.zeros((*images.shape[:2], 256), device=images.device, dtype=torch.int32)
-    low, high = (end.to(torch.int32) for end in (values.amin(2, keepdim=True), values.amax(2, keepdim=True)))
-    return Levels(counts.scatter_add(2, values.to(torch.int64), ones), low, high)
+    return counts.scatter_add(2, values.to(torch.int64), ones)
 
 
-def look_up(images: Tensor, table: Tensor) -> Tensor:
-    """Images with every value replaced by its entry in the table of its image and channel."""
-    return table.gather(2, images.flatten(2).to(torch.int64)).reshape(images.shape)
+def _values(counts: Tensor) -> Tensor:
+    return torch.arange(256, device=counts.device, dtype=torch.int32)[None, None]
 
 
-def _values(device: torch.device) -> Tensor:
-    return torch.arange(256, device=device, dtype=torch.int32)[None, None]
+def _highest(counts: Tensor) -> Tensor:
+    return torch.where(counts > 0, _values(counts), 0).amax(2, keepdim=True)
 
 
-def identity_table(levels: Levels) -> Tensor:
-    """Each value for itself."""
-    return _values(levels.low.device).to(torch.uint8).expand(levels.counts.shape)
-
-
-def auto_contrast_table(levels: Levels, strength: Tensor) -> Tensor:  # noqa: ARG001
+def _auto_contrast(counts: Tensor, _: Tensor) -> Tensor:
     """Stretches each channel to 0–255; a channel of one value stays."""
-    values = _values(levels.low.device)
-    span = (levels.high - levels.low).clamp(min=1).to(_wide(levels.low.device))
+    values, high = _values(counts), _highest(counts)
+    low = torch.where(counts > 0, values, 255).amin(2, keepdim=True)
+    span = (high - low).clamp(min=1).to(_wide(counts.device))
     scale = torch.full_like(span, 255.0) / span  # 255.0 / span would be 255.0 times a rounded reciprocal
-    stretched = (values * scale - levels.low * scale).clamp(0, 255).to(torch.uint8)
-    return torch.where(levels.high > levels.low, stretched, values.to(torch.uint8))
+    stretched = (values * scale - low * scale).clamp(0, 255).to(torch.uint8)
+    return torch.where(high > low, stretched, values.to(torch.uint8))
 
 
-def equalize_table(levels: Levels, strength: Tensor) -> Tensor:  # noqa: ARG001
+def _equalize(counts: Tensor, _: Tensor) -> Tensor:
     """Spreads each channel's values evenly; a channel with too few pixels below its brightest value stays."""
-    counts = levels.counts
-    step = (counts.sum(2, keepdim=True, dtype=torch.int32) - counts.gather(2, levels.high.to(torch.int64))) // 255
+    brightest = counts.gather(2, _highest(counts).to(torch.int64))
+    step = (counts.sum(2, keepdim=True, dtype=torch.int32) - brightest) // 255
     below = counts.cumsum(2, dtype=torch.int32) - counts
     spread = ((step // 2 + below) // step.clamp(min=1)).clamp(max=255).to(torch.uint8)
-    return torch.where(step > 0, spread, identity_table(levels))
+    return torch.where(step > 0, spread, _values(counts).to(torch.uint8))
 
 
-def posterize_table(levels: Levels, bits: Tensor) -> Tensor:
+def _posterize(counts: Tensor, bits: Tensor) -> Tensor:
     """Keeps the highest `bits` bits of each value."""
     dropped = (8 - bits.to(torch.int32))[:, None, None]
-    return ((_values(levels.low.device) >> dropped) << dropped).to(torch.uint8)
+    return ((_values(counts) >> dropped) << dropped).to(torch.uint8)
 
 
-def solarize_table(levels: Levels, threshold: Tensor) -> Tensor:
+def _solarize(counts: Tensor, threshold: Tensor) -> Tensor:
     """Inverts the values from `threshold` upwards."""
-    values = _values(levels.low.device)
+    values = _values(counts)
     return torch.where(values < threshold[:, None, None], values, 255 - values).to(torch.uint8)
 
 
-def brightness_table(levels: Levels, factor: Tensor) -> Tensor:
+def _brightness(counts: Tensor, factor: Tensor) -> Tensor:
     """Blends with black: `factor` times each value."""
-    return (_values(levels.low.device) * factor[:, None, None]).clamp(0, 255).to(torch.uint8)
+    return (_values(counts) * factor[:, None, None]).clamp(0, 255).to(torch.uint8)
 
 
-# Blends: factor 0 gives the other image, 1 the image itself
+# Images to blend with: Pillow's enhancements
 
 
-def blend(other: Tensor, images: Tensor, factor: Tensor) -> Tensor:
-    """other + factor × (images − other), cut off to whole numbers as Pillow does."""
-    other = other.to(torch.float32)
-    return (other + _per_image(factor) * (images - other)).clamp(0, 255).to(torch.uint8)
-
-
-def grey(images: Tensor) -> Tensor:
+def _grey(images: Tensor) -> Tensor:
     """Luma in Pillow's 16-bit weights, int32 (n, 1, h, w); a one-channel image is its own."""
     wide = images.to(torch.int32)
     if images.shape[1] == 1:
@@ -256,14 +172,14 @@ def grey(images: Tensor) -> Tensor:
     return (red * 19595 + green * 38470 + blue * 7471 + 32768) >> 16
 
 
-def mean_grey(images: Tensor) -> Tensor:
+def _mean_grey(images: Tensor) -> Tensor:
     """Each image's mean luma rounded half up, (n, 1, 1, 1)."""
-    luma = grey(images)
+    luma = _grey(images)
     pixels = luma.shape[-1] * luma.shape[-2]
     return (2 * luma.sum((1, 2, 3), keepdim=True, dtype=torch.int64) + pixels) // (2 * pixels)
 
 
-def smooth(images: Tensor) -> Tensor:
+def _smooth(images: Tensor) -> Tensor:
     """The 3 × 3 mean with the middle counted five times, float32 whole numbers; the outermost pixels stay."""
     exact = images.to(torch.float32)
     if images.shape[-1] < 3:
@@ -275,12 +191,114 @@ def smooth(images: Tensor) -> Tensor:
     return smoothed
 
 
+# FixMatch's pool
+
+
+def _matrix(values: Tensor, *entries: Tensor | float) -> Tensor:
+    """Six numbers or per-image tensors as one (n, 6) matrix."""
+    return torch.stack([e if isinstance(e, Tensor) else torch.full_like(values, e) for e in entries], 1)
+
+
+def _rotation(degrees: Tensor, side: int) -> Tensor:
+    """Counter-clockwise rotation about the image's centre, (n, 6)."""
+    angle, centre = degrees * (math.pi / 180), side / 2
+    cos, sin = angle.cos(), angle.sin()
+    right, down = centre - centre * cos + centre * sin, centre - centre * sin - centre * cos
+    return _matrix(angle, cos, -sin, right, sin, cos, down)
+
+
+def _plain(tenths: Tensor, *_: object) -> Tensor:
+    return tenths
+
+
+def _factor(tenths: Tensor, *_: object) -> Tensor:
+    return 0.05 + 0.9 * tenths / 10
+
+
+def _shear(tenths: Tensor, positive: Tensor, _: int) -> Tensor:
+    return torch.where(positive, 0.3 * tenths / 10, -0.3 * tenths / 10)
+
+
+def _pixels(tenths: Tensor, positive: Tensor, side: int) -> Tensor:
+    pixels = (3 * side * tenths / 100).floor()  # whole numbers until the division: 3/10 of the side, exactly
+    return torch.where(positive, pixels, -pixels)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of FixMatch's pool: how its strength becomes a value, and one of three ways to use it.
+
+    `value(tenths, positive, side)` gives each image's physical value (degrees, pixels, bits, factor, threshold).
+    A `matrix` (n, 6) of values in `_wide` and the side moves pixels, a `table` replaces values, the image that `other`
+    makes is blended in; none is the identity.
+    """
+
+    value: Callable[[Tensor, Tensor, int], Tensor] = _plain
+    matrix: Callable[[Tensor, int], Tensor] | None = None
+    table: Callable[[Tensor, Tensor], Tensor] | None = None
+    other: Callable[[Tensor], Tensor] | None = None
+
+    @torch.no_grad()
+    def apply(self, images: Tensor, values: Tensor) -> Tensor:
+        """The operation on every image, with one physical value each (n,)."""
+        everywhere = torch.ones(len(images), device=images.device, dtype=torch.bool)
+        return apply_operations(images, [(self, everywhere, values)])
+
+
+OPERATIONS = {
+    "auto_contrast": Operation(table=_auto_contrast),
+    "equalize": Operation(table=_equalize),
+    "identity": Operation(),
+    "brightness": Operation(_factor, table=_brightness),
+    "color": Operation(_factor, other=_grey),
+    "contrast": Operation(_factor, other=_mean_grey),
+    "sharpness": Operation(_factor, other=_smooth),
+    "posterize": Operation(lambda tenths, *_: 4 + (4 * tenths / 10).floor(), table=_posterize),
+    "rotate": Operation(
+        lambda tenths, positive, _: torch.where(positive, 30 * tenths / 10, -30 * tenths / 10), matrix=_rotation
+    ),
+    "shear_x": Operation(_shear, matrix=lambda shear, _: _matrix(shear, 1, shear, 0, 0, 1, 0)),  # the top row stays
+    "shear_y": Operation(_shear, matrix=lambda shear, _: _matrix(shear, 1, 0, 0, shear, 1, 0)),  # the left column stays
+    "solarize": Operation(lambda tenths, *_: 256 - 256 * tenths / 10, table=_solarize),
+    "translate_x": Operation(_pixels, matrix=lambda left, _: _matrix(left, 1, 0, left, 0, 1, 0)),
+    "translate_y": Operation(_pixels, matrix=lambda up, _: _matrix(up, 1, 0, 0, 0, 1, up)),
+}
+
+
+def apply_operations(images: Tensor, picks: Sequence[tuple[Operation, Tensor, Tensor]]) -> Tensor:
+    """Each image changed by the operation that falls on it, if any; at most one may.
+
+    A pick is an operation, the images it falls on (n,) and its value for each (n,). One warp, one table and one blend
+    serve the whole batch: what an image's operation does not use is the identity for it.
+    """
+    n, side, wide = len(images), images.shape[-1], _wide(images.device)
+    if matrices := [(op.matrix, chosen, values) for op, chosen, values in picks if op.matrix]:
+        matrix = _matrix(torch.zeros(n, device=images.device, dtype=wide), 1, 0, 0, 0, 1, 0)
+        for make_matrix, chosen, values in matrices:
+            matrix = torch.where(chosen[:, None], make_matrix(values.to(wide), side), matrix)
+        images = _warp(images, matrix)
+    if tables := [(op.table, chosen, values) for op, chosen, values in picks if op.table]:
+        counts = _histograms(images)
+        table = _values(counts).to(torch.uint8).expand(counts.shape)
+        for make_table, chosen, values in tables:
+            table = torch.where(chosen[:, None, None], make_table(counts, values), table)
+        images = table.gather(2, images.flatten(2).to(torch.int64)).reshape(images.shape)
+    if others := [(op.other, chosen, values) for op, chosen, values in picks if op.other]:
+        other, factor = images.to(torch.float32), torch.ones(n, device=images.device)
+        for make_other, chosen, values in others:
+            other = torch.where(chosen[:, None, None, None], make_other(images).to(torch.float32), other)
+            factor = torch.where(chosen, values.to(torch.float32), factor)
+        # factor 0 gives the other image, 1 the image itself; cut off to whole numbers as Pillow does
+        images = (other + factor[:, None, None, None] * (images - other)).clamp(0, 255).to(torch.uint8)
+    return images
+
+
 # Colour in floats, for the contrastive view: float32 0–255 in and out
 
 
 def blend_float(other: Tensor, images: Tensor, factor: Tensor) -> Tensor:
     """other + factor × (images − other), kept within 0–255."""
-    factor = _per_image(factor)
+    factor = factor[:, None, None, None]
     return (factor * images + (1 - factor) * other).clamp(0, 255)
 
 

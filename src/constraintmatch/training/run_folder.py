@@ -14,8 +14,8 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,7 +47,7 @@ GONE: dict[str, tuple[Any, str]] = {  # arguments of earlier versions: their def
     "pool": ("all", "unconstrained images are drawn from all images"),
 }
 _WRITTEN_FIRST = ("run.json", "pairs.csv", "merged.json")  # before the first step
-_OWN_BYTES = 2 << 30  # of GPU memory that a process holds beside its tensors, generously
+_OWN_BYTES = 2 << 30  # of GPU memory that a process may hold besides its tensors
 
 
 class OtherRequest(InputError):
@@ -60,8 +60,6 @@ class RunFolder:
 
     path: Path
     record: dict[str, Any]
-    resumed: bool = False
-    began: float = field(default_factory=time.monotonic)
 
     @property
     def checkpoint(self) -> Path:
@@ -104,27 +102,26 @@ def open_run(
     """The run folder, locked for this process; `run.json` says how the block ended.
 
     Without `resume` a folder that holds a run is refused, so nothing is overwritten. With it the stored request must
-    equal the new one, except for where the images or the first model lie: moved, they are still the same, and their
-    new place is noted. `since` has the values that a request meant without saying so before there was such an entry.
-    `how` is noted beside the request: what a resumed run may change. A fresh run that is refused before it has logged
-    anything leaves nothing behind: mended, it may begin there.
+    equal the new one, except for the places of the images and of the first model: if they moved, their new place is
+    noted. `since` has what older requests meant by entries that they do not have. `how` is noted too: what a resumed
+    run may change. A fresh run that is refused before it has logged anything leaves nothing behind.
     """
     path = Path(path)
-    with _folder_made_for(path), folder_lock(path):
-        stored = _stored(path)
+    with _remove_if_empty(path), folder_lock(path):
+        stored = _read_record(path)
         if stored is not None and not resume:
             raise InputError(f"{path}: holds a run already; continue it with --resume or choose another --out")
-        run = RunFolder(path, _fresh(record))
+        run = RunFolder(path, {"format": FORMAT, "request": _plain(record), "started": _now()})
         if stored is not None:
-            _same_request(current_request(stored["request"], path), run.record["request"], path, since or {})
-            run = RunFolder(path, {**stored, "request": run.record["request"]}, resumed=True)
+            _check_request(current_request(stored["request"], path), run.record["request"], path, since or {})
+            run = RunFolder(path, {**stored, "request": run.record["request"]})
         if run.finished:
             if run.record != stored:
                 run.note()
             yield run
             return
         run.note(status="running", environment=environment(), how=_plain(how or {}))
-        earlier = float(run.record.get("seconds", 0.0))
+        began = time.monotonic() - float(run.record.get("seconds", 0.0))
         try:
             yield run
         except BaseException as error:
@@ -133,15 +130,16 @@ def open_run(
                 for name in _WRITTEN_FIRST:
                     (path / name).unlink(missing_ok=True)
             else:
-                _note_quietly(run, status=status, seconds=_since(run, earlier), error=str(error)[:500])
+                with suppress(InputError, OSError):  # a full disk must not hide why the run ended
+                    run.note(status=status, seconds=round(time.monotonic() - began, 3), error=str(error)[:500])
             raise
         run.record.pop("error", None)
-        run.note(status="finished", seconds=_since(run, earlier), ended=_now())
+        run.note(status="finished", seconds=round(time.monotonic() - began, 3), ended=_now())
 
 
 @contextmanager
-def _folder_made_for(path: Path) -> Iterator[None]:
-    """Folders that are made for a run in this block, and that an error leaves empty, are removed."""
+def _remove_if_empty(path: Path) -> Iterator[None]:
+    """Folders that are made in this block, and that an error leaves empty, are removed."""
     made = [place for place in (path, *path.parents) if not place.exists()]
     try:
         yield
@@ -157,7 +155,7 @@ def current_arguments(arguments: Mapping[str, Any], place: Path | str) -> dict[s
     """The arguments of a record at `place` without those of `GONE`; one that was not its default is an InputError."""
     for name, (default, instead) in GONE.items():
         if (value := arguments.get(name, default)) != default:
-            raise InputError(f"{place}: made with {name} = {value!r}, which is gone: {instead}; train anew without it")
+            raise InputError(f"{place}: made with {name} = {value!r}, which is gone: {instead}; train again without it")
     return {name: value for name, value in arguments.items() if name not in GONE}
 
 
@@ -173,28 +171,22 @@ def current_request(request: Mapping[str, Any], place: Path | str) -> dict[str, 
 
 def is_finished(path: Path | str) -> bool:
     """Whether the folder holds a run that came to its end."""
-    stored = _stored(Path(path))
+    stored = _read_record(Path(path))
     return stored is not None and stored.get("status") == "finished"
 
 
 def read_log(path: Path | str) -> list[dict[str, Any]]:
     """The entries of a run's log; a half-written last line (a killed process) is left out."""
-    file = Path(path) / "log.jsonl"
-    entries: list[dict[str, Any]] = []
-    if not file.is_file():
-        return entries
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
-            entries.append(entry)
-    return entries
+    file, entries = Path(path) / "log.jsonl", []
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    for line in lines:
+        with suppress(ValueError):
+            entries.append(parse_json(line))
+    return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def write_result(path: Path | str, values: Mapping[str, Any]) -> None:
-    """Write a result as JSON beside the environment it came from: the only source of published numbers."""
+    """Write a result as JSON with the environment it came from: the only source of published numbers."""
     write_json(path, {**_plain(values), "environment": environment(), "written": _now()})
 
 
@@ -208,36 +200,35 @@ def flat_items(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, hardware and commit of this process: what a result must carry beside its numbers.
+    """Versions, hardware and commit of this process: what a result must carry with its numbers.
 
-    A GPU that others use too is told as shared, so that nobody reads its seconds as alone.
+    A GPU is called shared if a queue that trains several at once says so, or if others hold more of its memory than a
+    process needs: its seconds are then not those of a run alone.
     """
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    shared = gpu is not None and _others_on_the_gpu()
+    if gpu is not None:
+        free, total = torch.cuda.mem_get_info()
+        others = total - free - torch.cuda.memory_reserved()
+        if os.environ.get("CONSTRAINTMATCH_GPU_SHARED") == "1" or others > _OWN_BYTES:
+            gpu = f"{gpu}, shared"
+    try:
+        own = version("constraintmatch")
+    except PackageNotFoundError:
+        own = "unknown"
     return {
-        "constraintmatch": _version("constraintmatch"),
+        "constraintmatch": own,
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu_threads": torch.get_num_threads(),
-        "gpu": f"{gpu}, shared" if shared else gpu,
+        "gpu": gpu,
     }
 
 
-def _others_on_the_gpu() -> bool:
-    """Whether a queue that trains several at once says so, or others hold more of the memory than a process needs."""
-    import torch
-
-    if os.environ.get("CONSTRAINTMATCH_GPU_SHARED") == "1":
-        return True
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved() > _OWN_BYTES
-
-
-def _stored(path: Path) -> dict[str, Any] | None:
+def _read_record(path: Path) -> dict[str, Any] | None:
     if not (path / "run.json").exists():
         return None
     record = read_json(path / "run.json")
@@ -246,7 +237,7 @@ def _stored(path: Path) -> dict[str, Any] | None:
     return record
 
 
-def _same_request(stored: Mapping[str, Any], asked: Mapping[str, Any], path: Path, since: Mapping[str, Any]) -> None:
+def _check_request(stored: Mapping[str, Any], asked: Mapping[str, Any], path: Path, since: Mapping[str, Any]) -> None:
     before, now = {**since, **dict(flat_items(stored))}, dict(flat_items(asked))
     differing = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
     if odd := sorted(differing - _places(before, now)):
@@ -255,7 +246,7 @@ def _same_request(stored: Mapping[str, Any], asked: Mapping[str, Any], path: Pat
 
 
 def _places(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    """The entries that only say where something lies which is the same by its fingerprint.
+    """The entries that name the place of something that is the same by its fingerprint.
 
     A data set's name is not among them: two sets may have the same images and other labels.
     """
@@ -271,45 +262,22 @@ def _places(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
     return places
 
 
-def _fresh(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {"format": FORMAT, "request": _plain(record), "started": _now()}
-
-
 def _plain(value: Any) -> Any:
     """The value as JSON would give it back, so that stored and asked can be compared."""
     return json.loads(json.dumps(value, default=str))
-
-
-def _note_quietly(run: RunFolder, **changes: Any) -> None:
-    """Note how a run ended badly without hiding why (the disk may be the reason)."""
-    try:
-        run.note(**changes)
-    except (InputError, OSError):
-        return
-
-
-def _since(run: RunFolder, earlier: float) -> float:
-    return round(earlier + time.monotonic() - run.began, 3)
 
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
-
-
 def _commit() -> str | None:
     """The commit of the checkout this package runs from, with a plus when files are changed; None outside one.
 
-    A copy without history (a machine that only got the files) says it through CONSTRAINTMATCH_COMMIT.
+    For a copy without history CONSTRAINTMATCH_COMMIT gives it.
     """
-    if told := os.environ.get("CONSTRAINTMATCH_COMMIT"):
-        return told
+    if given := os.environ.get("CONSTRAINTMATCH_COMMIT"):
+        return given
     here = Path(__file__).resolve().parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:

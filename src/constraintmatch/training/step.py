@@ -1,103 +1,130 @@
-"""One optimisation step: eager, compiled, or replayed as a CUDA graph; no host synchronisation inside it."""
+"""One optimisation step: eager, compiled, or replayed as a CUDA graph; the host does not wait for the device in it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from constraintmatch.training.batches import map_tensors
 
-__all__ = ["Settings", "Stepper"]
+__all__ = ["Stepper"]
 
 B = TypeVar("B")
 WARM_UP = 3  # eager steps before a capture: lazy initialisation, autotuning and momentum buffers happen in them
 
 
-class Settings(Protocol):
-    """What the stepper reads of `TrainSettings`."""
-
-    @property
-    def lr(self) -> float: ...
-    @property
-    def optimizer(self) -> str: ...
-    @property
-    def momentum(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def clip_norm(self) -> float | None: ...
-    @property
-    def ema(self) -> float | None: ...
-    @property
-    def bf16(self) -> bool | None: ...
-    @property
-    def compile(self) -> bool | None: ...
-    @property
-    def cuda_graph(self) -> bool | None: ...
-
-
 class Stepper(Generic[B]):
     """Applies one step to the module's weights per call and keeps sums of the loss terms as tensors.
 
-    On CUDA the first steps run eagerly; then the whole step (network, loss, backward, optimiser) is captured once and
-    replayed, so that the host only prepares batches. Batches must keep their shapes.
+    With `cuda_graph` the first steps run eagerly; then the whole step (network, loss, backward, optimiser) is captured
+    once and replayed, so that the host only prepares batches. Batches must keep their shapes. The optimiser's rate is
+    then a tensor.
     """
 
     def __init__(
         self,
         module: nn.Module,
         loss: Callable[[Callable[..., Tensor], B], dict[str, Tensor]],
-        settings: Settings,
-        device: torch.device,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float | None,
+        ema: float | None,
+        bf16: bool,
+        compile: bool,
+        cuda_graph: bool,
     ) -> None:
-        self.module, self.loss, self.settings, self.device = module, loss, settings, device
+        self.module, self.loss, self.optimizer = module, loss, optimizer
+        self.clip_norm, self.ema, self.bf16, self.graphed = clip_norm, ema, bf16, cuda_graph
+        self.parameters: list[nn.Parameter] = optimizer.param_groups[0]["params"]
+        self.device = device = self.parameters[0].device
         self.network = cast(
             "Callable[..., Tensor]",
-            torch.compile(module, dynamic=False, options=_options(device)) if settings.compile else module,
+            torch.compile(module, dynamic=False, options=_options(device)) if compile else module,
         )
-        self.graphed = bool(settings.cuda_graph) and device.type == "cuda"
-        self.lr = torch.tensor(settings.lr, device=device) if self.graphed else None
-        self.parameters = [value for value in module.parameters() if value.requires_grad]
-        self.optimizer = _optimizer(self.parameters, settings, device, self.lr)
-        self.average = {k: v.detach().clone() for k, v in module.state_dict().items()} if settings.ema else {}
+        self.record = torch.compile(_record, dynamic=False) if compile else _record
+        self.average = {k: v.detach().clone() for k, v in module.state_dict().items()} if ema else {}
         self.terms: list[str] = []
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # steps done
         self.sums = torch.zeros(0, device=device)  # of each term since the last reading
         self.summed = torch.zeros((), dtype=torch.int64, device=device)
         self.bad = torch.zeros(0, dtype=torch.int64, device=device)  # first step with a non-finite term; -1: none
-        self.record = torch.compile(_record, dynamic=False) if settings.compile else _record
         self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.static: B | None = None
+        self.static: list[Tensor] = []  # what the graph reads
 
     def __call__(self, batch: B, lr: float) -> None:
-        self._set_lr(lr)
-        if not self.graphed:
-            self._step(batch)
-        elif self.graph is not None:
-            assert self.static is not None
-            _copy_into(self.static, batch)
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        if self.graph is not None:
+            for held, given in zip(self.static, _tensors(batch), strict=True):
+                held.copy_(given)
             self.graph.replay()
-        elif self.calls < WARM_UP:
-            self._step_aside(batch)
-        else:
-            self._capture(batch)
+            return
+        with self._place(batch) as batch:
+            self.optimizer.zero_grad(set_to_none=True)
+            # the cache of casts would outlive a capture; compiled code does not use it
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False):
+                terms = self.loss(self.network, batch)
+            values = torch.stack([value.float() for value in terms.values()])
+            values.sum().backward()  # type: ignore[no-untyped-call]
+            if self.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+            self.optimizer.step()
+            with torch.no_grad():
+                self._note(list(terms), values.detach())
+
+    @contextmanager
+    def _place(self, batch: B) -> Iterator[B]:
+        """Where a step runs: here; on a side stream, as CUDA graphs ask of the steps before a capture; in a capture."""
         self.calls += 1
+        if not self.graphed:
+            yield batch
+        elif self.calls <= WARM_UP:
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):
+                yield batch
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+        else:
+            static = map_tensors(batch, torch.clone)
+            self.optimizer.zero_grad(set_to_none=True)
+            graph = torch.cuda.CUDAGraph()
+            # other threads may go on allocating: one makes the next batch where images are streamed
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                yield static
+            graph.replay()  # a capture records the step and does not do it
+            self.graph, self.static = graph, _tensors(static)
+
+    def _note(self, names: list[str], values: Tensor) -> None:
+        """Update the average of the weights and the sums of the terms."""
+        if self.ema is not None:
+            for name, value in self.module.state_dict().items():
+                if value.is_floating_point():
+                    self.average[name].lerp_(value, 1 - self.ema)
+                else:
+                    self.average[name].copy_(value)
+        if not self.terms:
+            self.terms = names
+            self.sums = torch.zeros_like(values)
+            self.bad = torch.full_like(values, -1, dtype=torch.int64)
+        self.record(values, self.count, self.summed, self.sums, self.bad)
 
     def read_means(self) -> dict[str, float]:
-        """Mean of each term since the last reading; the one place where the host waits for the device."""
+        """Mean of each term since the last reading; the host waits for the device here."""
         means = (self.sums / self.summed.clamp(min=1)).tolist()
         self.sums.zero_()
         self.summed.zero_()
         return dict(zip(self.terms, means, strict=True))
 
-    def check_finite(self, stop: Callable[[int, str], None]) -> None:
-        """Call `stop(step, term)` for the first term that was NaN or infinite."""
-        found = [(step, term) for step, term in zip(self.bad.tolist(), self.terms, strict=True) if step >= 0]
-        if found:
-            stop(*min(found))
+    def first_bad(self) -> tuple[int, str] | None:
+        """The first step with a term that was NaN or infinite, and the term."""
+        found = zip(self.bad.tolist(), self.terms, strict=True)
+        return min(((step, term) for step, term in found if step >= 0), default=None)
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor that a resumed run needs, by name."""
@@ -108,11 +135,20 @@ class Stepper(Generic[B]):
         return tensors | {"count": self.count, "sums": self.sums, "summed": self.summed}
 
     def load(self, tensors: Mapping[str, Tensor], terms: list[str]) -> None:
-        """Take over a state that `state` gave; the term names of the log come beside it."""
-        self.module.load_state_dict(_under("module.", tensors))
-        for name, value in _under("average.", tensors).items():
+        """Take over a state that `state` gave, and the names of the terms."""
+        parts: dict[str, dict[str, Tensor]] = {"module": {}, "average": {}, "optimizer": {}}
+        for name, value in tensors.items():
+            part, _, rest = name.partition(".")
+            parts.setdefault(part, {})[rest] = value
+        self.module.load_state_dict(parts["module"])
+        for name, value in parts["average"].items():
             self.average[name].copy_(value)
-        self._load_optimizer(_under("optimizer.", tensors))
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, value in parts["optimizer"].items():
+            index, _, key = name.partition(".")
+            state.setdefault(int(index), {})[key] = value
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.terms = terms
         self.count, self.sums, self.summed = (tensors[k].to(self.device) for k in ("count", "sums", "summed"))
         self.bad = torch.full((len(terms),), -1, dtype=torch.int64, device=self.device)
@@ -120,104 +156,35 @@ class Stepper(Generic[B]):
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the module has the averaged weights (where there is an average)."""
-        own = self.module.state_dict()
-        before = {name: value.clone() for name, value in own.items()} if self.average else {}
-        for name, value in self.average.items():
-            own[name].copy_(value)
+        before = {name: value.clone() for name, value in self.module.state_dict().items()} if self.average else {}
+        self.keep_average()
         try:
             yield
         finally:
-            for name, value in before.items():
-                own[name].copy_(value)
+            if before:
+                self.module.load_state_dict(before)
 
     def keep_average(self) -> None:
         """Leave the module with the averaged weights, where there is an average."""
-        own = self.module.state_dict()
-        for name, value in self.average.items():
-            own[name].copy_(value)
+        if self.average:
+            self.module.load_state_dict(self.average)
 
-    def begin_anew(self, weights: Mapping[str, Tensor]) -> None:
+    def restart(self, weights: Mapping[str, Tensor]) -> None:
         """Put these weights into the module and its average, and let the optimiser forget; all in place."""
-        with torch.no_grad():
-            for place in (self.module.state_dict(), self.average):
-                for name, value in place.items():
-                    value.copy_(weights[name])
-            for entries in self.optimizer.state.values():
-                for value in entries.values():
-                    if isinstance(value, Tensor):
-                        value.zero_()
-
-    def _load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, value in tensors.items():
-            index, key = name.split(".", 1)
-            state.setdefault(int(index), {})[key] = value
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-        if self.lr is not None:  # loading put a copy there
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.lr
-
-    def _set_lr(self, lr: float) -> None:
-        if self.lr is not None:
-            self.lr.fill_(lr)
-            return
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-
-    def _step(self, batch: B) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        # the cache of casts would outlive a capture; compiled code does not use it
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=bool(self.settings.bf16), cache_enabled=False):
-            terms = self.loss(self.network, batch)
-        total = torch.stack([value.float() for value in terms.values()])
-        total.sum().backward()  # type: ignore[no-untyped-call]
-        if self.settings.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
-        self.optimizer.step()
-        with torch.no_grad():
-            self._update_average()
-            self._note(list(terms), total.detach())
-
-    def _note(self, names: list[str], values: Tensor) -> None:
-        if not self.terms:
-            self.terms = names
-            self.sums = torch.zeros_like(values)
-            self.bad = torch.full_like(values, -1, dtype=torch.int64)
-        self.record(values, self.count, self.summed, self.sums, self.bad)
-
-    def _update_average(self) -> None:
-        if self.settings.ema is None:
-            return
-        for name, value in self.module.state_dict().items():
-            if value.is_floating_point():
-                self.average[name].lerp_(value, 1 - self.settings.ema)
-            else:
-                self.average[name].copy_(value)
-
-    def _step_aside(self, batch: B) -> None:
-        """A step on a side stream, as CUDA graphs ask of the steps before a capture."""
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            self._step(batch)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-
-    def _capture(self, batch: B) -> None:
-        self.static = map_tensors(batch, torch.clone)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.graph = torch.cuda.CUDAGraph()
-        # other threads may go on allocating: the next batch is made by one where images are streamed
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self._step(self.static)
-        self.graph.replay()  # a capture records the step and does not do it
+        self.module.load_state_dict(weights)
+        for name, value in self.average.items():
+            value.copy_(weights[name])
+        for entries in self.optimizer.state.values():
+            for value in entries.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
 
 
 def _options(device: torch.device) -> dict[str, Any] | None:
     """What the compiler is asked for on CUDA, as far as this torch knows it.
 
-    Casts of weights and the like as a few kernels instead of dozens; joined parts of a batch written by the
-    kernel that goes on with them, not by one of their own.
+    Casts of weights and the like become a few kernels instead of dozens. The kernel that uses joined parts of a batch
+    also joins them.
     """
     if device.type != "cuda":
         return None
@@ -234,31 +201,12 @@ def _record(values: Tensor, count: Tensor, summed: Tensor, sums: Tensor, bad: Te
     bad.copy_(torch.where(~values.isfinite() & (bad < 0), count, bad))
 
 
-def _optimizer(
-    parameters: list[nn.Parameter], settings: Settings, device: torch.device, lr: Tensor | None
-) -> torch.optim.Optimizer:
-    rate = settings.lr if lr is None else lr
-    fused = device.type == "cuda"
-    if settings.optimizer == "adam":
-        decay, graphed = settings.weight_decay, lr is not None
-        return torch.optim.Adam(parameters, lr=rate, weight_decay=decay, fused=fused, capturable=graphed)
-    return torch.optim.SGD(
-        parameters, lr=rate, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=fused
-    )
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _copy_into(target: B, source: B) -> None:
-    """Copy every tensor of one batch into the same place of another."""
-    sources: list[Tensor] = []
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
 
     def note(value: Tensor) -> Tensor:
-        sources.append(value)
+        found.append(value)
         return value
 
-    map_tensors(source, note)
-    waiting = iter(sources)
-    map_tensors(target, lambda value: value.copy_(next(waiting)))
+    map_tensors(batch, note)
+    return found

@@ -7,20 +7,19 @@ uint8 in, uint8 of the same shape out.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.training import pixel_ops
+from constraintmatch.training.pixel_ops import OPERATIONS, Operation
 
 __all__ = [
     "OPERATIONS",
-    "Operation",
     "View",
     "chain",
     "check_operation_names",
@@ -72,12 +71,12 @@ def chain(name: str, *views: View) -> View:
         result = images
         for view, end in zip(views, ends, strict=True):
             result = view.apply(result, uniforms[:, end - view.n_draws : end])
-        return _laid_out_like(images, result)
+        return _copy_layout(images, result)
 
     return View(name, sum(view.n_draws for view in views), apply)
 
 
-def _laid_out_like(images: Tensor, result: Tensor) -> Tensor:
+def _copy_layout(images: Tensor, result: Tensor) -> Tensor:
     """The result in the images' memory format, so that channels-last data stays channels-last."""
     last = not images.is_contiguous() and images.is_contiguous(memory_format=torch.channels_last)
     return result.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
@@ -104,7 +103,7 @@ def plain() -> View:
 
 
 def without_numbers(mean: Sequence[float], *, share: float = 0.5) -> View:
-    """The strong view of embeddings (n, d, 1, 1): a share of the numbers of each, drawn anew, is the mean over all.
+    """The strong view of embeddings (n, d, 1, 1): a random share of the numbers of each is the mean over all.
 
     What is left is stretched away from the mean, so that it says as much on average (dropout).
     """
@@ -171,159 +170,32 @@ def from_function(name: str, function: Callable[[Tensor, Tensor], Tensor], *, n_
 # RandAugment
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One operation of FixMatch's pool: how its strength becomes a value, and one of three ways to use it.
-
-    `value(tenths, positive, side)` gives each image's physical value (degrees, pixels, bits, factor, threshold).
-    A `matrix` moves pixels, a `table` replaces values, the image `other` makes is blended in; none is the identity.
-    """
-
-    name: str
-    value: Callable[[Tensor, Tensor, int], Tensor]
-    matrix: Callable[[Tensor, int], Tensor] | None = None
-    table: Callable[[pixel_ops.Levels, Tensor], Tensor] | None = None
-    other: Callable[[Tensor], Tensor] | None = None
-
-    @torch.no_grad()
-    def apply(self, images: Tensor, values: Tensor) -> Tensor:
-        """The operation on every image, with one physical value each (n,)."""
-        everywhere = torch.ones(len(images), device=images.device, dtype=torch.bool)
-        return _apply_picks(images, [_Pick(self, everywhere, values)])
-
-
-def _no_value(tenths: Tensor, positive: Tensor, side: int) -> Tensor:  # noqa: ARG001
-    return tenths
-
-
-def _factor(tenths: Tensor, positive: Tensor, side: int) -> Tensor:  # noqa: ARG001
-    return 0.05 + 0.9 * tenths / 10
-
-
-def _bits(tenths: Tensor, positive: Tensor, side: int) -> Tensor:  # noqa: ARG001
-    return 4 + (4 * tenths / 10).floor()
-
-
-def _threshold(tenths: Tensor, positive: Tensor, side: int) -> Tensor:  # noqa: ARG001
-    return 256 - 256 * tenths / 10
-
-
-def _zero(tenths: Tensor, positive: Tensor, side: int) -> Tensor:  # noqa: ARG001
-    return torch.zeros_like(tenths)
-
-
-def _degrees(tenths: Tensor, positive: Tensor, side: int) -> Tensor:  # noqa: ARG001
-    return torch.where(positive, 30 * tenths / 10, -30 * tenths / 10)
-
-
-def _shear(tenths: Tensor, positive: Tensor, side: int) -> Tensor:  # noqa: ARG001
-    return torch.where(positive, 0.3 * tenths / 10, -0.3 * tenths / 10)
-
-
-def _pixels(tenths: Tensor, positive: Tensor, side: int) -> Tensor:
-    pixels = (3 * side * tenths / 100).floor()  # whole numbers until the division: 3/10 of the side, exactly
-    return torch.where(positive, pixels, -pixels)
-
-
-OPERATIONS: dict[str, Operation] = {
-    operation.name: operation
-    for operation in (
-        Operation("auto_contrast", _no_value, table=pixel_ops.auto_contrast_table),
-        Operation("equalize", _no_value, table=pixel_ops.equalize_table),
-        Operation("identity", _no_value),
-        Operation("brightness", _factor, table=pixel_ops.brightness_table),
-        Operation("color", _factor, other=pixel_ops.grey),
-        Operation("contrast", _factor, other=pixel_ops.mean_grey),
-        Operation("sharpness", _factor, other=pixel_ops.smooth),
-        Operation("posterize", _bits, table=pixel_ops.posterize_table),
-        Operation("rotate", _degrees, matrix=pixel_ops.rotate_matrix),
-        Operation("shear_x", _shear, matrix=pixel_ops.shear_x_matrix),
-        Operation("shear_y", _shear, matrix=pixel_ops.shear_y_matrix),
-        Operation("solarize", _threshold, table=pixel_ops.solarize_table),
-        Operation("translate_x", _pixels, matrix=pixel_ops.translate_x_matrix),
-        Operation("translate_y", _pixels, matrix=pixel_ops.translate_y_matrix),
-    )
-}
-
-
 def check_operation_names(names: Iterable[str]) -> None:
     """Nothing, or an InputError that names what is unknown and lists what is known."""
-    unknown = [name for name in names if name not in OPERATIONS]
-    if unknown:
-        known = ", ".join(OPERATIONS)
-        raise InputError(f"no such operation: {', '.join(unknown)} (known: {known})")
+    if unknown := [name for name in names if name not in OPERATIONS]:
+        raise InputError(f"no such operation: {', '.join(unknown)} (known: {', '.join(OPERATIONS)})")
 
 
-class _Pick(NamedTuple):
-    """An operation, the images it falls on (n,) and its value for each (n,)."""
-
-    operation: Operation
-    chosen: Tensor
-    values: Tensor
-
-
-def _apply_picks(images: Tensor, picks: Sequence[_Pick]) -> Tensor:
-    """Each image changed by the pick that falls on it, if any; at most one may.
-
-    One warp, one table and one blend for the whole batch: what an image's pick does not use is the identity for it.
-    """
-    moved = _moved(images, [pick for pick in picks if pick.operation.matrix])
-    replaced = _replaced(moved, [pick for pick in picks if pick.operation.table])
-    return _blended(replaced, [pick for pick in picks if pick.operation.other])
-
-
-def _moved(images: Tensor, picks: Sequence[_Pick]) -> Tensor:
-    if not picks:
-        return images
-    matrix = pixel_ops.identity_matrix(images)
-    for operation, chosen, values in picks:
-        assert operation.matrix
-        matrix = torch.where(chosen[:, None], operation.matrix(values, images.shape[-1]), matrix)
-    return pixel_ops.warp(images, matrix)
-
-
-def _replaced(images: Tensor, picks: Sequence[_Pick]) -> Tensor:
-    if not picks:
-        return images
-    levels = pixel_ops.levels_of(images)
-    table = pixel_ops.identity_table(levels)
-    for operation, chosen, values in picks:
-        assert operation.table
-        table = torch.where(chosen[:, None, None], operation.table(levels, values), table)
-    return pixel_ops.look_up(images, table)
-
-
-def _blended(images: Tensor, picks: Sequence[_Pick]) -> Tensor:
-    if not picks:
-        return images
-    other = images.to(torch.float32)
-    factor = torch.ones(len(images), device=images.device)
-    for operation, chosen, values in picks:
-        assert operation.other
-        other = torch.where(chosen[:, None, None, None], operation.other(images).to(torch.float32), other)
-        factor = torch.where(chosen, values.to(torch.float32), factor)
-    return pixel_ops.blend(other, images, factor)
-
-
-def _random_operation(pool: Sequence[Operation], probability: float) -> View:
+def _random_operation(pool: Mapping[str, Operation], probability: float) -> View:
     """One operation of the pool per image, applied with a probability at a strength of 1 … 9 tenths."""
+    operations = list(pool.values())
 
     def apply(images: Tensor, uniforms: Tensor) -> Tensor:
-        which, tenths = _whole(uniforms[:, 0], len(pool)), 1 + _whole(uniforms[:, 1], 9)
+        which, tenths = _whole(uniforms[:, 0], len(operations)), 1 + _whole(uniforms[:, 1], 9)
         positive, applied = uniforms[:, 2] < 0.5, uniforms[:, 3] < probability
         picks = [
-            _Pick(operation, (which == i) & applied, operation.value(tenths, positive, images.shape[-1]))
-            for i, operation in enumerate(pool)
+            (operation, (which == i) & applied, operation.value(tenths, positive, images.shape[-1]))
+            for i, operation in enumerate(operations)
         ]
-        return _apply_picks(images, picks)
+        return pixel_ops.apply_operations(images, picks)
 
     return View("operation", 4, apply)
 
 
-def _pool(without: Collection[str]) -> list[Operation]:
+def _pool(without: Collection[str]) -> dict[str, Operation]:
     names = [without] if isinstance(without, str) else without
     check_operation_names(names)
-    pool = [operation for name, operation in OPERATIONS.items() if name not in names]
+    pool = {name: operation for name, operation in OPERATIONS.items() if name not in names}
     if not pool:
         raise InputError("every operation is excluded: leave at least one (identity does nothing)")
     return pool
@@ -369,8 +241,8 @@ def strong(
     _check_share("strong", "probability", probability)
     _check_share("strong", "cutout", cutout)
     pool = _pool(without)
-    if style == "published":
-        pool = [replace(operation, value=_zero) if operation.name == "solarize" else operation for operation in pool]
+    if style == "published" and "solarize" in pool:
+        pool["solarize"] = replace(pool["solarize"], value=lambda tenths, *_: torch.zeros_like(tenths))
     first = [_move("strong", flip=flip, share=translate, reflect=True)] if translate else [_flip()] * flip
     last = [_cutout(cutout, random_size=False)] if cutout else []
     return chain("strong", *first, *[_random_operation(pool, probability)] * operations, *last)
@@ -423,7 +295,7 @@ def contrastive(
         top, left, height, width = _boxes(boxes, images.shape[-1], scale, ratio)
         mirrored = mirror[:, 0] < (0.5 if flip else 0.0)
         result = pixel_ops.resized_crop(images, top, left, height, width, mirrored)
-        result = _jittered(result, colours, jitter, jitter_probability)
+        result = _jitter(result, colours, jitter, jitter_probability)
         greyed = (grey < grey_probability)[:, :, None, None]
         return pixel_ops.to_bytes(torch.where(greyed, pixel_ops.grey_float(result), result))
 
@@ -445,7 +317,7 @@ def _boxes(
     return _whole(uniforms[:, -2], side - height + 1), _whole(uniforms[:, -1], side - width + 1), height, width
 
 
-def _jittered(images: Tensor, uniforms: Tensor, most: Sequence[float], probability: float) -> Tensor:
+def _jitter(images: Tensor, uniforms: Tensor, most: Sequence[float], probability: float) -> Tensor:
     """Float images with brightness, contrast, saturation and hue changed, each image in an order of its own."""
     order = uniforms[:, :4].argsort(1)
     jittered = uniforms[:, 8] < probability

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.metrics import accuracy, predict
-from constraintmatch.evaluation.neighbours import nearest_neighbours
+from constraintmatch.evaluation.metrics import accuracy, nearest_neighbours, predict
 from constraintmatch.methods import METHODS
 from constraintmatch.methods.parts.heads import (
     LinearHead,
@@ -48,7 +47,7 @@ def test_the_loss_of_the_head_that_is_given_back_is_the_lowest() -> None:
     head = best_linear_head(FEATURES, NEAR, 5, n_heads=6, steps=40)
     p = (FEATURES @ head.weight.T + head.bias).softmax(-1)
     columns = torch.linspace(0, 9, 5).long()
-    judged = torch.stack([scan_loss(p, p[NEAR[:, column]]).total for column in columns]).mean()
+    judged = torch.stack([scan_loss(p, p[NEAR[:, column]]) for column in columns]).mean()
     assert float(judged) == pytest.approx(float(head.losses.min()), abs=1e-3)
 
 
@@ -149,7 +148,7 @@ def test_losses_of_given_heads_are_those_of_their_training() -> None:
     weights, biases = torch.randn(3, 4, 5), torch.randn(3, 4)
     for at, loss in enumerate(head_losses(features, near, weights, biases, entropy_weight=2.0)):
         p = (features @ weights[at].T + biases[at]).softmax(-1)
-        each = [scan_loss(p, p[near[:, column]], entropy_weight=2.0).total for column in range(5)]
+        each = [scan_loss(p, p[near[:, column]], entropy_weight=2.0) for column in range(5)]
         assert float(loss) == pytest.approx(float(torch.stack(each).mean()), abs=1e-4)
 
 

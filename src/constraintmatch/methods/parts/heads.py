@@ -165,7 +165,7 @@ def _losses(anchors: Tensor, partners: Tensor, weight: Tensor, bias: Tensor, ent
     p, q = (
         _bound((side @ columns).view(-1, n_heads, k).transpose(0, 1) + bias).softmax(-1) for side in (anchors, partners)
     )  # (h, n, k)
-    each = torch.vmap(lambda one, other: scan_loss(one, other, entropy_weight=entropy_weight).total)
+    each = torch.vmap(lambda one, other: scan_loss(one, other, entropy_weight=entropy_weight))
     return cast(Tensor, each(p, q))
 
 

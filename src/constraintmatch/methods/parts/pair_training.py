@@ -30,11 +30,11 @@ from constraintmatch.methods.parts.preparation import (
     prepare,
     spread,
 )
-from constraintmatch.models.batch_norm import passes
+from constraintmatch.models.backbones import frozen_statistics, passes
 from constraintmatch.models.cluster_model import ClusterModel, with_clusters
 from constraintmatch.training import losses
-from constraintmatch.training.batches import PairBatch, PairSource, Shuffled, Views, derive_seed
-from constraintmatch.training.loop import TrainSettings, choose_device, fit, frozen_statistics
+from constraintmatch.training.batches import PairBatch, Shuffled, Views, derive_seed, pair_batches
+from constraintmatch.training.loop import TrainSettings, choose_device, fit
 
 __all__ = ["PairTask", "SemiBatch", "begin", "build_training", "check_error_rate", "check_task", "choose_selection"]
 
@@ -222,8 +222,8 @@ def _build_batches(
     bench: Bench, images: ImageSet, task: PairTask, views: ViewChoice, steps: int, n_clusters: int, *, held: bool
 ) -> Callable[[int], SemiBatch]:
     """The batch of step t: pairs, and views of unconstrained images if there is a term for them or they are held."""
-    pairs = PairSource(bench.store, task.constraints, task.pairs_per_step, views.pair(images), bench.maker, bench.seed)
-    weak, strong = views.weak(images), views.strong(images)
+    plain, weak, strong = views.pair(images), views.weak(images), views.strong(images)
+    pairs = pair_batches(bench.store, task.constraints, task.pairs_per_step, plain, bench.maker, bench.seed)
     if task.loss is None and not held:
         return lambda step: SemiBatch(pairs(step), None, None, None)
     n = HELD_PER_PAIR * task.pairs_per_step if task.loss is None else task.images_per_step

@@ -19,10 +19,10 @@ from constraintmatch.evaluation.metrics import (
     agreement,
     cluster_quality,
     collapse_warnings,
+    nearest_neighbours,
     predict,
     scores,
 )
-from constraintmatch.evaluation.neighbours import nearest_neighbours
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training import views
 from constraintmatch.training.batches import ImageStore, Shuffled, ViewMaker, derive_seed
@@ -144,7 +144,7 @@ def prepare(model: ClusterModel, images: ImageSet, settings: TrainSettings, *, n
     """The bench for a training; an InputError if the model does not take the images."""
     check_images(model, images, need_clusters=need_clusters)
     device = choose_device(settings.device)
-    compiles = bool(settings.resolved(device).compile)
+    compiles = bool(settings.resolve(device).compile)
     maker = ViewMaker(derive_seed(settings.seed, "views"), device, compile=compiles)
     return Bench(device, ImageStore(images, device), maker, settings.seed, compiles)
 

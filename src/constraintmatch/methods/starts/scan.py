@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.metrics import embed
-from constraintmatch.evaluation.neighbours import nearest_neighbours
+from constraintmatch.evaluation.metrics import embed, nearest_neighbours
 from constraintmatch.methods.parts.heads import best_linear_head, head_losses, steady_head
 from constraintmatch.methods.parts.preparation import (
     Context,
@@ -28,7 +27,7 @@ from constraintmatch.methods.parts.preparation import (
     prepare,
     spread,
 )
-from constraintmatch.models.batch_norm import passes
+from constraintmatch.models.backbones import passes
 from constraintmatch.models.cluster_model import ClusterModel, with_clusters, with_head
 from constraintmatch.training.batches import Shuffled, Views, derive_seed
 from constraintmatch.training.loop import TrainSettings, fit
@@ -126,7 +125,7 @@ def scan(
         # each side has its own BatchNorm statistics, as published
         sides = passes(network, trained, batch.weak, batch.strong, joint=bench.compile)
         anchor, other = (side.float().softmax(-1) for side in sides)
-        return {"head0": scan_loss(anchor, other, entropy_weight=entropy_weight).total}  # the name that old logs have
+        return {"head0": scan_loss(anchor, other, entropy_weight=entropy_weight)}  # the name that old logs have
 
     kept = keep_quality(trained, images, bench, context, tolerance)
     return Trained(trained, fit(trained, next_batch, loss, settings, title="scan", **kept))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from constraintmatch.models.batch_norm import BatchNorm, apart, can_keep_apart, passes
+from constraintmatch.models.backbones import BatchNorm, apart, can_keep_apart, passes
 from constraintmatch.models.cluster_model import build_model
 
 SIZES = [(4, 6), (4, 4), (2, 6, 5), (5,), (6, 2)]

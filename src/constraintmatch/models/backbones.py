@@ -1,0 +1,227 @@
+"""Backbones, which make features of images, and their batch norm, which can keep several batches apart in one pass."""
+
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from constraintmatch._internal.errors import InputError
+
+__all__ = [
+    "JOIN",
+    "BatchNorm",
+    "Joined",
+    "apart",
+    "can_keep_apart",
+    "default_backbone",
+    "frozen_statistics",
+    "made_for_side",
+    "make_backbone",
+    "passes",
+    "timm_config",
+]
+
+HUB_LIBRARIES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
+IDENTITY = "identity"  # the backbone of embeddings: they are the features
+JOIN = "+"  # between the names of backbones that are joined in one model
+
+
+class BatchNorm(nn.BatchNorm2d):
+    """BatchNorm over images (n, c, h, w); inside `apart` over each part of the batch alone.
+
+    Steps are not counted: the counter serves an average over all steps, which is not used here, and costs a kernel.
+    """
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.parts: tuple[int, ...] = ()  # set on every module: compiled code looks where it is
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.parts and self.training:
+            return torch.cat([self._norm(part) for part in torch.split(input, list(self.parts))])
+        return self._norm(input)
+
+    def _norm(self, images: Tensor) -> Tensor:
+        assert self.momentum is not None
+        mean, var = self.running_mean, self.running_var
+        return F.batch_norm(images, mean, var, self.weight, self.bias, self.training, self.momentum, self.eps)
+
+
+@contextmanager
+def apart(module: nn.Module, sizes: Sequence[int]) -> Iterator[None]:
+    """Inside, a batch that goes through the module counts as parts of these sizes, in this order."""
+    norms = [norm for norm in module.modules() if isinstance(norm, BatchNorm)]
+    for norm in norms:
+        norm.parts = tuple(sizes)
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.parts = ()
+
+
+def can_keep_apart(module: nn.Module) -> bool:
+    """Whether `apart` reaches all statistics of the module."""
+    return not any(isinstance(part, _BatchNorm) and not isinstance(part, BatchNorm) for part in module.modules())
+
+
+def passes(network: Callable[..., Tensor], module: nn.Module, *batches: Tensor, joint: bool) -> Sequence[Tensor]:
+    """The network's output for each batch, each normed by its own statistics; `joint`: in one pass, where possible.
+
+    One pass costs a GPU less than two (decision 026). `network` is `module`, compiled or not.
+    """
+    if not joint or not can_keep_apart(module):
+        return [network(batch) for batch in batches]
+    sizes = [len(batch) for batch in batches]
+    with apart(module, sizes):
+        return torch.split(network(torch.cat(batches)), sizes)
+
+
+@contextmanager
+def frozen_statistics(module: nn.Module) -> Iterator[None]:
+    """Inside, passes in training mode leave no trace in the buffers (running statistics)."""
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    try:
+        yield
+    finally:
+        for name, buffer in module.named_buffers():
+            buffer.copy_(before[name])
+
+
+class Joined(nn.Module):
+    """Several backbones: the features of each, moved and stretched by its own numbers, joined in their order.
+
+    `gain` and `offset` (parts, channels) bring images normalised for the first part to what a part was trained on.
+    """
+
+    gain: Tensor
+    offset: Tensor
+    centre: Tensor
+    stretch: Tensor
+
+    def __init__(self, parts: Sequence[nn.Module], widths: Sequence[int], channels: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.register_buffer("gain", torch.ones(len(parts), channels))
+        self.register_buffer("offset", torch.zeros(len(parts), channels))
+        self.register_buffer("centre", torch.zeros(sum(widths)))
+        self.register_buffer("stretch", torch.ones(sum(widths)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        gain, offset = self.gain[:, :, None, None], self.offset[:, :, None, None]
+        found = [part(images * gain[number] + offset[number]) for number, part in enumerate(self.parts)]
+        return (torch.cat(found, dim=1) - self.centre) * self.stretch
+
+
+def default_backbone(side: int) -> str:
+    """The backbone for images of this side: the tiny one up to 16 pixels, ResNet-18 above; none for embeddings."""
+    if side == 1:
+        return IDENTITY
+    return "tiny" if side <= 16 else "resnet18"
+
+
+def make_backbone(name: str, side: int, channels: int, *, pretrained: bool = False) -> tuple[nn.Module, int]:
+    """The backbone of this name for images of this side, and the width of its features."""
+    if (name == IDENTITY) != (side == 1):
+        what = "is for embeddings" if name == IDENTITY else "takes images, not embeddings"
+        raise InputError(f"the backbone {name} {what}; leave backbone out")
+    if name == IDENTITY:
+        return nn.Flatten(), channels
+    if JOIN in name:
+        found = [make_backbone(part, side, channels, pretrained=pretrained) for part in name.split(JOIN)]
+        parts, widths = zip(*found, strict=True)
+        return Joined(parts, widths, channels), sum(widths)
+    if name == "tiny":
+        return _tiny(side, channels)
+    if name in ("resnet18", "resnet34"):
+        return _resnet(name, side, channels)
+    if name.startswith("timm:"):
+        return _timm(name.removeprefix("timm:"), side, channels, pretrained=pretrained)
+    raise InputError(f"unknown backbone {name!r}; known are tiny, resnet18, resnet34, timm:NAME")
+
+
+def timm_config(name: str) -> Any:
+    """What timm knows of a network's pretrained weights; None if there are none."""
+    import timm
+
+    return timm.get_pretrained_cfg(name.removeprefix("timm:"))
+
+
+def made_for_side(backbone: str) -> int:
+    """The side of the images that a pretrained network of timm's was made for; 224 where it does not say."""
+    made = timm_config(backbone)
+    return 224 if made is None else int(made.input_size[-1])
+
+
+def _tiny(side: int, channels: int) -> tuple[nn.Module, int]:
+    """A small convolutional network: halved down to 4 pixels, then read as 2×2 so that places still count."""
+
+    def block(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
+        convolution = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+        return [convolution, BatchNorm(outputs), nn.ReLU()]
+
+    first = 2 if side > 16 else 1  # at 32 pixels the first layer would cost more than all the others
+    width, side, layers = 32, -(-side // first), block(channels, 32, stride=first)
+    while side > 4:
+        wider = min(2 * width, 128)
+        layers += block(width, wider, stride=2)
+        width, side = wider, (side + 1) // 2
+    # of 3 or 4 pixels this is AdaptiveAvgPool2d(2), which Apple's GPUs lack where 2 does not divide the side
+    pool = nn.AvgPool2d(2, stride=side - 2) if side > 2 else nn.AdaptiveAvgPool2d(2)
+    return nn.Sequential(*layers, *block(width, width), pool, nn.Flatten()), 4 * width
+
+
+def _resnet(name: str, side: int, channels: int) -> tuple[nn.Module, int]:
+    """Torchvision's ResNet with a stem for the side: 3×3 without pooling under 64 pixels, with a 2×2 pool under 128."""
+    from torchvision.models import resnet
+
+    network = getattr(resnet, name)(weights=None, norm_layer=BatchNorm)
+    if side < 128:
+        network.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+        nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")
+        # padding 1 brings 96 pixels to 7×7 before the last pooling, as in SCAN's STL-10 network
+        network.maxpool = nn.Identity() if side < 64 else nn.MaxPool2d(2, 2, padding=1)
+    elif channels != 3:
+        network.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+    network.fc = nn.Identity()
+    return cast(nn.Module, network), 512
+
+
+def _timm(name: str, side: int, channels: int, *, pretrained: bool) -> tuple[nn.Module, int]:
+    import timm
+
+    if name not in timm.list_models() and name not in timm.list_models(pretrained=True):
+        near = ", ".join(timm.list_models(f"*{name[:8]}*")[:4]) or "see timm.list_models()"
+        raise InputError(f"timm knows no model {name!r} (similar: {near})")
+    if pretrained and not timm.is_model_pretrained(name):
+        raise InputError(f"timm has no pretrained weights of {name}; name another backbone or leave pretrained out")
+    options: dict[str, Any] = {"pretrained": pretrained, "num_classes": 0, "in_chans": channels}
+    try:
+        try:
+            network = timm.create_model(name, img_size=side, **options)
+        except TypeError:  # networks that take any size have no img_size
+            network = timm.create_model(name, **options)
+    except Exception as error:  # hub, proxy and socket libraries share no class
+        reason = _unreachable(error) if pretrained else None
+        if reason is None:
+            raise
+        fix = "run it once with a network, then they are kept; or do without pretrained weights"
+        raise InputError(f"timm:{name}: its pretrained weights cannot be fetched ({reason}); {fix}") from error
+    return cast(nn.Module, network), int(network.num_features)
+
+
+def _unreachable(error: BaseException | None) -> str | None:
+    """Why weights could not be fetched, in one line; None where no network and no missing file led to the error."""
+    reason = None
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return None
+        if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in HUB_LIBRARIES:
+            reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+        error = error.__cause__ or error.__context__
+    return reason
