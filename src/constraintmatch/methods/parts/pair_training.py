@@ -47,15 +47,12 @@ HEAD_RATE = 0.03  # the learning rate of a head alone, on features of one scale
 
 @dataclass(frozen=True)
 class SemiBatch:
-    """Constrained pairs, and views of unconstrained images with the rows whose modes are flipped (n,).
-
-    `ramp` () is the share of λ that counts at this step.
-    """
+    """Constrained pairs, and views of unconstrained images."""
 
     pairs: PairBatch
     free: Views | None
-    flip: Tensor | None
-    ramp: Tensor | None
+    flip: Tensor | None  # (n,) which guesses are flipped, or (n, 2) the clusters that they swap
+    ramp: Tensor | None  # () the share of λ at this step
 
 
 @dataclass(frozen=True)
