@@ -7,12 +7,12 @@ import torch
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Quiet
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.constraints.propagation import best_reach, known_groups, neighbour_graph, seeds, spread_labels
+from constraintmatch.constraints.propagation import known_groups, n_found, neighbour_graph, seeds, spread_labels
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import nearest_neighbours, predict, scores
 from constraintmatch.methods import METHODS, Context
 from constraintmatch.methods.propagate import Frozen, teach_groups
-from constraintmatch.models.cluster_model import ClusterModel, build_model, with_clusters
+from constraintmatch.models.cluster_model import ClusterModel, build_model, with_clusters, with_head
 from constraintmatch.pipeline.train import weights_hash
 from constraintmatch.questions.answers import Answer, Question, stated_constraints
 from constraintmatch.training.loop import TrainSettings
@@ -180,38 +180,44 @@ def test_reach_must_be_less_than_one() -> None:
         spread_labels(graph, np.zeros((90, 3), np.float32), reach=1.0)
 
 
-def n_found(graph: np.ndarray, begun: np.ndarray, known: np.ndarray, reach: float) -> int:
+def n_found_densely(graph: np.ndarray, first: np.ndarray, known: np.ndarray, reach: float) -> int:
     """Known images that the others find when a fifth of them at a time is hidden, by dense linear algebra."""
     found = 0
-    for first in range(5):
-        hidden, rest = known[first::5], begun.copy()
+    for number in range(5):
+        hidden, rest = known[number::5], first.copy()
         rest[hidden] = 0
         shares = np.linalg.solve(np.eye(len(graph)) - reach * graph, rest)
         shares /= shares.sum(0)
-        found += int((shares[hidden].argmax(1) == begun[hidden].argmax(1)).sum())
+        found += int((shares[hidden].argmax(1) == first[hidden].argmax(1)).sum())
     return found
 
 
-def test_the_reach_is_the_one_by_which_known_images_find_each_other() -> None:
+def test_hidden_known_images_are_found_as_by_dense_algebra() -> None:
     rng, labels = np.random.default_rng(2), np.arange(150) % 3
     features = (1.5 * np.eye(3, 6)[labels] + rng.normal(size=(150, 6))).astype(np.float32)
     graph = neighbour_graph(features, nearest_neighbours(features, 8))
     groups = [np.flatnonzero(labels == kind)[:15] for kind in range(3)]
-    begun, known_rows = seeds(groups, np.eye(3, dtype=np.float32)[labels]), np.concatenate(groups)
-    counts = {reach: n_found(graph.toarray(), begun, known_rows, reach) for reach in (0.99, 0.5)}
-    assert len(set(counts.values())) == 2
-    best = max(counts, key=counts.__getitem__)
-    assert (
-        best_reach(graph, begun, known_rows, (0.99, 0.5)) == best_reach(graph, begun, known_rows, (0.5, 0.99)) == best
-    )
+    first, rows = seeds(groups, np.eye(3, dtype=np.float32)[labels]), np.concatenate(groups)
+    counts = {reach: n_found(graph, first, rows, reach) for reach in (0.99, 0.5)}
+    assert counts == {reach: n_found_densely(graph.toarray(), first, rows, reach) for reach in (0.99, 0.5)}
+    assert 20 < min(counts.values()) < max(counts.values()) < 45
 
 
-def test_of_reaches_that_find_as_many_the_first_is_taken() -> None:
+@pytest.mark.parametrize("strength", [0.0, 4.0])
+def test_a_cautious_head_is_taught_only_what_the_model_does_not_know(strength: float) -> None:
+    """A head without weights knows nothing; one that points at the kinds knows them all."""
     features, labels = blobs()
-    graph = neighbour_graph(features, nearest_neighbours(features, 5))
-    groups = [np.flatnonzero(labels == kind)[:5] for kind in range(3)]
-    begun = seeds(groups, np.eye(3, dtype=np.float32)[labels])
-    assert [best_reach(graph, begun, np.concatenate(groups), pair) for pair in ((0.9, 0.5), (0.5, 0.9))] == [0.9, 0.5]
+    head = torch.zeros(3, features.shape[1])
+    for kind in range(3):
+        head[kind] = strength * torch.from_numpy(features[labels == kind].mean(0))
+    images = ImageSet.from_arrays(features, labels=labels)
+    model = with_head(build_model(n_clusters=0, side=1, channels=features.shape[1]), head, torch.zeros(3))
+    frozen = Frozen.of(model, images)
+    groups = [np.flatnonzero(labels == kind)[:6] for kind in range(3)]
+    knows = (frozen.probabilities(model).argmax(1) == labels).mean() > 0.9
+    assert knows == (strength > 0)
+    assert (teach_groups(model, frozen, groups, cautious=True) is model) == knows
+    assert teach_groups(model, frozen, groups) is not model
 
 
 # The method

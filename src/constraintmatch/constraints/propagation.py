@@ -14,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 
-__all__ = ["best_reach", "check_reach", "known_groups", "neighbour_graph", "seeds", "spread_labels"]
+__all__ = ["check_reach", "known_groups", "n_found", "neighbour_graph", "seeds", "spread_labels"]
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -22,10 +22,10 @@ Floats = NDArray[np.float32]
 APART = 0.5  # a group must be known to differ from at least this share of the other groups
 SUREST = 0.25  # the share of a cluster's images, the surest ones, that carry what the model believes
 BELIEVED = 4  # the model's belief weighs as much as this many known images of a kind (squared: it fades quickly)
-SMALL = 0.5  # a group below this share of the mean size may be a mistake
+SMALL = 0.5  # a group under this share of the mean size may be a mistake
 FOLDS = 5  # parts of the known images, each hidden once
 RELATIVE, MOST_ITERATIONS = 1e-4, 500  # of the solution by conjugate gradients
-SEEN = 0.5  # below this share of the probability in its likeliest cluster, a group is seen elsewhere
+SEEN = 0.5  # with less than this share of the probability in its likeliest cluster, a group is seen elsewhere
 
 
 def known_groups(constraints: Constraints, hints: Constraints | None = None) -> list[Rows]:
@@ -83,9 +83,9 @@ def seeds(groups: Sequence[Rows], probabilities: Floats) -> Floats:
 def _clusters_of(groups: Sequence[Rows], probabilities: Floats) -> dict[int, int]:
     """The number of the group that each cluster gets.
 
-    Groups count by the root of their size: a larger one counts more, and two small ones count more than a large one. A
-    wrong "different" begins a second group of a kind, which would take the cluster of a kind without answers. So a
-    small group gets no cluster while the model sees it in the cluster of another group.
+    Groups count by the root of their size: a larger one counts more, and two small ones count more than a large one.
+    A wrong "different" begins a second group of a kind, and it would take the cluster of a kind that no answer is about
+    yet. So a small group that the model sees in the cluster of another group gets no cluster until it grows.
     """
     k, size = probabilities.shape[1], np.array([len(rows) for rows in groups])
     seen = np.array([probabilities[rows].mean(0) for rows in groups]).reshape(-1, k)
@@ -149,20 +149,15 @@ def _solve(graph: sp.csr_array, first: Floats, reach: float) -> Floats:
     return found
 
 
-def best_reach(graph: sp.csr_array, first: Floats, known: Rows, reaches: Sequence[float]) -> float:
-    """The reach with which the known images, hidden in turn, are most often found by the others; the first of equals.
+def n_found(graph: sp.csr_array, first: Floats, known: Rows, reach: float) -> int:
+    """How many known images, a fifth of them hidden at a time, the others find in their cluster.
 
     `known` are rows with a share in `first` (n, k), ordered by kind.
     """
-    part, truth = np.arange(len(known)) % FOLDS, first[known].argmax(1)
-
-    def n_found(reach: float) -> int:
-        found = 0
-        for number in range(FOLDS):
-            hidden, rest = known[part == number], first.copy()
-            rest[hidden] = 0
-            shares = spread_labels(graph, rest, reach=reach)[hidden]
-            found += int(((shares.argmax(1) == truth[part == number]) & (shares.max(1) > 0)).sum())
-        return found
-
-    return max(reaches, key=n_found)
+    part, truth, found = np.arange(len(known)) % FOLDS, first[known].argmax(1), 0
+    for number in range(FOLDS):
+        hidden, rest = known[part == number], first.copy()
+        rest[hidden] = 0
+        shares = spread_labels(graph, rest, reach=reach)[hidden]
+        found += int(((shares.argmax(1) == truth[part == number]) & (shares.max(1) > 0)).sum())
+    return found

@@ -10,9 +10,9 @@ from scipy.sparse import csr_array
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.constraints.propagation import (
-    best_reach,
     check_reach,
     known_groups,
+    n_found,
     neighbour_graph,
     seeds,
     spread_labels,
@@ -125,21 +125,28 @@ def teach_groups(
     n_neighbours: int = 20,
     reach: float = 0.99,
     most_images: int = 50_000,
+    cautious: bool = False,
 ) -> ClusterModel:
     """The model with a head that repeats what two groups or more say about the images, spread along neighbours.
 
-    A cluster without answers and without images stays empty.
+    A cluster without answers and without images stays empty. With `cautious` the model comes back unchanged if it
+    places the known images as well as they place each other, hidden in turn.
     """
     rows, k = _choose_rows(groups, len(frozen), most_images), model.config.n_clusters
     part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
     # A tenth of a cluster, or five if a quarter is as much: more neighbours lead to other kinds (docs/findings.md).
     most = max(1, min(int(len(rows) / k / 4), max(LEAST_NEAR, int(len(rows) / k / 10))))
-    graph, first = part.graph(min(n_neighbours, most)), seeds(inside, part.probabilities(model))
+    probabilities = part.probabilities(model)
+    graph, first = part.graph(min(n_neighbours, most)), seeds(inside, probabilities)
     known = np.concatenate(inside)
     known = known[first[known].max(1) > 0]  # with more groups than clusters, some have no cluster
     nearer = 1 - NEARER * (1 - reach)
-    if len(rows) <= JUDGED and nearer >= 0:
-        reach = best_reach(graph, first, known, (nearer, reach))
+    reaches = (nearer, reach) if len(rows) <= JUDGED and nearer >= 0 else (reach,)
+    if cautious or len(reaches) > 1:
+        found = {one: n_found(graph, first, known, one) for one in reaches}
+        reach = max(found, key=found.__getitem__)
+        if cautious and found[reach] <= (probabilities[known].argmax(1) == first[known].argmax(1)).sum():
+            return model
     shares = spread_labels(graph, first, reach=reach)
     reached = np.flatnonzero(shares.max(1) > 0)
     chosen = np.union1d(known, reached[spread(len(reached), REPEATED)])

@@ -34,9 +34,9 @@ RECIPES = ("safe", "paper")
 SUREST = 0.85  # highest mean confidence at the first step: the gradients of a surer head ruin the features
 AVERAGED = 0.1  # the share of the steps, at the end, whose weights are averaged
 KNOWN = 0.5  # the answers lead if they separate at least this share of the kinds
-IMPLIED = 0.5  # pairs count as answers to questions if they hold this share of the must-links that groups imply
 TOLD = 1.0  # standard errors by which the head alone must be better than the start
-LEADING = -2.0  # the same where the answers lead: refuse only a clearly worse head, because few images judge it
+LEADING = -2.0  # the same where the answers lead: they are cross-checked, so refuse only a clearly worse head
+IMPLIED = 0.5  # pairs are answers to questions if they have at least this share of the must-links that groups imply
 ALIKE = 0.9  # one head may replace another if they agree on at least this share of the images
 AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
 DOUBTED = 12  # pairs that the verdict lists for a second look
@@ -85,16 +85,16 @@ class _SafeTraining:
             must, cannot = self.judge.n_must_links, self.judge.n_cannot_links
             held = f"held out are {must:,} images with a must-link, {cannot:,} with a cannot-link"
             why = f"{held}; to judge a training takes {LEAST} of each, so nothing more was trained"
-            model, name = (self._teach(self.pairs), "the head alone") if self.leads else (self.start, "the start")
-            return self._keep(model, name, why)
-        first, name = self.first
-        if self.leads and first is not self.start and self.images.embedded:
-            return self._keep(self._refine(first), name, "the answers separate the kinds")
+            model = self._teach(self.pairs) if self.leads else self.start
+            return self._keep(model, self._name(model), why)
+        if self.leads and self.first is not self.start and self.images.embedded:
+            model = self._refine(self.first)
+            return self._keep(model, self._name(model), "the answers separate the kinds")
         return None
 
     def choose_after(self, log: list[dict[str, Any]]) -> Trained:
         """What to keep after the training of the network, with its log."""
-        first, name = self.first
+        first, name = self.first, self._name(self.first)
         after = self._losses(self.network)
         verdict = self.judge.compare(self.network_losses, after)
         said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {len(self.judge.pairs):,} held-out pairs"
@@ -103,11 +103,14 @@ class _SafeTraining:
             step = next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"])
             return self._keep(self.network, f"the network of step {step:,}", f"better than {name} by {said}", log, step)
         kept = first if first is self.start else self._refine(first)
-        return self._keep(kept, name, f"no step of the training was surely better ({said})", log)
+        return self._keep(kept, self._name(kept), f"no step of the training was surely better ({said})", log)
 
     @cached_property
     def leads(self) -> bool:
-        """Whether the pairs are answers, with all that they imply, and separate most kinds; they teach the head."""
+        """Whether the pairs are answers that separate enough kinds to teach the head.
+
+        Answers to questions come with all that they imply. Pairs at random do not, and teach a head less.
+        """
         groups = known_groups(self.pairs)
         if len(groups) < max(2, KNOWN * self.start.config.n_clusters):
             return False
@@ -115,14 +118,17 @@ class _SafeTraining:
         return bool(inside.sum() >= IMPLIED * sum(len(rows) * (len(rows) - 1) // 2 for rows in groups))
 
     @cached_property
-    def first(self) -> tuple[ClusterModel, str]:
-        """The model that the network begins with, and its name: the start, or the start with a taught head."""
+    def first(self) -> ClusterModel:
+        """The model that the network begins with: the start, or the start with a taught head."""
         if len(known_groups(self.task.constraints)) < 2 or (not self.leads and self._are_doubtful()):
-            return self.start, "the start"
+            return self.start
         taught = self._teach(self.task.constraints)
         verdict = self.judge.compare(self._losses(self.start), self._losses(taught))
         better = verdict.gain > (LEADING if self.leads else TOLD) * verdict.error
-        return (taught, "the head alone") if better else (self.start, "the start")
+        return taught if better else self.start
+
+    def _name(self, model: ClusterModel) -> str:
+        return "the start" if model is self.start else "the head alone"
 
     def _is_opposite(self) -> bool:
         """Whether the start finds the images of cannot-links clearly more alike than those of must-links."""
@@ -149,7 +155,7 @@ class _SafeTraining:
     @cached_property
     def network(self) -> ClusterModel:
         """The model that is trained."""
-        return calm_head(copy.deepcopy(self.first[0]), self.images)
+        return calm_head(copy.deepcopy(self.first), self.images)
 
     @cached_property
     def network_losses(self) -> NDArray[np.float64]:
@@ -189,7 +195,7 @@ class _SafeTraining:
         return Frozen.of(self.start, self.images, device=self.device)
 
     def _teach(self, pairs: Constraints) -> ClusterModel:
-        return teach_groups(self.start, self._frozen, known_groups(pairs)).to(self.device)
+        return teach_groups(self.start, self._frozen, known_groups(pairs), cautious=self.leads).to(self.device)
 
     def _predict(self, model: ClusterModel, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         return predict(model, self.images.take(rows), device=self.device).probabilities

@@ -145,7 +145,9 @@ def build_training(
 ) -> Callable[[], list[dict[str, Any]]]:
     """A function that trains the model on the task in place and returns the log."""
     bench, guard = prepare(model, images, settings), context.guard
-    expected = task.error_rate or ((*guard.rates,) if guard else 0.0)  # wrong links: as asked or as estimated
+    expected: Any = task.error_rate or ((*guard.rates,) if guard else 0.0)  # wrong links: as asked or as estimated
+    if bench.compile and guard and not task.error_rate:  # a number would be compiled in, and each estimate again
+        expected = tuple(torch.tensor(rate, device=bench.device) for rate in guard.rates)
     beliefs = torch.from_numpy(guard.beliefs).to(bench.device) if guard else None
     from_pairs = bench.speed_up(_pair_term)
     if task.loss is not None:  # the loss alone: a threshold would be compiled in, and each value compiled again
@@ -185,9 +187,7 @@ def build_training(
     )
 
 
-def _pair_term(
-    logits: Tensor, link: Tensor, weight: Tensor, *, error_rate: float | tuple[float, float] = 0.0
-) -> Tensor:
+def _pair_term(logits: Tensor, link: Tensor, weight: Tensor, *, error_rate: Any) -> Tensor:
     """L^cons on the logits (2n, k) of n pairs: all left images, then all right ones."""
     left, right = logits.float().softmax(-1).chunk(2)
     return losses.pair_loss(left, right, link, weight, error_rate=error_rate)
