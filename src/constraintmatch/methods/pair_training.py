@@ -47,15 +47,12 @@ HEAD_RATE = 0.03  # the learning rate of a head alone, on features of one scale
 
 @dataclass(frozen=True)
 class SemiBatch:
-    """Constrained pairs, and views of unconstrained images with the rows whose modes are flipped (n,).
-
-    `ramp` () is the share of λ that counts at this step.
-    """
+    """Constrained pairs, and views of unconstrained images."""
 
     pairs: PairBatch
     free: Views | None
-    flip: Tensor | None
-    ramp: Tensor | None
+    flip: Tensor | None  # (n,) which guesses are flipped, or (n, 2) the clusters that they swap
+    ramp: Tensor | None  # () the share of λ at this step
 
 
 @dataclass(frozen=True)
@@ -149,9 +146,7 @@ def build_training(
     """A function that trains the model on the task in place and returns the log."""
     bench, guard = prepare(model, images, settings), context.guard
     expected: Any = task.error_rate or ((*guard.rates,) if guard else 0.0)  # wrong links: as asked or as estimated
-    if (
-        bench.compile and guard and not task.error_rate
-    ):  # a number would be compiled in, and each estimate compiled again
+    if bench.compile and guard and not task.error_rate:  # a number would be compiled in, and each estimate again
         expected = tuple(torch.tensor(rate, device=bench.device) for rate in guard.rates)
     beliefs = torch.from_numpy(guard.beliefs).to(bench.device) if guard else None
     from_pairs = bench.speed_up(_pair_term)
@@ -224,10 +219,8 @@ def _build_batches(
     bench: Bench, images: ImageSet, task: PairTask, views: ViewChoice, steps: int, n_clusters: int, *, held: bool
 ) -> Callable[[int], SemiBatch]:
     """The batch of step t: pairs, and views of unconstrained images if there is a term for them or they are held."""
-    pairs = pair_batches(
-        bench.store, task.constraints, task.pairs_per_step, views.pair(images), bench.maker, bench.seed
-    )
-    weak, strong = views.weak(images), views.strong(images)
+    plain, weak, strong = views.pair(images), views.weak(images), views.strong(images)
+    pairs = pair_batches(bench.store, task.constraints, task.pairs_per_step, plain, bench.maker, bench.seed)
     if task.loss is None and not held:
         return lambda step: SemiBatch(pairs(step), None, None, None)
     n = HELD_PER_PAIR * task.pairs_per_step if task.loss is None else task.images_per_step
