@@ -113,7 +113,7 @@ def test_noise_of_both_kinds_alike_has_curves_of_its_own(tmp_path: Path) -> None
 def test_a_level_is_trained_as_long_as_the_curve(tmp_path: Path) -> None:
     cut = grid_cells("links", sets=[SET], folds=[0], steps=3_000)
     figure = shown(tmp_path, "links", [*cut, PLAIN, Cell(SET, "constrained", 10_000), Cell(SET, "scan")])
-    assert [label for label, _, _ in figure.levels] == ["soft links", "SCAN (the start)"]
+    assert [level.label for level in figure.levels] == ["soft links", "SCAN (the start)"]
 
 
 def test_one_point_is_no_figure(tmp_path: Path) -> None:

@@ -151,6 +151,8 @@ def teach_groups(
     reached = np.flatnonzero(shares.max(1) > 0)
     chosen = np.union1d(known, reached[spread(len(reached), REPEATED)])
     used, clusters = np.unique(shares[chosen].argmax(1), return_inverse=True)
+    if len(used) < 2:  # a start without clusters of its own, and groups that all went to one
+        return model
     weight, bias = torch.zeros(k, part.features.shape[1]), torch.full((k,), NEVER)
     weight[used], bias[used] = regression_head(part.features[chosen], clusters.astype(np.int64), len(used))
     return with_head(model, weight, bias)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["FIGURES", "Curve", "Drawing", "draw", "drawing", "new_figure", "save_figure"]
+__all__ = ["FIGURES", "Curve", "Drawing", "Level", "draw", "drawing", "new_figure", "save_figure"]
 
 _BOTH = {"constraintmatch": "ConstraintMatch", "constrained": "constrained"}
 _START = "SCAN (the start)"
@@ -78,6 +78,15 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Level:
+    """A score that does not depend on x, drawn across the figure."""
+
+    label: str
+    method: str
+    summary: Summary
+
+
+@dataclass(frozen=True)
 class Drawing:
     """What one figure shows; all of it was trained for the same number of steps."""
 
@@ -88,7 +97,7 @@ class Drawing:
     metric: str
     steps: int
     curves: tuple[Curve, ...]
-    levels: tuple[tuple[str, str, Summary], ...]  # label, method and score, drawn across the figure
+    levels: tuple[Level, ...]
     paper: tuple[tuple[str, float, float], ...] = ()  # (method, x, value) that the paper's tables print
     log_x: bool = False
 
@@ -148,7 +157,7 @@ def drawing(name: str, rows: Mapping[Cell, Row], dataset: str, steps: int | None
         steps,
         # a variant is shown if it has more than the training that it shares with its method
         tuple(curve for curve in curves if len(curve.points) > (curve.method not in PAIRED)),
-        tuple((label, row.cell.method, row.summary("test", metric)) for label, row in levels),
+        tuple(Level(label, row.cell.method, row.summary("test", metric)) for label, row in levels),
         _paper_points(dataset, metric) if name == "amount" and steps == STEPS else (),
         log_x=name == "amount",
     )
@@ -212,11 +221,11 @@ def draw(shown: Drawing, folder: Path | str) -> tuple[Path, Path]:
             look: Any = {"color": colour, "marker": marker, "ls": dash, "capsize": 3, "lw": 1.8, "ms": 6}
             means, bars = [summary.mean for summary in summaries], spreads if any(spreads) else None
             axes.errorbar(x, means, bars, label=curve.label, **look)
-        for label, method, summary in shown.levels:
-            colour, _, dash = _LOOKS[method]
-            if method in {curve.method for curve in shown.curves}:  # plain ConstraintMatch across its variants
+        for level in shown.levels:
+            colour, _, dash = _LOOKS[level.method]
+            if level.method in {curve.method for curve in shown.curves}:  # plain ConstraintMatch across its variants
                 colour, dash = "#CC79A7", (0, (6, 1.5))
-            axes.axhline(summary.mean, color=colour, ls=dash, lw=1.6, label=label)
+            axes.axhline(level.summary.mean, color=colour, ls=dash, lw=1.6, label=level.label)
         for method, place, value in shown.paper:
             colour, marker, _ = _LOOKS[method]
             axes.plot(place, value, marker, mfc="none", mec=colour, ms=10, label="_")

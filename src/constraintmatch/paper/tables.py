@@ -92,7 +92,7 @@ def figure_numbers(shown: Drawing) -> str:
         known = dict(curve.points)
         lines.append([curve.label, *(spread(known[x]) if x in known else DASH for x in places)])
     table = markdown([f"{shown.metric.upper()} in %", *(f"{x:,g}" for x in places)], lines)
-    across = ", ".join(f"{label} {spread(summary)}" for label, _, summary in shown.levels)
+    across = ", ".join(f"{level.label} {spread(level.summary)}" for level in shown.levels)
     return table + (f"\n\nFor comparison: {across}." if across else "")
 
 
