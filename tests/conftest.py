@@ -24,10 +24,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting() -> Iterator[None]:
-    """Nothing waits for the disk, and the command line is put together once, not for every command."""
+    """Nothing waits for the disk, for git or a GPU that is not there; the command line is put together once."""
+    import torch
     import typer.testing
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CONSTRAINTMATCH_COMMIT", "0123456789ab")
+        if not torch.cuda.is_available():  # each seed would be kept for it, with the stack at that moment
+            patch.setattr(torch.cuda, "manual_seed_all", lambda _: None)
+            patch.setattr(torch.xpu, "manual_seed_all", lambda _: None)
         patch.setattr("os.fsync", lambda _: None)
         patch.setattr(typer.testing, "_get_command", functools.cache(typer.testing._get_command))
         yield
