@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting() -> Iterator[None]:
-    """Nothing waits for the disk, for git or a GPU that is not there; the command line is put together once."""
+    """Nothing waits for the disk, git or a GPU that is not there; the digits and the command line are made once."""
     import torch
     import typer.testing
 
@@ -34,6 +34,7 @@ def no_waiting() -> Iterator[None]:
             patch.setattr(torch.cuda, "manual_seed_all", lambda _: None)
             patch.setattr(torch.xpu, "manual_seed_all", lambda _: None)
         patch.setattr("os.fsync", lambda _: None)
+        patch.setitem(DATASETS, "digits", replace(DATASETS["digits"], load=functools.cache(DATASETS["digits"].load)))
         patch.setattr(typer.testing, "_get_command", functools.cache(typer.testing._get_command))
         yield
 
@@ -75,14 +76,14 @@ def few_digits() -> Iterator[None]:
 
 @contextmanager
 def fewer_heads() -> Iterator[None]:
-    """Starts that try 4 linear heads for 60 steps, not 40 for 300, for tests of what is around a start."""
+    """Starts that try 4 linear heads for 20 steps, not 40 for 300, for tests of what is around a start."""
     from constraintmatch.methods import METHODS
     from constraintmatch.methods.parts.linear_heads import best_linear_head
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(METHODS["linear_scan"].__kwdefaults__, "n_tries", 4)
         patch.setitem(METHODS["scan"].__kwdefaults__, "n_tries", 4)
-        patch.setitem(best_linear_head.__kwdefaults__, "steps", 60)
+        patch.setitem(best_linear_head.__kwdefaults__, "steps", 20)
         yield
 
 
