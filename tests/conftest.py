@@ -1,6 +1,7 @@
 """What all tests share: one torch thread per worker (two workers on two cores), and small image sets."""
 
 import functools
+import gc
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from constraintmatch.data.image_set import ImageSet
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.set_threshold(20_000, 20, 20)  # to look for cycles among all that torch has takes a twentieth of the time
     if not config.getoption("numprocesses", None):  # the process that only hands out tests needs no torch
         import torch
 
