@@ -7,16 +7,24 @@ PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 
 unexport PYTHONDONTWRITEBYTECODE  # the tests start Python dozens of times: what is compiled is kept
 
-.PHONY: demo test docs test-browser format requirements clean
+.PHONY: demo test suite types style docs test-browser format requirements clean
 
 demo: $(READY)  ## what pairs and answers bring, on the bundled digits
 	$(BIN)/constraintmatch demo --out demo
 
-test: $(READY) docs  ## what a commit must pass: the documentation builds, format, lint, types, the suite
+# all at once: the types take a core for half a minute; what the suite says is shown as it comes, the rest when it ends
+test: $(READY)  ## what a commit must pass: format, lint, types, the documentation builds, the suite
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync --keep-going suite style docs types
+
+suite: $(READY)
+	+$(PYTEST) -n 2 --dist worksteal
+
+style: $(READY)
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
+
+types: $(READY)
 	$(BIN)/mypy --no-error-summary
-	$(PYTEST) -n 2 --dist worksteal
 
 docs: $(READY)  ## the documentation site, into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -1,6 +1,7 @@
 """What all tests share: one torch thread per worker (two workers on two cores), and small image sets."""
 
 import functools
+import gc
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from constraintmatch.data.image_set import ImageSet
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.set_threshold(20_000, 20, 20)  # to look for cycles among all that torch has takes a twentieth of the time
     if not config.getoption("numprocesses", None):  # the process that only hands out tests needs no torch
         import torch
 
@@ -24,11 +26,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting() -> Iterator[None]:
-    """Nothing waits for the disk, and the command line is put together once, not for every command."""
+    """Nothing waits for the disk, git or a GPU that is not there; the digits and the command line are made once."""
+    import torch
     import typer.testing
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CONSTRAINTMATCH_COMMIT", "0123456789ab")
+        if not torch.cuda.is_available():  # each seed would be kept for it, with the stack at that moment
+            patch.setattr(torch.cuda, "manual_seed_all", lambda _: None)
+            patch.setattr(torch.xpu, "manual_seed_all", lambda _: None)
         patch.setattr("os.fsync", lambda _: None)
+        patch.setitem(DATASETS, "digits", replace(DATASETS["digits"], load=functools.cache(DATASETS["digits"].load)))
         patch.setattr(typer.testing, "_get_command", functools.cache(typer.testing._get_command))
         yield
 
@@ -70,14 +78,14 @@ def few_digits() -> Iterator[None]:
 
 @contextmanager
 def fewer_heads() -> Iterator[None]:
-    """Starts that try 4 linear heads for 60 steps, not 40 for 300, for tests of what is around a start."""
+    """Starts that try 4 linear heads for 20 steps, not 40 for 300, for tests of what is around a start."""
     from constraintmatch.methods import METHODS
     from constraintmatch.methods.heads import best_linear_head
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(METHODS["linear_scan"].__kwdefaults__, "n_tries", 4)
         patch.setitem(METHODS["scan"].__kwdefaults__, "n_tries", 4)
-        patch.setitem(best_linear_head.__kwdefaults__, "steps", 60)
+        patch.setitem(best_linear_head.__kwdefaults__, "steps", 20)
         yield
 
 

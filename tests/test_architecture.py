@@ -53,6 +53,13 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.Import | ast.ImportFrom | ast.ClassDef | Function]:
+    """The imports, classes and functions of a file, wherever they are in it."""
+    wanted = ast.Import | ast.ImportFrom | ast.ClassDef | Function
+    return [node for node in ast.walk(tree_of(path)) if isinstance(node, wanted)]
+
+
 def folder_of(path: Path) -> str:
     """The folder of a file; a file at the top is a folder of its own."""
     folder = path.parent.relative_to(PACKAGE).as_posix()
@@ -63,7 +70,7 @@ def folder_of(path: Path) -> str:
 def imported(path: Path) -> frozenset[Path]:
     """The package's files that a file imports, anywhere in it; the package's own `__init__` is left out."""
     found = set()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name} line {node.lineno}: import by full name"
             found |= {file_of(f"{node.module}.{alias.name}") for alias in node.names}
@@ -113,7 +120,7 @@ def test_folders_that_are_used_alone_know_nothing_of_each_other(one: str, other:
 
 @every_module
 def test_no_module_takes_a_private_name_of_another(path: Path) -> None:
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and file_of(node.module or ""):
             private = [name.name for name in node.names if name.name.startswith("_") and name.name != "__version__"]
             assert set(private) <= {"_internal"}, f"line {node.lineno}: {private}"
@@ -177,7 +184,7 @@ def lines_of(path: Path) -> int:
 
 def functions() -> Iterator[tuple[str, Function]]:
     for path, name in zip(MODULES, NAMES, strict=True):
-        yield from ((f"{name}.{node.name}", node) for node in ast.walk(tree_of(path)) if isinstance(node, Function))
+        yield from ((f"{name}.{node.name}", node) for node in nodes_of(path) if isinstance(node, Function))
 
 
 def parameters(node: Function) -> list[str]:
@@ -198,7 +205,7 @@ def test_files_and_the_whole_stay_short() -> None:
     lines = {name: lines_of(path) for path, name in zip(MODULES, NAMES, strict=True)}
     assert {name: n for name, n in lines.items() if n > LINES_OF_A_FILE} == {}
     assert sum(lines.values()) + lines_of(PACKAGE / "__init__.py") <= LINES
-    assert sum(isinstance(node, ast.ClassDef) for path in MODULES for node in ast.walk(tree_of(path))) <= CLASSES
+    assert sum(isinstance(node, ast.ClassDef) for path in MODULES for node in nodes_of(path)) <= CLASSES
 
 
 def test_functions_stay_short_and_take_few_parameters() -> None:

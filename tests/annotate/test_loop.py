@@ -251,7 +251,7 @@ def test_a_round_waits_for_the_thread_that_was_told_to_stop(
 ) -> None:
     monkeypatch.setattr("constraintmatch.annotate.background_training.LONGEST_STEPS", 0.0)
     answers = answered(images, start, 8)
-    learning = replace(SMALL, settings={**SMALL.settings, "steps": 60}, total=8)
+    learning = replace(SMALL, settings={**SMALL.settings, "steps": 20}, total=8)
     learner = Learner(images, load_model(start), lambda: answers, tmp_path, learning)
     learner.start()
     wait_until(lambda: learner.activity() is not None)

@@ -4,8 +4,6 @@ import os
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forks import Fork
 from rights import as_nobody
 
 from constraintmatch._internal.errors import InputError
@@ -58,29 +57,24 @@ def ask(store: Store, question: Question, choice: int, annotator: str = "ann", m
 # Durability
 
 
-CHILD = """
-import os, sys
-sys.path[:0] = sys.argv[2:]
-from test_store import IMAGES, Question, open_store
-with open_store(sys.argv[1], IMAGES) as store:
-    store.add_questions(Question(i, (j,)) for i in range(30) for j in range(i))
-    while True:
-        for asked in store.claim("ann", 3):
-            os.write(1, b"%d\\n" % store.answer(asked.id, -2, "ann", 5)[0])
-"""
+def answer_forever(path: Path) -> None:
+    """What the server that is killed does: it prints the number of an answer once it is stored."""
+    with open_store(path, IMAGES) as store:
+        store.add_questions(Question(i, (j,)) for i in range(30) for j in range(i))
+        while True:
+            for asked in store.claim("ann", 3):
+                os.write(1, b"%d\n" % store.answer(asked.id, -2, "ann", 5)[0])
 
 
 def test_killing_the_server_at_any_moment_loses_no_acknowledged_answer(path: Path) -> None:
     moments = random.Random(0)
     acknowledged: set[int] = set()
     for _ in range(3):
-        command = [sys.executable, "-c", CHILD, str(path), *map(str, Path(__file__).parents[:2])]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
-            assert server.stdout is not None
-            acknowledged.add(int(server.stdout.readline()))
+        with Fork(answer_forever, path) as server:
+            acknowledged.add(int(server.out.readline()))
             time.sleep(moments.uniform(0, 0.1))
-            server.send_signal(signal.SIGKILL)
-            acknowledged |= {int(line) for line in server.stdout.read().split(b"\n")[:-1]}
+            server.send(signal.SIGKILL)
+            acknowledged |= {int(line) for line in server.out.read().split("\n")[:-1]}
         with open_store(path, IMAGES) as store:  # the lock of a killed server is free, its claims are kept
             rows = store.rows()
         assert acknowledged <= {row.id for row in rows}

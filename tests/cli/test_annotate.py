@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forks import Fork
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -22,7 +21,6 @@ from constraintmatch.cli import app, asking
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.models.cluster_model import build_model, save_model
 
-PROGRAM = "from constraintmatch.cli import app, asking; app()"
 assert asking.__all__  # its import brings the command
 
 
@@ -221,31 +219,27 @@ def test_a_folder_with_one_image_has_nothing_to_compare(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
-def test_pairs_are_asked_again_first_and_ctrl_c_ends_cleanly_and_tells_what_to_do_next(folder: Path) -> None:
+def test_pairs_are_asked_again_first_and_ctrl_c_ends_cleanly_and_tells_what_to_do_next(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_model(build_model(n_clusters=3, side=8, channels=1), folder.parent / "m")
     words = ["annotate", "photos", "--model", "m", "--db", "a b.db", "--port", "0", "--no-browser", "--kind", "pair"]
     words += ["--again", str(write_pairs(folder, "03.png,07.png,1"))]
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *words],
-        cwd=folder.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    ) as server:
-        assert server.stderr is not None
-        said = ""
-        while not (found := re.search(r"http://127\.0\.0\.1:\d+/", said)):
-            said = server.stderr.readline()
-            assert said, server.wait()
+    monkeypatch.chdir(folder.parent)
+    errors = folder.parent / "errors.txt"
+    with Fork(app, words, errors=errors) as server:
+        until = time.monotonic() + 60
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+/", errors.read_text() if errors.exists() else "")):
+            assert server.wait(0.02) is None, errors.read_text()
+            assert time.monotonic() < until
         question = ask(found[0])
         assert {"03.png", "07.png"} == set(re.findall(r"\d+\.png", json.dumps(question)))  # asked first
         body = {"question": question["id"], "choice": 0, "annotator": "anna", "milliseconds": 10}
         assert post(found[0] + "api/answers", body)["state"]["counts"]["same"] == 1
-        server.send_signal(signal.SIGINT)
-        out, err = server.communicate(timeout=20)
-    assert server.returncode == 0
-    assert "Traceback" not in err
+        server.send(signal.SIGINT)
+        out = server.out.read()
+        assert server.wait() == 0
+    assert "Traceback" not in errors.read_text()
     assert "a b.db (1: 1 same, 0 different, 0 unsure)" in out
     assert "constraintmatch annotate photos --db 'a b.db' --export pairs.csv" in out
     assert "constraintmatch train photos --pairs pairs.csv --model m" in out

@@ -2,8 +2,7 @@
 
 import logging
 import os
-import subprocess
-import sys
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forks import Fork
 from image_files import noise, save
 from PIL import Image
 
@@ -185,24 +185,20 @@ def test_leftovers_of_killed_decodes_are_removed_after_a_day(tmp_path: Path, own
     assert sorted(path.name for path in place.glob(".*")) == [".new.npy"]
 
 
-DECODE = """
-import sys
-from constraintmatch.data.image_set import load_images
-images = load_images(sys.argv[1], progress=lambda done, total: print(done, flush=True))
-print("sum", int(images.images.sum()), len(images))
-"""
+def decode(folder: Path) -> None:
+    images = load_images(folder, progress=lambda done, _: print(done))
+    print("sum", int(images.images.sum()), len(images))
 
 
 def test_a_killed_decode_leaves_no_half_cache(tmp_path: Path, own_cache: Path) -> None:
     content = save(tmp_path / "0.png", noise(48, 48, 3)).read_bytes()
     for number in range(1, 500):
         (tmp_path / f"{number}.png").write_bytes(content)
-    process = subprocess.Popen([sys.executable, "-c", DECODE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    with process:
-        assert process.stdout.readline() == "0\n"
-        assert process.stdout.readline() == "16\n"
-        process.kill()
-    assert process.returncode != 0
+    with Fork(decode, tmp_path) as process:
+        assert process.out.readline() == "0\n"
+        assert process.out.readline() == "16\n"
+        process.send(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     assert not [path for path in own_cache.rglob("[!.]*") if path.is_file()]
     images = load_images(tmp_path)
     np.testing.assert_array_equal(images.images, load_images(tmp_path, cache=False).images)
@@ -211,9 +207,8 @@ def test_a_killed_decode_leaves_no_half_cache(tmp_path: Path, own_cache: Path) -
 def test_two_processes_decode_the_same_folder_at_once(tmp_path: Path, own_cache: Path) -> None:
     for number in range(50):
         save(tmp_path / f"{number}.png", noise(32, 32, 3, seed=number), compress_level=1)
-    command = [sys.executable, "-c", DECODE, str(tmp_path)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    answers = [process.communicate()[0].splitlines()[-1] for process in processes]
+    with Fork(decode, tmp_path) as one, Fork(decode, tmp_path) as other:
+        answers = [process.out.read().splitlines()[-1] for process in (one, other)]
     expected = int(load_images(tmp_path, cache=False).images.sum())
     assert answers == [f"sum {expected} 50"] * 2
     assert len([path for path in own_cache.rglob("*") if path.is_file()]) == 2

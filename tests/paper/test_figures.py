@@ -202,7 +202,7 @@ def pictures(side: int, channels: int) -> np.ndarray:
     return small.repeat(side // 8, axis=2).repeat(side // 8, axis=3)
 
 
-@pytest.mark.parametrize(("side", "channels"), [(32, 3), (224, 3), (8, 1)])
+@pytest.mark.parametrize(("side", "channels"), [(224, 3), (8, 1)])
 def test_a_gallery_is_drawn_small_from_images_of_any_size(tmp_path: Path, side: int, channels: int) -> None:
     png, svg = draw_gallery(PAIRS, pictures(side, channels), tmp_path, "gallery-toy", "toy images")
     assert png.stat().st_size < 200_000

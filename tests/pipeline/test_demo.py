@@ -29,7 +29,7 @@ def short() -> Iterator[None]:
         patch.setattr(demo, "N_SAMPLES", 2)
         patch.setattr(demo, "BUDGETS", (10, 20))
         patch.setattr(demo, "START", {"simclr": {"epochs": 1, "images_per_step": 64}})
-        patch.setattr(demo, "TRAINING", {**demo.TRAINING, "steps": 4})
+        patch.setattr(demo, "TRAINING", {**demo.TRAINING, "steps": 4, "head_steps": 8})
         yield
 
 

@@ -1,12 +1,12 @@
 """The search: points tried by workers that race, die and come back; the paper's criterion; what is refused."""
 
 import functools
+import inspect
 import itertools
 import json
-import pickle
 import shlex
+import signal
 import sqlite3
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
+import sqlalchemy
 import typer
 from by_name import run_method
+from forks import Fork
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -53,7 +55,7 @@ GRID = Space({"lr": (0.1, 0.01), "weight_decay": (1e-3, 1e-4)})
 Train = Callable[[dict[str, float], Path | None], dict[str, Any]]
 
 
-pytestmark = pytest.mark.usefixtures("small_batches", "impatient")
+pytestmark = pytest.mark.usefixtures("small_batches", "impatient", "quick_storage")
 
 
 @pytest.fixture
@@ -61,6 +63,27 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that look and show signs of life often."""
     monkeypatch.setattr(trials, "BEAT", 1)
     monkeypatch.setattr(trials, "LOOK", 0.05)
+
+
+@pytest.fixture(scope="module")
+def quick_storage() -> Iterator[None]:
+    """Storages that do not wait for the disk and know the newest version of their tables: finding it takes longest."""
+    manager = optuna.storages._rdb.storage._VersionManager
+    find, newest = manager.get_head_version, list[str]()
+
+    def find_once(self: Any) -> str:
+        newest[:] = newest or [find(self)]
+        return newest[0]
+
+    def hurry(link: sqlite3.Connection, _: object) -> None:
+        if isinstance(link, sqlite3.Connection):
+            link.execute("PRAGMA synchronous = OFF")
+
+    sqlalchemy.event.listen(sqlalchemy.Engine, "connect", hurry)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "get_head_version", find_once)
+        yield
+    sqlalchemy.event.remove(sqlalchemy.Engine, "connect", hurry)
 
 
 @functools.cache
@@ -120,7 +143,7 @@ def test_workers_that_race_finish_every_point(tmp_path: Path) -> None:
 
     def train(chosen: dict[str, float], *_: Any) -> dict[str, Any]:
         tried.append(chosen)
-        time.sleep(0.3)
+        time.sleep(0.1)
         return squares(chosen)
 
     with ThreadPoolExecutor(3) as pool:
@@ -136,18 +159,18 @@ def test_workers_that_race_finish_every_point(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Heartbeat of storage is supposed")
 def test_a_trial_in_the_queue_is_given_to_one_of_many(tmp_path: Path) -> None:
     with study_at(tmp_path / "s.db") as study:
-        for lr in range(12):
+        for lr in range(8):
             study.enqueue_trial({"lr": float(lr)})
     start = threading.Barrier(4)
 
     def take(_: int) -> list[int]:
         with study_at(tmp_path / "s.db") as study:
             start.wait()
-            return [study.ask().number for _ in range(3)]
+            return [study.ask().number for _ in range(2)]
 
     with ThreadPoolExecutor(4) as pool:
         taken = [number for numbers in pool.map(take, range(4)) for number in numbers]
-    assert sorted(taken) == list(range(12))
+    assert sorted(taken) == list(range(8))
 
 
 def test_what_stops_a_training_puts_its_point_back(tmp_path: Path) -> None:
@@ -256,32 +279,36 @@ def test_a_search_of_the_version_with_slots_goes_on(tmp_path: Path) -> None:
 # TPE
 
 
-def test_tpe_makes_as_many_trials_as_asked_the_same_ones_again_and_more_when_more_are_asked(tmp_path: Path) -> None:
+def test_tpe_makes_as_many_trials_as_asked_the_same_ones_again_and_more_when_more_are_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = inspect.unwrap(optuna.samplers.TPESampler.__init__).__kwdefaults__
+    monkeypatch.setitem(usual, "n_startup_trials", 3)  # the draws at random that come first; ten take long
     values = {"lr": (1e-4, 0.03), "max_entropy": (0.05, 0.3)}
-    stops = iter([False] * 5 + [True])
+    stops = iter([False, False, True])
 
     def stopped_once(chosen: dict[str, float], *_: Any) -> dict[str, Any]:
         if next(stops, False):
             raise KeyboardInterrupt
         return squares(chosen)
 
-    whole = work_at(tmp_path / "whole.db", Space(values, 13), squares)  # the first ten draws are random
-    assert len(whole) == 13
-    assert len({one["settings"]["lr"] for one in whole}) == 13
+    whole = work_at(tmp_path / "whole.db", Space(values, 6), squares)
+    assert len(whole) == 6
+    assert len({one["settings"]["lr"] for one in whole}) == 6
     assert all(1e-4 <= one["settings"]["lr"] <= 0.03 and 0.05 <= one["settings"]["max_entropy"] <= 0.3 for one in whole)
     with pytest.raises(KeyboardInterrupt):
-        work_at(tmp_path / "parts.db", Space(values, 8), stopped_once)
+        work_at(tmp_path / "parts.db", Space(values, 4), stopped_once)
     with study_at(tmp_path / "parts.db") as study:
-        broken_off = study.trials[5].params
-    parts = work_at(tmp_path / "parts.db", Space(values, 8), stopped_once)
-    assert len(parts) == 8
+        broken_off = study.trials[2].params
+    parts = work_at(tmp_path / "parts.db", Space(values, 4), stopped_once)
+    assert len(parts) == 4
     again = [one for one in parts if one["settings"] in [other["settings"] for other in whole]]
-    assert len(again) >= 6  # five, and the one that was broken off
+    assert len(again) >= 3  # two, and the one that was broken off
     assert any(one["settings"]["lr"] == pytest.approx(broken_off["lr"], rel=0.01) for one in parts)
-    assert len(work_at(tmp_path / "parts.db", Space(values, 13), stopped_once)) == 13
+    assert len(work_at(tmp_path / "parts.db", Space(values, 6), stopped_once)) == 6
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.floats(1e-6, 10), st.floats(0, 1), st.floats(0, 1))
 def test_a_rounded_draw_stays_in_its_range_and_near_what_was_drawn(low: float, width: float, at: float) -> None:
     high = low + width * low
@@ -384,25 +411,20 @@ def digits(start: Path, place: Path, **changes: Any) -> Search:
     return replace(asked, **changes)
 
 
-WORKER = """
-import pickle, sys
-from constraintmatch.pipeline import trials
-from constraintmatch.pipeline.search import search
-trials.BEAT = 1
-request = pickle.load(sys.stdin.buffer)
-print("ready", flush=True)
-sys.stdin.buffer.readline()
-search(request)
-"""
+def search_half(request: Search) -> None:
+    """What the worker that is killed does: its first trial is finished, its second is not."""
+    trained = 0
 
+    def train(_plan: Any, _settings: Any, folder: Path) -> dict[str, Any]:
+        nonlocal trained
+        trained += 1
+        folder.mkdir(parents=True)
+        time.sleep(0 if trained == 1 else 60)
+        return {"loss": 1.0}
 
-def start_worker(request: Search) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-W", "error", "-c", WORKER]
-    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert worker.stdin is not None
-    worker.stdin.write(pickle.dumps(request))
-    worker.stdin.flush()
-    return worker
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("constraintmatch.pipeline.search._train", train)
+        search(request)
 
 
 def n_completed(place: Path) -> int:
@@ -435,27 +457,23 @@ def test_two_workers_share_a_grid_and_one_that_is_killed_leaves_no_gap(
 ) -> None:
     monkeypatch.setattr(trials, "GRACE", 5)
     request = stripes_search(stripes, tmp_path)
-    other = start_worker(request)
-    assert other.stdin is not None
-    assert other.stdout is not None
-    assert other.stdout.readline() == b"ready\n"
     killed_after: list[int] = []
+    with Fork(search_half, request) as other:
 
-    class Killer(Reporter):
-        def say(self, text: str) -> None:  # noqa: ARG002 (at our first trial: the other worker is killed at its second)
-            until = time.monotonic() + 60
-            while other.poll() is None and not n_completed(tmp_path) and time.monotonic() < until:
-                time.sleep(0.02)
-            if not killed_after:
-                killed_after.append(n_completed(tmp_path))
-                other.kill()
-                other.communicate()
+        class Killer(Reporter):
+            def say(self, text: str) -> None:  # noqa: ARG002 (at our first trial: the other worker is at its second)
+                until = time.monotonic() + 60
+                while other.process.is_alive() and not n_completed(tmp_path) and time.monotonic() < until:
+                    time.sleep(0.02)
+                if not killed_after:
+                    killed_after.append(n_completed(tmp_path))
+                    other.send(signal.SIGKILL)
+                    assert other.wait() == -signal.SIGKILL
 
-    other.stdin.write(b"go\n")
-    other.stdin.flush()
-    found, _ = search(request, Killer())
-    assert killed_after[0] in (1, 2)  # by the other: we had none
+        found, _ = search(request, Killer())
+    assert killed_after == [1]  # by the other: we had none
     assert len({str(one["settings"]) for one in found["trials"]}) == 4
+    assert [one["loss"] for one in found["trials"]].count(1.0) == 1
     assert not (tmp_path / "search.db.runs").exists()
 
 

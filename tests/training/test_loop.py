@@ -3,17 +3,17 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from forks import Fork
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -187,41 +187,31 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 
 
 LONG = replace(CPU, steps=60, checkpoint_every=7)
-KILLED = """
-import sys
-sys.path.insert(0, {tests!r})
-import test_loop
-try:
-    test_loop.train_slowly({out!r} + "/told")
-except test_loop.Interrupted:
-    test_loop.train_slowly({out!r} + "/killed")
-"""
 
 
-def train_slowly(out: str) -> None:
-    """What the process that is killed does."""
+def train_slowly(out: Path) -> None:
+    """What the process that is killed does: it is told to stop, saves, and is killed in its second run."""
     torch.set_num_threads(1)
 
     def slow(step: int) -> Numbers:
         if step == 0:
-            print("ready", flush=True)
+            print("ready")
         time.sleep(0.01)
         return numbers(step)
 
-    with open_run(Path(out), {}) as run:
+    with suppress(Interrupted), open_run(out / "told", {}) as run:
+        fit(network(), slow, squares, LONG, run=run)
+    with open_run(out / "killed", {}) as run:
         fit(network(), slow, squares, LONG, run=run)
 
 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    script = KILLED.format(tests=str(Path(__file__).parent), out=str(tmp_path))
-    command = [sys.executable, "-c", script]  # one process, killed in its second run: starting it is what takes time
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
+    with Fork(train_slowly, tmp_path) as process:
         for kind in (signal.SIGTERM, signal.SIGKILL):
-            assert process.stdout.readline() == "ready\n"
+            assert process.out.readline() == "ready\n"
             time.sleep(random.uniform(0.05, 0.5))
-            process.send_signal(kind)
-        assert process.wait(30) == -signal.SIGKILL
+            process.send(kind)
+        assert process.wait() == -signal.SIGKILL
     status = json.loads((tmp_path / "told" / "run.json").read_text())  # it was told, so it saved where it stood
     assert status["status"] == "interrupted"
     assert (tmp_path / "told" / "checkpoint.safetensors").is_file()
