@@ -21,16 +21,8 @@ from constraintmatch.evaluation.metrics import accuracy, collapse_warnings, embe
 from constraintmatch.methods import METHODS, Context, ViewChoice
 from constraintmatch.methods.preparation import check_images
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
-from constraintmatch.pipeline.config import (
-    ORDER,
-    PRETEXTS,
-    Recipe,
-    TrainConfig,
-    default_options,
-    make_config,
-    method_arguments,
-    short_start,
-)
+from constraintmatch.pipeline import config as configuration
+from constraintmatch.pipeline.config import ORDER, PRETEXTS, TrainConfig, make_config
 from constraintmatch.pipeline.sources import Pairs, as_constraints, choose_pairs
 from constraintmatch.pipeline.train import train
 from constraintmatch.training.batches import derive_seed
@@ -311,7 +303,7 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
             raise InputError(f"unknown method {self.method!r}; known are {known}")
         asked, cpu = self._asked(), choose_device(self.device).type == "cpu"
         own_stages = {stage: asked.pop(stage) for stage in ORDER if stage in asked}
-        stages = _start_stages(short_start(len(images), cpu=cpu), own_stages)
+        stages = configuration.own_start(len(images), own_stages, cpu=cpu)
         views = self._views(images, {name: asked.pop(name) for name in OWN_VIEWS if name in asked})
         made = start is None and self.start is not None and not images.embedded  # given features need no pretext task
         if start is None:
@@ -319,7 +311,8 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
             how: Any = {"side": images.side, "channels": images.channels, "mean": mean, "std": std}
             how |= {"n_clusters": 0 if self.start else n_clusters, "seed": derive_seed(seed, "weights")}
             start = build_model(backbone=self.backbone, **how)
-        options = {**default_options(self.method, len(images), cpu=cpu), **asked, "seed": seed, "device": self.device}
+        options = configuration.default_options(self.method, len(images), cpu=cpu)
+        options |= {**asked, "seed": seed, "device": self.device}
         missing = [stage for stage in ORDER if stage in stages and (made or stage not in PRETEXTS)]
         chain: Any = {"stages": () if start.config.n_clusters else missing, "stage_options": stages}
         return make_config(self.method, options, start=start, views=views, n_clusters=n_clusters, **chain)
@@ -360,19 +353,6 @@ def _as_labels(y: ArrayLike) -> NDArray[Any]:
         raise InputError(f"image {int(missing.argmax()):,} has no label in y; leave it out")
     words = labels.astype(str) if labels.dtype.kind == "O" else labels
     return labels if labels.dtype.kind in "iu" else np.unique(words, return_inverse=True)[1]
-
-
-def _start_stages(short: Recipe, asked: Mapping[str, Mapping[str, Any]]) -> Recipe:
-    """The short start with the options and the stages asked for; another pretext task keeps its number of epochs."""
-    for stage, options in asked.items():
-        if not isinstance(options, Mapping):
-            raise InputError(f"options: {stage} is {options!r}; give a dictionary, such as {{'epochs': 20}}")
-        known = method_arguments(stage).keys() - {"n_clusters"} | SETTINGS - {"steps"}  # steps follow from the epochs
-        if unknown := sorted(options.keys() - known):
-            raise InputError(f"options: {stage} knows no {unknown[0]!r}; it knows {', '.join(sorted(known))}")
-    if other := [stage for stage in asked if stage in PRETEXTS and stage not in short]:
-        short = {other[0] if stage in PRETEXTS else stage: options for stage, options in short.items()}
-    return {stage: {**short.get(stage, {}), **asked.get(stage, {})} for stage in ORDER if stage in {*short, *asked}}
 
 
 def _check_pairs(method: str, pairs: Constraints | None, images: ImageSet, *, ignored: bool) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "make_config",
     "method_arguments",
     "method_settings",
+    "own_start",
     "round_size",
     "short_start",
     "split_options",
@@ -150,6 +151,21 @@ def default_options(method: str, n_images: int, *, cpu: bool, row: DataSet | Non
     if "pairs_per_step" not in known:  # the bounds have a batch of their own
         chosen.pop("images_per_step")
     return {key: value for key, value in chosen.items() if key in known or key in TrainSettings.__dataclass_fields__}
+
+
+def own_start(n_images: int, asked: Recipe, *, cpu: bool) -> Recipe:
+    """The recipe of the short start with what is asked of its stages; another pretext task keeps its epochs."""
+    settings = TrainSettings.__dataclass_fields__.keys() - {"device", "seed", "steps"}  # steps follow from the epochs
+    for stage, options in asked.items():
+        if not isinstance(options, Mapping):
+            raise InputError(f"options: {stage} is {options!r}; give a dictionary, such as {{'epochs': 20}}")
+        known = method_arguments(stage).keys() - {"n_clusters"} | settings
+        if unknown := sorted(options.keys() - known):
+            raise InputError(f"options: {stage} knows no {unknown[0]!r}; it knows {', '.join(sorted(known))}")
+    short: Recipe = short_start(n_images, cpu=cpu)
+    if other := [stage for stage in asked if stage in PRETEXTS and stage not in short]:
+        short = {other[0] if stage in PRETEXTS else stage: options for stage, options in short.items()}
+    return {stage: {**short.get(stage, {}), **asked.get(stage, {})} for stage in ORDER if stage in {*short, *asked}}
 
 
 def training_size(n_images: int, *, cpu: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ __all__ = [
     "Answer",
     "Known",
     "Question",
+    "confirm_merges",
     "constraints_of",
     "find_known",
     "implied_groups",
@@ -33,6 +34,7 @@ Rows = NDArray[np.int64]
 
 NONE = -1  # "none of these"; for a pair: different
 UNSURE = -2
+MERGED = 3  # images of a group, from which on it takes two answers to merge it with another such group
 MAX_SHOWN = 5  # they fit next to the image, and have the keys 1-5
 
 
@@ -103,6 +105,26 @@ def stated_constraints(answers: Sequence[Answer], n_images: int) -> Constraints:
     """
     left, right, link, follows = _links(answers)
     return Constraints.from_arrays(left, right, link, n_images=n_images).take(~follows).resolve("drop")
+
+
+def confirm_merges(said: Constraints) -> Constraints:
+    """The constraints, in the order of the answers, without single must-links between two groups of three or more.
+
+    One wrong answer there would join two kinds. A second one between the same groups confirms the first.
+    """
+    from scipy.cluster.hierarchy import DisjointSet
+
+    groups = DisjointSet(np.union1d(said.left, said.right).tolist())
+    waiting, keep = dict[frozenset[int], int](), np.ones(len(said), bool)
+    for row in np.flatnonzero(said.link > 0.5).tolist():
+        ends = frozenset(groups[int(side[row])] for side in (said.left, said.right))
+        if len(ends) == 2 and min(map(groups.subset_size, ends)) >= MERGED:
+            if ends not in waiting:
+                waiting[ends], keep[row] = row, False
+                continue
+            keep[waiting.pop(ends)] = True
+        groups.merge(int(said.left[row]), int(said.right[row]))
+    return said.take(keep)
 
 
 def implied_groups(answers: Sequence[Answer], n_images: int) -> Rows:

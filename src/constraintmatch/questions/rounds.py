@@ -18,7 +18,15 @@ from constraintmatch._internal.rng import Purpose
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.constraints.propagation import known_groups
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question, constraints_of, stated_constraints
+from constraintmatch.questions.answers import (
+    NONE,
+    UNSURE,
+    Answer,
+    Question,
+    confirm_merges,
+    constraints_of,
+    stated_constraints,
+)
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Choice, Kind, next_questions
 
@@ -98,7 +106,7 @@ def closure_pairs(answers: Sequence[Answer], n_images: int, *, most: int = MOST_
     Cannot-links that only follow from the choice of another image are left out: one wrong link would spread over two
     groups. Must-links keep their natural share: with half must-links the pair loss merges clusters (docs/findings.md).
     """
-    said = stated_constraints(answers, n_images)
+    said = confirm_merges(stated_constraints(answers, n_images))
     view = said.component_constraints()
     sizes = np.bincount(view.component, minlength=1)
     within, between = sizes * (sizes - 1) // 2, sizes[view.cannot[:, 0]] * sizes[view.cannot[:, 1]]
@@ -204,7 +212,7 @@ def inform_start(start: "ClusterModel", frozen: "Frozen", answers: Sequence[Answ
     from constraintmatch.methods.propagate import teach_groups
 
     n = len(frozen)
-    groups = known_groups(stated_constraints(answers, n), constraints_of(answers, n))
+    groups = known_groups(confirm_merges(stated_constraints(answers, n)), constraints_of(answers, n))
     return teach_groups(start, frozen, groups) if len(groups) > 1 else copy.deepcopy(start)
 
 
