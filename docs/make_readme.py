@@ -21,6 +21,11 @@ GRIDS = {  # files of results/, by how they begin
     "cifar100-20-scan": "CIFAR-100-20, SCAN",
     "stl10": "STL-10 photographs, linear heads on BYOL",
 }
+NETWORKS = (
+    ("constrained", "none", "constrained, all right"),
+    ("constraintmatch", "none", "ConstraintMatch, all right"),
+    ("constraintmatch", "all:0.1", "ConstraintMatch, a tenth of all wrong"),
+)
 ASKED = {"random": "random pairs", "pair": "chosen pairs", "which": "which of these?"}
 WRONG_KINDS = {"all": " of all", "both": ", alike in both kinds", "same": ', only "same"'}
 DEMO = {  # titles of the demo's rows; a row without one is called as the file calls it
@@ -304,6 +309,22 @@ def photographs_table() -> str:
     return "\n".join(lines)
 
 
+def networks_table() -> str:
+    """Test ACC of networks trained by the safe recipe from SCAN's start, with 1,000 and 10,000 random pairs."""
+    lines = ["| | 1,000 pairs | 10,000 pairs |", "|---|--:|--:|"]
+    for name, title in SETS.items():
+        found = json.loads((ROOT / "results" / f"safety-{name}.json").read_text(encoding="utf-8"))
+        start = f"{100 * found['start']:.1f}"
+        lines.append(f"| {title}, the start | {start} | {start} |")
+        for method, wrong, said in NETWORKS:
+            row = []
+            for n in (1_000, 10_000):
+                cells = [c for c in found["cells"] if (c["method"], c["wrong"], c["pairs"]) == (method, wrong, n)]
+                row.append(_mean([100 * cell["acc"] for cell in cells]) if cells else "–")
+            lines.append(f"| {title}, {said} | {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
 def grid_tables() -> str:
     """Test ACC of a head on frozen features for every way of asking, coloured by its distance from the start."""
     parts = []
@@ -314,14 +335,15 @@ def grid_tables() -> str:
         if not found:
             continue
         start = 100 * found[0]["start"]
-        cells: dict[tuple[str, str], dict[int, list[float]]] = {}
-        for curve in (curve for grid in found for curve in grid["curves"]):
+        cells: dict[tuple[str, str], dict[int, list[tuple[float, float]]]] = {}  # scores, and how far from the start
+        for begun, curve in ((grid["start"], curve) for grid in found for curve in grid["curves"]):
             row = cells.setdefault((curve["way"], curve["wrong"]), {})
-            for point in curve["points"]:
-                row.setdefault(point["answers"], []).append(100 * point["acc"])
+            for point in curve["points"]:  # two files of a set may be scored on different numbers of test images
+                scored = 100 * point["acc"], 100 * (point["acc"] - begun)
+                row.setdefault(point["answers"], []).append(scored)
         sizes = sorted({n for row in cells.values() for n in row})
         head = "".join(f"<th>{n:,}</th>" for n in sizes)
-        rows = [_grid_row(key, cells[key], sizes, start) for key in sorted(cells, key=_grid_order)]
+        rows = [_grid_row(key, cells[key], sizes) for key in sorted(cells, key=_grid_order)]
         parts.append(f"### {title}: the start has {start:.1f}\n")
         parts.append(f'<table class="grid"><tr><th>answers</th>{head}</tr>\n' + "\n".join(rows) + "\n</table>\n")
     return "\n".join(parts)
@@ -331,7 +353,7 @@ def _grid_order(key: tuple[str, str]) -> tuple[int, str]:
     return list(ASKED).index(key[0]), key[1].replace("none", "")
 
 
-def _grid_row(key: tuple[str, str], row: Mapping[int, list[float]], sizes: Sequence[int], start: float) -> str:
+def _grid_row(key: tuple[str, str], row: Mapping[int, list[tuple[float, float]]], sizes: Sequence[int]) -> str:
     kind, _, share = key[1].partition(":")
     wrong = f"{100 * float(share):g} % wrong{WRONG_KINDS[kind] if key[0] == 'random' else ''}" if share else "all right"
     shown = []
@@ -339,10 +361,12 @@ def _grid_row(key: tuple[str, str], row: Mapping[int, list[float]], sizes: Seque
         if n not in row:
             shown.append("<td></td>")
             continue
-        mean, least = statistics.fmean(row[n]), min(row[n])
-        strength = min(abs(mean - start) / 10, 1) * 0.6 if abs(mean - start) >= 0.1 else 0
-        colour = f"rgba({'0,150,90' if mean > start else '220,50,30'},{strength:.2f})"
-        shown.append(f'<td style="background:{colour}" title="lowest {least:.1f}">{mean:.1f}</td>')
+        mean, least = statistics.fmean(score for score, _ in row[n]), min(score for score, _ in row[n])
+        gain = round(statistics.fmean(gain for _, gain in row[n]), 1)
+        colour = (
+            f' style="background:rgba({"0,150,90" if gain > 0 else "220,50,30"},{min(abs(gain) / 10, 1) * 0.6:.2f})"'
+        )
+        shown.append(f'<td{colour if gain else ""} title="lowest {least:.1f}">{mean:.1f}</td>')
     return f"<tr><td>{ASKED[key[0]]}, {wrong}</td>{''.join(shown)}</tr>"
 
 
@@ -466,6 +490,7 @@ def filled(text: str) -> str:
         "answers table": answers_table,
         "safety table": safety_table,
         "photographs table": photographs_table,
+        "networks table": networks_table,
         "grid": grid_tables,
         "wrong table": wrong_table,
         "merging table": merging_table,
