@@ -45,7 +45,7 @@ requirements: $(READY)  ## pin anew what pyproject.toml allows
 $(READY): requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
-	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode -r requirements.txt
+	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet -r requirements.txt
 	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --no-deps -e .
 	touch $(READY)
 
