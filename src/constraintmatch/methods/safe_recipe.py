@@ -34,7 +34,7 @@ RECIPES = ("safe", "paper")
 SUREST = 0.85  # highest mean confidence at the first step: the gradients of a surer head ruin the features
 AVERAGED = 0.1  # the share of the steps, at the end, whose weights are averaged
 KNOWN = 0.5  # the answers lead if they separate at least this share of the kinds
-TOLD = 1.0  # standard errors by which the head alone must be better than the start
+TAUGHT = 1.0  # standard errors by which the head alone must be better than the start
 LEADING = -2.0  # the same where the answers lead: they are cross-checked, so refuse only a clearly worse head
 IMPLIED = 0.5  # pairs are answers to questions if they have at least this share of the must-links that groups imply
 ALIKE = 0.9  # one head may replace another if they agree on at least this share of the images
@@ -89,7 +89,8 @@ class _SafeTraining:
             return self._keep(model, self._name(model), why)
         if self.leads and self.first is not self.start and self.images.embedded:
             model = self._refine(self.first)
-            return self._keep(model, self._name(model), "the answers separate the kinds")
+            said = "do not place known images better" if model is self.start else "separate the kinds"
+            return self._keep(model, self._name(model), f"the answers {said}")
         return None
 
     def choose_after(self, log: list[dict[str, Any]]) -> Trained:
@@ -124,7 +125,7 @@ class _SafeTraining:
             return self.start
         taught = self._teach(self.task.constraints)
         verdict = self.judge.compare(self._losses(self.start), self._losses(taught))
-        better = verdict.gain > (LEADING if self.leads else TOLD) * verdict.error
+        better = verdict.gain > (LEADING if self.leads else TAUGHT) * verdict.error
         return taught if better else self.start
 
     def _name(self, model: ClusterModel) -> str:

@@ -117,7 +117,7 @@ def _train(
 
 
 def _asked(start: ClusterModel, images: ImageSet, seed: int) -> ClusterModel:
-    """The start with a head that knows right answers to "which of these?", about nine images in ten, drawn anew."""
+    """The start with a head that knows right answers to "which of these?", about nine images in ten that are drawn."""
     assert images.labels is not None
     frozen, order = Frozen.of(start, images), np.random.default_rng(seed).permutation(len(images))
     rounds = simulate(
