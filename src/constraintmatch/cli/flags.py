@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 METHODS = ("constraintmatch", "pseudo_label", "constrained", "propagate", "fully_constrained", "supervised")
-STAGES = ("simclr", "byol", "linear_scan", "scan", "self_label", "neighbour_label")
+STAGES = ("simclr", "byol", "propos", "linear_scan", "scan", "self_label", "neighbour_label")
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,11 @@ _ARGUMENTS = {
     "most_images": Setting("Use at most this number of images.", low=2, whole=True),
     "n_neighbours": _count("Neighbours of an image."),
     "n_tries": _count("Linear heads to try on the frozen features."),
+    "noise": Setting("How far from a projection a prediction begins, as a share of its length.", low=0),
     "pairs_per_step": _count("Constrained pairs in a step.", "1/3 of the images in a step"),
     "predictor_rate": _positive("Learning rate of the predictor, as a multiple of lr."),
     "projection": _count("Width of the projection head."),
+    "prototype_weight": Setting("Weight of the contrast between prototypes.", low=0),
     "pseudo_weight": Setting("λ: weight of the loss on images without pairs.", low=0),
     "reach": Setting("How far an answer spreads: further the nearer to 1.", low=0, high=1, below=True),
     "recipe": _choice(
@@ -131,6 +133,9 @@ _ARGUMENTS = {
 _STAGE_ARGUMENTS = {
     "byol.images_per_step": replace(_ARGUMENTS["images_per_step"], low=4),
     "byol.projection": replace(_ARGUMENTS["projection"], low=2),
+    "propos.images_per_step": replace(_ARGUMENTS["images_per_step"], low=4),
+    "propos.projection": replace(_ARGUMENTS["projection"], low=2),
+    "propos.warm_up": _share("Share of the steps before the prototypes take part."),
     "scan.n_tries": Setting("As linear_scan.n_tries; 0: begin with a random head.", low=0, whole=True),
     "simclr.images_per_step": replace(_ARGUMENTS["images_per_step"], low=2),
 }

@@ -126,6 +126,7 @@ def predict(model: Model, data: Source, *, files: Flags, how: Flags, reporter: R
 
 _CHAINS = (
     "scan: simclr,scan,self_label, as the paper; byol: byol,scan,self_label,linear_scan; "
+    "propos: propos,scan,self_label,linear_scan; "
     "own: byol,linear_scan,neighbour_label,linear_scan; short: simclr,linear_scan. "
     "(scan for the paper's data sets, else own)"
 )
@@ -136,7 +137,7 @@ _CHAINS = (
     start={
         "chain": flag(str, _CHAINS),
         "stages": flag(str, f"Instead of a chain: some of {', '.join(STAGES)}."),
-        "pretext": flag(str, "How features are learned: simclr or byol. (as in the chain)"),
+        "pretext": flag(str, "How features are learned: simclr, byol or propos. (as in the chain)"),
     },
     chosen=shared("seed", "device"),
     images={**_CLUSTERS, **shared("data_dir", "flip")},

@@ -12,6 +12,7 @@ from constraintmatch.methods.constraintmatch import (
 from constraintmatch.methods.preparation import Context, Trained, ViewChoice
 from constraintmatch.methods.pretext import byol, simclr
 from constraintmatch.methods.propagate import propagate
+from constraintmatch.methods.propos import propos
 from constraintmatch.methods.scan import linear_scan, scan
 from constraintmatch.methods.self_label import neighbour_label, self_label
 
@@ -20,6 +21,7 @@ __all__ = ["METHODS", "Context", "Trained", "ViewChoice"]
 METHODS: dict[str, Callable[..., Trained]] = {
     "simclr": simclr,
     "byol": byol,
+    "propos": propos,
     "linear_scan": linear_scan,
     "scan": scan,
     "self_label": self_label,

@@ -8,20 +8,22 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.methods.preparation import Context, Trained, ViewChoice, check_least, prepare
+from constraintmatch.methods.preparation import Bench, Context, Trained, ViewChoice, check_least, prepare
 from constraintmatch.models.cluster_model import ClusterModel, with_projection
 from constraintmatch.training.batches import Shuffled, Views, derive_seed
 from constraintmatch.training.loop import TrainSettings, fit
-from constraintmatch.training.losses import cosine_loss, nt_xent
+from constraintmatch.training.losses import cosine_loss, nt_xent, prototype_loss
 
-__all__ = ["OnlineAndTarget", "Projector", "TargetBatch", "byol", "momentum_at", "simclr"]
+__all__ = ["BYOL_SETTINGS", "Follow", "OnlineAndTarget", "Projector", "Scatter", "TargetBatch", "bootstrap", "byol"]
+__all__ += ["momentum_at", "simclr"]
 
 SIMCLR_SETTINGS = TrainSettings(lr=0.4, weight_decay=1e-4, schedule="cosine")
 # Published for ResNet-18 on CIFAR: 0.1 for 512 images a step and 1,000 epochs, the same decay, a predictor ten times as
@@ -90,16 +92,47 @@ class TargetBatch:
     first: Tensor
     second: Tensor
     share: Tensor
+    rows: Tensor | None = None  # (n,) of the images in the set
+    noise: Tensor | None = None  # (2n, d) that moves the projections to points around them
+    ramp: Tensor | None = None  # () the weight of the prototypes
+
+
+class Follow(NamedTuple):
+    """How BYOL learns: see `byol`."""
+
+    epochs: int
+    images_per_step: int
+    hidden: int
+    projection: int
+    target_momentum: float
+    predictor_rate: float
+
+
+class Scatter(NamedTuple):
+    """What ProPos adds to BYOL: see `propos`. `regroup` is called every few epochs and renews the clusters."""
+
+    n_clusters: int
+    weight: float
+    temperature: float
+    noise: float
+    warm_up: float
+    regroup: Callable[["OnlineAndTarget", Bench], dict[str, float]]
+    every: int  # epochs
 
 
 class OnlineAndTarget(nn.Module):
     """The online network with its predictor, and the target: a copy that follows it and has no gradient.
 
-    The target's BatchNorm uses the statistics of the batch, so only its weights follow, not its buffers.
+    The target's BatchNorm uses the statistics of the batch, so only its weights follow, not its buffers. `clusters` are
+    those of all images, for ProPos; a checkpoint keeps them.
     """
 
-    def __init__(self, model: ClusterModel, hidden: int, projection: int) -> None:
+    clusters: Tensor
+
+    def __init__(self, model: ClusterModel, hidden: int, projection: int, n_images: int = 0) -> None:
         super().__init__()
+        if n_images:
+            self.register_buffer("clusters", torch.zeros(n_images, dtype=torch.int64))
         self.online = Projector(model, _perceptron(model.width, hidden, projection))
         self.predictor = _perceptron(projection, hidden, projection)
         self.target = copy.deepcopy(self.online).requires_grad_(False)
@@ -130,12 +163,17 @@ class OnlineAndTarget(nn.Module):
         for weight in self.predictor.parameters():
             weight.register_post_accumulate_grad_hook(hurry)  # type: ignore[no-untyped-call]
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Predictions of the online network and, without a graph, projections of the target: (2, n, d)."""
-        prediction = self.predictor(self.online(images))
+    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Predictions of the online network, its projections and, without a graph, those of the target: (3, n, d).
+
+        With `noise` (n, d) the predictions are from points around the projections, at this share of their length.
+        """
+        online = self.online(images)
+        around = online if noise is None else online + noise * online.detach().norm(dim=-1, keepdim=True)
+        prediction = self.predictor(around)
         with torch.no_grad():
-            projection = self.target(images)
-        return torch.stack((prediction, projection))
+            target = self.target(images)
+        return torch.stack((prediction, online, target))
 
 
 def byol(
@@ -164,35 +202,70 @@ def byol(
     instead of 20 %, and in two batches. Projector and predictor have BatchNorm, unlike the projection of a
     `ClusterModel`, so they are dropped: neighbours are found in the features.
     """
+    how = Follow(epochs, images_per_step, hidden, projection, target_momentum, predictor_rate)
+    return bootstrap("byol", model, images, how, None, settings, views, context)
+
+
+def bootstrap(
+    title: str,
+    model: ClusterModel,
+    images: ImageSet,
+    how: Follow,
+    scatter: Scatter | None,
+    settings: TrainSettings,
+    views: ViewChoice,
+    context: Context,
+) -> Trained:
+    """BYOL, with what ProPos adds if there is a `scatter`."""
     if len(images) < 4:
-        raise InputError(f"byol compares images with their batch and needs at least 4; there are {len(images)}")
-    check_least("byol", epochs=(epochs, 1), images_per_step=(images_per_step, 4))  # BatchNorm over fewer says little
-    check_least("byol", hidden=(hidden, 1), projection=(projection, 2))  # one number has no direction but its sign
-    _check_rates(target_momentum, predictor_rate, settings.optimizer)
+        raise InputError(f"{title} compares images with their batch and needs at least 4; there are {len(images)}")
+    check_least(title, epochs=(how.epochs, 1), images_per_step=(how.images_per_step, 4))  # BatchNorm over fewer: no use
+    check_least(title, hidden=(how.hidden, 1), projection=(how.projection, 2))  # of one number only the sign is left
+    _check_rates(how.target_momentum, how.predictor_rate, settings.optimizer)
     bench = prepare(model, images, settings, need_clusters=False)
-    rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
-    settings = replace(settings, steps=epochs * rows.steps_per_epoch, lr=settings.lr * rows.batch / 512)
+    rows = Shuffled(len(images), how.images_per_step, derive_seed(settings.seed, "images"), bench.device)
+    settings = replace(settings, steps=how.epochs * rows.steps_per_epoch, lr=settings.lr * rows.batch / 512)
     trained = with_projection(model, 0)
     with torch.random.fork_rng(devices=[]):  # layers draw from the global generator; no other draw may change
-        torch.manual_seed(derive_seed(settings.seed, "projection"))
-        both = OnlineAndTarget(trained, hidden, projection)
-    if predictor_rate != 1:
-        both.hurry_predictor(predictor_rate, settings.weight_decay)
-    view = views.contrastive(images)
+        torch.default_generator.manual_seed(derive_seed(settings.seed, "projection"))
+        both = OnlineAndTarget(trained, how.hidden, how.projection, len(images) if scatter else 0)
+    if how.predictor_rate != 1:
+        both.hurry_predictor(how.predictor_rate, settings.weight_decay)
+    view, draw = views.contrastive(images), torch.Generator(bench.device)
 
     def next_batch(step: int) -> TargetBatch:
-        pixels = bench.store.take(rows(step))
-        share = 1 - momentum_at(step / settings.steps, target_momentum)
+        chosen, progress = rows(step), step / settings.steps
+        pixels = bench.store.take(chosen)
         first, second = (bench.maker(view, pixels, step, name) for name in ("first", "second"))
-        return TargetBatch(first, second, torch.full((), share, device=bench.device))  # a fill: no wait for a copy
+        share = torch.full(
+            (), 1 - momentum_at(progress, how.target_momentum), device=bench.device
+        )  # no copy to wait for
+        if scatter is None:
+            return TargetBatch(first, second, share)
+        draw.manual_seed(derive_seed(settings.seed, "noise", step))
+        noise = scatter.noise * torch.randn(2 * len(chosen), how.projection, generator=draw, device=bench.device)
+        ramp = scatter.weight if progress >= scatter.warm_up else 0.0
+        return TargetBatch(first, second, share, chosen, noise, torch.full((), ramp, device=bench.device))
 
     def loss(network: Callable[..., Tensor], batch: TargetBatch) -> dict[str, Tensor]:
         both.follow(batch.share)  # with the weights of the step before; part of the step, not of the network
-        prediction, target = network(torch.cat((batch.first, batch.second))).unbind()
+        prediction, online, target = network(torch.cat((batch.first, batch.second)), batch.noise).unbind()
         partner = target.detach().roll(len(batch.first), 0)  # first views with second ones, and back
-        return {"prediction": cosine_loss(prediction, partner)}
+        terms = {"prediction": cosine_loss(prediction, partner)}
+        if scatter is not None:
+            assert batch.ramp is not None
+            clusters = both.clusters[batch.rows]
+            sides = zip(online.chunk(2), partner.chunk(2), strict=True)
+            apart = [contrast(mine, other, clusters, scatter.n_clusters, scatter.temperature) for mine, other in sides]
+            terms["prototypes"] = batch.ramp * (apart[0] + apart[1]) / 2
+        return terms
 
-    log = fit(both, next_batch, loss, settings, title="byol", **bench.surroundings(context))
+    more: dict[str, Any] = {}
+    if scatter is not None:
+        contrast = bench.speed_up(prototype_loss)
+        settings = replace(settings, evaluate_every=scatter.every * rows.steps_per_epoch)
+        more = {"evaluate": partial(scatter.regroup, both, bench)}
+    log = fit(both, next_batch, loss, settings, title=title, **more, **bench.surroundings(context))
     return Trained(trained, log)
 
 

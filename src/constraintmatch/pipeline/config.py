@@ -37,11 +37,12 @@ __all__ = [
 
 STAGES = ("simclr", "scan", "self_label")  # the paper's start
 SHORT_STAGES = ("simclr", "linear_scan")  # the start that a training makes when it has none
-PRETEXTS = ("simclr", "byol")  # the ways to learn features; a start has one of them
+PRETEXTS = ("simclr", "byol", "propos")  # the ways to learn features; a start has one of them
 ORDER = (*PRETEXTS, "linear_scan", "scan", "self_label", "neighbour_label")
 CHAINS = {
     "scan": STAGES,
     "byol": ("byol", "scan", "self_label", "linear_scan"),
+    "propos": ("propos", "scan", "self_label", "linear_scan"),
     "own": ("byol", "linear_scan", "neighbour_label", "linear_scan"),  # steady on few images (decisions 023 and 041)
     "short": SHORT_STAGES,
 }

@@ -158,7 +158,7 @@ def pretrain(
     for number, stage in enumerate(stages):
         times = list(stages[: number + 1]).count(stage)
         folder = stage if times == 1 else f"{stage}-{times}"
-        finds = {"n_clusters": n_clusters} if stage in ("linear_scan", "scan") else {}
+        finds = {"n_clusters": n_clusters} if "n_clusters" in method_arguments(stage) else {}
         options = {**(recipe or {}).get(stage, {}), **finds, **(settings or {})}
         config = make_config(stage, options, start=model, views=views)
         place = replace(context.within(folder), resume=True)  # of the same command

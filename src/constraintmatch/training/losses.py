@@ -25,6 +25,7 @@ __all__ = [
     "nt_xent",
     "pair_loss",
     "pair_scores",
+    "prototype_loss",
     "pseudo_label_loss",
     "scan_loss",
     "soft_cross_entropy",
@@ -219,6 +220,24 @@ def cosine_loss(prediction: Tensor, target: Tensor) -> Tensor:
     """
     cosine = (F.normalize(_lift(prediction), dim=-1) * F.normalize(_lift(target), dim=-1)).sum(-1)
     return _weigh(2 - 2 * cosine)
+
+
+def prototype_loss(online: Tensor, target: Tensor, clusters: Tensor, n_clusters: int, temperature: float) -> Tensor:
+    """ProPos's contrast: a cluster's prototype is near that of the target network, and far from the other clusters'.
+
+    A prototype is the mean direction of the rows of a cluster, of `online` or `target` (n, d); `clusters` (n,) says
+    whose they are. Each finds its partner in the other network among the other clusters of its own, by cosine /
+    temperature. The mean is over the clusters that have rows.
+    """
+    here = clusters[:, None] == torch.arange(n_clusters, device=clusters.device)
+    with torch.autocast(online.device.type, enabled=False):
+        member = here.to(_lift(online).dtype)
+        mine, other = (F.normalize(member.mT @ F.normalize(_lift(z), dim=-1), dim=-1) for z in (online, target))
+        among = mine @ mine.mT / temperature
+    used, itself = here.any(0), torch.eye(n_clusters, dtype=torch.bool, device=online.device)
+    partner = ((mine * other).sum(-1) / temperature).diag_embed()
+    similarity = torch.where(itself, partner, among.masked_fill(~used, -math.inf))
+    return _weigh(_cross_entropies(similarity, torch.arange(n_clusters, device=online.device)), used)
 
 
 def _lift(tensor: Tensor) -> Tensor:
