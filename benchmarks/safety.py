@@ -110,7 +110,10 @@ def accuracy(model: ClusterModel, images: ImageSet) -> float:
 
 
 def opened(source: str, part: str, asked: argparse.Namespace) -> ImageSet:
-    return load_dataset(source, part, asked.data_dir) if source in DATASETS else load_images(source)
+    if source in DATASETS:
+        return load_dataset(source, part, asked.data_dir)
+    side = None if asked.start == "scan" else load_model(asked.start).config.side
+    return load_images(source, side=side)
 
 
 def started(asked: argparse.Namespace, train: ImageSet) -> ClusterModel:

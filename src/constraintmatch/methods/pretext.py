@@ -22,8 +22,17 @@ from constraintmatch.training.batches import Shuffled, Views, derive_seed
 from constraintmatch.training.loop import TrainSettings, fit
 from constraintmatch.training.losses import cosine_loss, nt_xent, prototype_loss
 
-__all__ = ["BYOL_SETTINGS", "Follow", "OnlineAndTarget", "Projector", "Scatter", "TargetBatch", "bootstrap", "byol"]
-__all__ += ["momentum_at", "simclr"]
+__all__ = [
+    "Follow",
+    "OnlineAndTarget",
+    "Projector",
+    "Scatter",
+    "TargetBatch",
+    "bootstrap",
+    "byol",
+    "momentum_at",
+    "simclr",
+]
 
 SIMCLR_SETTINGS = TrainSettings(lr=0.4, weight_decay=1e-4, schedule="cosine")
 # Published for ResNet-18 on CIFAR: 0.1 for 512 images a step and 1,000 epochs, the same decay, a predictor ten times as

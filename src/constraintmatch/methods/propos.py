@@ -9,13 +9,14 @@ from torch.nn import functional as F
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods.preparation import Bench, Context, Trained, ViewChoice, check_clusters, check_shares
-from constraintmatch.methods.pretext import BYOL_SETTINGS, Follow, OnlineAndTarget, Scatter, bootstrap
+from constraintmatch.methods.pretext import Follow, OnlineAndTarget, Scatter, bootstrap
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.batches import derive_seed
 from constraintmatch.training.loop import TrainSettings
 
 __all__ = ["propos", "spherical_k_means"]
 
+PROPOS_SETTINGS = TrainSettings(lr=0.2, weight_decay=5e-4, schedule="cosine-warm")  # as BYOL
 EVERY = 5  # epochs between two clusterings: each epoch, as published, costs a pass over the images
 SEEN = 1_000  # images in a batch of that pass
 TRIES, TURNS = 3, 30  # fresh beginnings of k-means, and turns of each
@@ -36,7 +37,7 @@ def propos(
     projection: int = 256,
     target_momentum: float = 0.99,
     predictor_rate: float = 10.0,
-    settings: TrainSettings = BYOL_SETTINGS,
+    settings: TrainSettings = PROPOS_SETTINGS,
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
     context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
