@@ -289,7 +289,7 @@ def test_a_hurried_predictor_has_a_higher_learning_rate_for_sgd(
 
 
 def distance(both: OnlineAndTarget, images: Tensor) -> Tensor:
-    prediction, target = both(images).unbind()
+    prediction, _, target = both(images).unbind()
     return cosine_loss(prediction, target.roll(len(images) // 2, 0))
 
 
@@ -364,7 +364,7 @@ def test_the_network_compiles_in_one_piece_and_says_the_same() -> None:
         for both, network, optimizer in zip((eager, traced), (eager, compiled), optimizers, strict=True):
             both.follow(torch.tensor(0.5))
             optimizer.zero_grad()
-            prediction, target = network(some_images(seed=step)).unbind()
+            prediction, _, target = network(some_images(seed=step)).unbind()
             (prediction * target.detach()).mean().backward()
             optimizer.step()
     for left, right in zip(eager.state_dict().values(), traced.state_dict().values(), strict=True):

@@ -29,6 +29,7 @@ from constraintmatch.training.losses import (
     nt_xent,
     pair_loss,
     pair_scores,
+    prototype_loss,
     pseudo_label_loss,
     scan_loss,
     soft_cross_entropy,
@@ -550,6 +551,38 @@ def test_cosine_loss_runs_from_zero_to_four() -> None:
     torch.testing.assert_close(cosine_loss(z, other), (2 - 2 * F.cosine_similarity(z, other)).mean())
 
 
+def test_prototype_loss_is_its_definition() -> None:
+    """Written out in NumPy; the third of four clusters has no row."""
+    generator = torch.Generator().manual_seed(0)
+    online, target = (torch.randn(9, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    clusters = np.array([0, 1, 3, 0, 1, 3, 0, 3, 0])
+
+    def prototypes(z: Tensor) -> dict[int, Any]:
+        unit = z.numpy() / np.linalg.norm(z.numpy(), axis=1, keepdims=True)
+        sums = {k: unit[clusters == k].sum(0) for k in (0, 1, 3)}
+        return {k: value / np.linalg.norm(value) for k, value in sums.items()}
+
+    mine, other = prototypes(online), prototypes(target)
+    terms = []
+    for k in mine:
+        partner = np.exp(mine[k] @ other[k] / 0.5)
+        terms.append(-np.log(partner / (partner + sum(np.exp(mine[k] @ mine[j] / 0.5) for j in mine if j != k))))
+    found = prototype_loss(online, target, torch.from_numpy(clusters), 4, 0.5)
+    assert float(found) == pytest.approx(np.mean(terms), abs=1e-9)
+    torch.testing.assert_close(prototype_loss(3 * online, target / 7, torch.from_numpy(clusters), 4, 0.5), found)
+
+
+def test_prototype_loss_of_one_cluster_or_no_row_is_zero_and_has_finite_gradients() -> None:
+    for z in (torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(4, 3), torch.zeros(0, 3)):
+        z.requires_grad_()
+        loss = prototype_loss(z, z.detach(), torch.zeros(len(z), dtype=torch.int64), 5, 0.5)
+        assert loss == 0
+        assert torch.isfinite(torch.autograd.grad(loss, z)[0]).all()
+    z = torch.zeros(4, 3, requires_grad=True)
+    loss = prototype_loss(z, z.detach(), torch.arange(4), 5, 0.5)
+    assert torch.isfinite(torch.autograd.grad(loss, z)[0]).all()
+
+
 # All of them
 
 P, Q = rows(6, 4, 1, sharp=2), rows(6, 4, 2, sharp=2)
@@ -571,6 +604,7 @@ SMOOTH = {
     "scan_loss": lambda x: scan_loss(x.softmax(-1), Q),
     "balanced_confident_cross_entropy": lambda x: balanced_confident_cross_entropy(x, Q, min_confidence=0.5),
     "cosine_loss": lambda x: cosine_loss(x, Q),
+    "prototype_loss": lambda x: prototype_loss(x, Q, torch.arange(len(x)) % 3, 4, 0.5),
 }
 
 
@@ -623,6 +657,7 @@ FUNCTIONS = {
     "scan_loss": lambda b: scan_loss(b.p, b.q),
     "balanced_confident_cross_entropy": lambda b: balanced_confident_cross_entropy(b.logits, b.q, min_confidence=0.5),
     "cosine_loss": lambda b: cosine_loss(b.logits, b.q),
+    "prototype_loss": lambda b: prototype_loss(b.logits, b.q, torch.arange(len(b.q), device=b.q.device) % 3, 4, 0.5),
 }
 
 

@@ -21,6 +21,7 @@ from constraintmatch.models.cluster_model import ClusterModel, with_projection
 from constraintmatch.training.batches import Shuffled, Views, derive_seed
 from constraintmatch.training.loop import TrainSettings, fit
 from constraintmatch.training.losses import cosine_loss, nt_xent, prototype_loss
+from constraintmatch.training.views import View
 
 __all__ = [
     "Follow",
@@ -240,21 +241,7 @@ def bootstrap(
         both = OnlineAndTarget(trained, how.hidden, how.projection, len(images) if scatter else 0)
     if how.predictor_rate != 1:
         both.hurry_predictor(how.predictor_rate, settings.weight_decay)
-    view, draw = views.contrastive(images), torch.Generator(bench.device)
-
-    def next_batch(step: int) -> TargetBatch:
-        chosen, progress = rows(step), step / settings.steps
-        pixels = bench.store.take(chosen)
-        first, second = (bench.maker(view, pixels, step, name) for name in ("first", "second"))
-        share = torch.full(
-            (), 1 - momentum_at(progress, how.target_momentum), device=bench.device
-        )  # no copy to wait for
-        if scatter is None:
-            return TargetBatch(first, second, share)
-        draw.manual_seed(derive_seed(settings.seed, "noise", step))
-        noise = scatter.noise * torch.randn(2 * len(chosen), how.projection, generator=draw, device=bench.device)
-        ramp = scatter.weight if progress >= scatter.warm_up else 0.0
-        return TargetBatch(first, second, share, chosen, noise, torch.full((), ramp, device=bench.device))
+    next_batch = _build_batches(bench, rows, views.contrastive(images), how, scatter, settings.steps)
 
     def loss(network: Callable[..., Tensor], batch: TargetBatch) -> dict[str, Tensor]:
         both.follow(batch.share)  # with the weights of the step before; part of the step, not of the network
@@ -276,6 +263,29 @@ def bootstrap(
         more = {"evaluate": partial(scatter.regroup, both, bench)}
     log = fit(both, next_batch, loss, settings, title=title, **more, **bench.surroundings(context))
     return Trained(trained, log)
+
+
+def _build_batches(
+    bench: Bench, rows: Shuffled, view: View, how: Follow, scatter: Scatter | None, steps: int
+) -> Callable[[int], TargetBatch]:
+    draw = torch.Generator(bench.device)
+
+    def fill(value: float) -> Tensor:
+        return torch.full((), value, device=bench.device)  # no copy to wait for
+
+    def next_batch(step: int) -> TargetBatch:
+        chosen, progress = rows(step), step / steps
+        pixels = bench.store.take(chosen)
+        first, second = (bench.maker(view, pixels, step, name) for name in ("first", "second"))
+        share = fill(1 - momentum_at(progress, how.target_momentum))
+        if scatter is None:
+            return TargetBatch(first, second, share)
+        draw.manual_seed(derive_seed(bench.seed, "noise", step))
+        noise = scatter.noise * torch.randn(2 * len(chosen), how.projection, generator=draw, device=bench.device)
+        ramp = fill(scatter.weight if progress >= scatter.warm_up else 0.0)
+        return TargetBatch(first, second, share, chosen, noise, ramp)
+
+    return next_batch
 
 
 def momentum_at(progress: float, first: float) -> float:

@@ -20,6 +20,7 @@ PROPOS_SETTINGS = TrainSettings(lr=0.2, weight_decay=5e-4, schedule="cosine-warm
 EVERY = 5  # epochs between two clusterings: each epoch, as published, costs a pass over the images
 SEEN = 1_000  # images in a batch of that pass
 TRIES, TURNS = 3, 30  # fresh beginnings of k-means, and turns of each
+BETTER = 1e-4  # by how much the mean cosine of a fresh one must be higher
 
 
 def propos(
@@ -85,18 +86,19 @@ def _features(model: ClusterModel, bench: Bench, n_images: int) -> Tensor:
 def spherical_k_means(points: Tensor, k: int, *, seed: int, begin: Tensor | None = None) -> Tensor:
     """The clusters (n,) of points of length 1 (n, d) by k-means on the sphere: the best of a few beginnings.
 
-    One of them is `begin` (n,), clusters from before; the others are drawn as in k-means++. The numbers of the clusters
-    follow from the beginning that wins. A cluster that loses all its points takes the one that fits its own least.
+    They are drawn as in k-means++; `begin` (n,), clusters from before, wins unless another one is clearly better. A
+    cluster that loses all its points takes the one that fits its own least.
     """
     generator = torch.Generator().manual_seed(seed)
-    centres = [_draw_centres(points, k, generator) for _ in range(TRIES)]
+    found = [_settle(points, _draw_centres(points, k, generator)) for _ in range(TRIES)]
+    best, tightest = max(found, key=lambda one: one[1])
     if begin is not None and bool((torch.bincount(begin, minlength=k) > 0).all()):
-        centres.append(_centres(points, begin, k))
-    found = [_settle(points, first) for first in centres]
-    return max(found, key=lambda one: float(one[1]))[0]
+        again, tight = _settle(points, _centres(points, begin, k))
+        best = again if tight >= tightest - BETTER * len(points) else best
+    return best
 
 
-def _settle(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
+def _settle(points: Tensor, centres: Tensor) -> tuple[Tensor, float]:
     """The clusters (n,) that these centres (k, d) end with, and the sum of the points' cosines to their centres."""
     for _ in range(TURNS):
         cosine, clusters = (points @ centres.mT).max(1)
@@ -104,7 +106,7 @@ def _settle(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
         clusters[cosine.argsort()[: int(empty.sum())]] = empty.nonzero()[:, 0]
         centres = _centres(points, clusters, len(centres))
     cosine, clusters = (points @ centres.mT).max(1)
-    return clusters, cosine.sum()
+    return clusters, float(cosine.sum())
 
 
 def _centres(points: Tensor, clusters: Tensor, k: int) -> Tensor:

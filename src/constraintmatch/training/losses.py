@@ -231,8 +231,8 @@ def prototype_loss(online: Tensor, target: Tensor, clusters: Tensor, n_clusters:
     """
     here = clusters[:, None] == torch.arange(n_clusters, device=clusters.device)
     with torch.autocast(online.device.type, enabled=False):
-        member = here.to(_lift(online).dtype)
-        mine, other = (F.normalize(member.mT @ F.normalize(_lift(z), dim=-1), dim=-1) for z in (online, target))
+        units = (F.normalize(_lift(z), dim=-1) for z in (online, target))
+        mine, other = (F.normalize(here.to(unit.dtype).mT @ unit, dim=-1) for unit in units)
         among = mine @ mine.mT / temperature
     used, itself = here.any(0), torch.eye(n_clusters, dtype=torch.bool, device=online.device)
     partner = ((mine * other).sum(-1) / temperature).diag_embed()
