@@ -64,11 +64,6 @@ class Verdict(NamedTuple):
     error: float
 
     @property
-    def surely(self) -> float:
-        """The gain that can be counted on."""
-        return self.gain - CAUTION * self.error
-
-    @property
     def has_fallen(self) -> bool:
         """Whether the other model is clearly better."""
         return self.gain + FALLEN * self.error < 0

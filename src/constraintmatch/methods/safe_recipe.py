@@ -18,7 +18,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.constraints.propagation import known_groups
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.judge import LEAST, LEAST_GAIN, Guard, Judge, Rates, hide_images, repeat_rate
+from constraintmatch.evaluation.judge import CAUTION, LEAST, LEAST_GAIN, Guard, Judge, Rates, hide_images, repeat_rate
 from constraintmatch.evaluation.metrics import embed, predict
 from constraintmatch.methods.heads import calm_factor
 from constraintmatch.methods.pair_training import PairTask, begin, build_training, check_task
@@ -39,6 +39,10 @@ LEADING = -2.0  # the same where the answers lead: they are cross-checked, so re
 IMPLIED = 0.5  # pairs are answers to questions if they have at least this share of the must-links that groups imply
 ALIKE = 0.9  # one head may replace another if they agree on at least this share of the images
 AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
+SURER = (
+    2.0  # standard errors by which a head that the pairs train on embeddings must be better: it has no views to learn
+)
+CHOSEN = 3.0  # the same by which pairs must look more alike than pairs at random to count as chosen
 DOUBTED = 12  # pairs that the verdict lists for a second look
 FEW_ANSWERS = 30  # an annotator with at least this many pairs gets an error rate of their own
 
@@ -91,6 +95,10 @@ class _SafeTraining:
             model = self._refine(self.first)
             said = "do not place known images better" if model is self.start else "separate the kinds"
             return self._keep(model, self._name(model), f"the answers {said}")
+        if self.images.embedded and self._are_chosen():
+            model = self.first if self.first is self.start else self._refine(self.first)
+            why = "the pairs were chosen: they say how to change a few images, and not what that does to the others"
+            return self._keep(model, self._name(model), why)
         return None
 
     def choose_after(self, log: list[dict[str, Any]]) -> Trained:
@@ -100,7 +108,8 @@ class _SafeTraining:
         verdict = self.judge.compare(self.network_losses, after)
         said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {len(self.judge.pairs):,} held-out pairs"
         beginning = verdict if first is self.start else self.judge.compare(self._losses(self.start), after)
-        if min(verdict.surely, beginning.surely) > LEAST_GAIN:
+        caution = SURER if self.images.embedded else CAUTION
+        if min(one.gain - caution * one.error for one in (verdict, beginning)) > LEAST_GAIN:
             step = next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"])
             return self._keep(self.network, f"the network of step {step:,}", f"better than {name} by {said}", log, step)
         kept = first if first is self.start else self._refine(first)
@@ -139,6 +148,13 @@ class _SafeTraining:
             return False
         error = np.sqrt(must.var() / len(must) + cannot.var() / len(cannot))
         return bool(must.mean() - cannot.mean() < -2 * error)
+
+    def _are_chosen(self) -> bool:
+        """Whether the start finds the images of the pairs more alike than images that are paired at random."""
+        p = self._predict(self.start, self.all_pairs.rows)
+        left, right = (p[np.searchsorted(self.all_pairs.rows, side)] for side in (self.pairs.left, self.pairs.right))
+        same = self.all_pairs.same(p)
+        return bool(same.mean() - left.mean(0) @ right.mean(0) > CHOSEN * same.std() / np.sqrt(len(same)))
 
     def _are_doubtful(self) -> bool:
         """Whether most must-links look wrong to the start: then the groups that they join say nothing."""
