@@ -5,7 +5,7 @@ of known images say; the network at each evaluation. The paper's recipe trains a
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -20,15 +20,19 @@ from constraintmatch.constraints.propagation import known_groups
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.judge import CAUTION, LEAST, LEAST_GAIN, Guard, Judge, Rates, hide_images, repeat_rate
 from constraintmatch.evaluation.metrics import embed, predict
+from constraintmatch.methods.angular import angular_head
 from constraintmatch.methods.heads import calm_factor
 from constraintmatch.methods.pair_training import PairTask, begin, build_training, check_task
 from constraintmatch.methods.preparation import Context, Trained, ViewChoice, spread
 from constraintmatch.methods.propagate import Frozen, teach_groups
-from constraintmatch.models.cluster_model import ClusterModel
+from constraintmatch.models.cluster_model import ClusterModel, with_head
+from constraintmatch.training.batches import derive_seed
 from constraintmatch.training.loop import TrainSettings, choose_device
 from constraintmatch.training.run_folder import read_log
 
 __all__ = ["RECIPES", "calm_head", "train_pairs"]
+
+Teacher = Callable[[Constraints], ClusterModel]
 
 RECIPES = ("safe", "paper")
 SUREST = 0.85  # highest mean confidence at the first step: the gradients of a surer head ruin the features
@@ -42,6 +46,7 @@ AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
 SURER = (
     2.0  # standard errors by which a head that the pairs train on embeddings must be better: it has no views to learn
 )
+PER_CLUSTER = 5  # must-links for each cluster from which on pairs at random may teach a head through angles
 CHOSEN = 3.0  # the same by which pairs must look more alike than pairs at random to count as chosen
 DOUBTED = 12  # pairs that the verdict lists for a second look
 FEW_ANSWERS = 30  # an annotator with at least this many pairs gets an error rate of their own
@@ -79,6 +84,7 @@ class _SafeTraining:
         training, held_out = hide_images(self.pairs, seed=settings.seed)
         self.task, self.judge = replace(task, constraints=training), Judge(held_out)
         self.repeated = repeat_rate(task.constraints)
+        self._teacher: Teacher = self._teach  # of `first`
 
     def choose_before(self) -> Trained | None:
         """What to keep without a training of the network; None if the network should be trained."""
@@ -95,7 +101,7 @@ class _SafeTraining:
             model = self._refine(self.first)
             said = "do not place known images better" if model is self.start else "separate the kinds"
             return self._keep(model, self._name(model), f"the answers {said}")
-        if self.images.embedded and self._are_chosen():
+        if self.images.embedded and self._are_chosen:
             model = self.first if self.first is self.start else self._refine(self.first)
             why = "the pairs were chosen: they say how to change a few images, and not what that does to the others"
             return self._keep(model, self._name(model), why)
@@ -129,13 +135,25 @@ class _SafeTraining:
 
     @cached_property
     def first(self) -> ClusterModel:
-        """The model that the network begins with: the start, or the start with a taught head."""
-        if len(known_groups(self.task.constraints)) < 2 or (not self.leads and self._are_doubtful()):
-            return self.start
-        taught = self._teach(self.task.constraints)
-        verdict = self.judge.compare(self._losses(self.start), self._losses(taught))
-        better = verdict.gain > (LEADING if self.leads else TAUGHT) * verdict.error
-        return taught if better else self.start
+        """The model that the network begins with: the start, or the start with the best of the taught heads."""
+        before, best, found = self._losses(self.start), 0.0, self.start
+        for teach in self._teachers:
+            taught = teach(self.task.constraints)
+            verdict = self.judge.compare(before, self._losses(taught))
+            better = verdict.gain > (LEADING if self.leads else TAUGHT) * verdict.error
+            if better and (found is self.start or verdict.gain > best):
+                best, found, self._teacher = verdict.gain, taught, teach
+        return found
+
+    @cached_property
+    def _teachers(self) -> list[Teacher]:
+        """The ways to teach a head with these pairs: along neighbours what groups say, or through angles."""
+        pairs = self.task.constraints
+        groups = len(known_groups(pairs)) > 1 and (self.leads or not self._are_doubtful())
+        many = pairs.n_must_links >= PER_CLUSTER * self.start.config.n_clusters and pairs.n_cannot_links > 0
+        angles = many and not self.leads and not self._are_chosen
+        ways: dict[Teacher, bool] = {self._teach: groups, self._teach_angles: angles}
+        return [teach for teach, use in ways.items() if use]
 
     def _name(self, model: ClusterModel) -> str:
         return "the start" if model is self.start else "the head alone"
@@ -149,6 +167,7 @@ class _SafeTraining:
         error = np.sqrt(must.var() / len(must) + cannot.var() / len(cannot))
         return bool(must.mean() - cannot.mean() < -2 * error)
 
+    @cached_property
     def _are_chosen(self) -> bool:
         """Whether the start finds the images of the pairs more alike than images that are paired at random."""
         p = self._predict(self.start, self.all_pairs.rows)
@@ -163,7 +182,7 @@ class _SafeTraining:
 
     def _refine(self, first: ClusterModel) -> ClusterModel:
         """A head that all pairs teach, if it predicts nearly the same as the judged one, which some of them taught."""
-        taught = self._teach(self.pairs)
+        taught = self._teacher(self.pairs)
         if self.leads:
             return taught
         one, other = (self._frozen.probabilities(model).argmax(1) for model in (first, taught))
@@ -213,6 +232,12 @@ class _SafeTraining:
 
     def _teach(self, pairs: Constraints) -> ClusterModel:
         return teach_groups(self.start, self._frozen, known_groups(pairs), cautious=self.leads).to(self.device)
+
+    def _teach_angles(self, pairs: Constraints) -> ClusterModel:
+        frozen, k = self._frozen, self.start.config.n_clusters
+        before = frozen.probabilities(self.start).argmax(1)
+        head = angular_head(frozen.features, pairs, before, k, seed=derive_seed(self.settings.seed, "angles"))
+        return with_head(self.start, *head).to(self.device)
 
     def _predict(self, model: ClusterModel, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         return predict(model, self.images.take(rows), device=self.device).probabilities

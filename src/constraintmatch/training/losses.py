@@ -14,6 +14,7 @@ from torch import Tensor
 
 __all__ = [
     "all_pairs_loss",
+    "angular_loss",
     "balanced_confident_cross_entropy",
     "confident",
     "cosine_loss",
@@ -66,6 +67,17 @@ def pair_loss(
     left, right = _lift(left), _lift(right)
     same, different = pair_scores(left, right), pair_scores(left, _complements(right))
     return _weigh(_binary_cross_entropy(same, different, link, error_rate), weight, mean=mean)
+
+
+def angular_loss(left: Tensor, right: Tensor, link: Tensor) -> Tensor:
+    """SpherePair's loss on the angle θ between the embeddings (n, d) of n pairs; links are 0 or 1.
+
+    A must-link has −log((1 + cos θ) / 2), a cannot-link below 90° −log(sin² θ) and beyond it nothing: cannot-links are
+    many, and those that are kept say no more. The mean over must-links and the mean over cannot-links are added.
+    """
+    cosine = (F.normalize(_lift(left), dim=-1) * F.normalize(_lift(right), dim=-1)).sum(-1)
+    must, cannot = -_log((1 + cosine) / 2), -_log(1 - cosine.clamp(min=0) ** 2)
+    return _weigh(must, link) + _weigh(cannot, 1 - link)
 
 
 def kcl(left: Tensor, right: Tensor, link: Tensor, weight: Tensor | None = None, *, margin: float = 2.0) -> Tensor:
