@@ -55,7 +55,26 @@ def own_cache(caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def small_batches() -> Iterator[None]:
+def narrow_networks() -> Iterator[None]:
+    """The tiny network with 16 channels a layer, for tests of what is around a training and not of what it learns."""
+    from torch import nn
+
+    from constraintmatch.models import backbones
+
+    def block(inputs: int, stride: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, 16, 3, stride=stride, padding=1, bias=False), backbones.BatchNorm(16), nn.ReLU()]
+
+    def narrow(side: int, channels: int) -> tuple[nn.Module, int]:
+        layers = [*block(channels, max(side // 4, 1)), *block(16, 1), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
+        return nn.Sequential(*layers), 64
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backbones, "_tiny", narrow)
+        yield
+
+
+@pytest.fixture(scope="module")
+def small_batches(narrow_networks: None) -> Iterator[None]:  # noqa: ARG001
     """Digits in batches a fifth of their size, for tests of what is around a training and not of what it learns."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(DATASETS, "digits", replace(DATASETS["digits"], pairs_per_step=10, images_per_step=30))

@@ -32,7 +32,7 @@ COMMANDS = list(get_command(cli.app).commands)  # type: ignore[attr-defined]
 DOCS = Path(__file__).parents[2] / "docs"
 SUFFIXES = ("png", "jpg", "webp", "bmp", "gif", "tiff")
 
-pytestmark = pytest.mark.usefixtures("quick_heads_throughout")
+pytestmark = pytest.mark.usefixtures("narrow_networks", "quick_heads_throughout")
 
 
 def run(*words: object, code: int = 0) -> Any:
