@@ -2,7 +2,9 @@
 
 import functools
 import gc
+import importlib
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +21,11 @@ from constraintmatch.data.image_set import ImageSet
 def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(20_000, 20, 20)  # to look for cycles among all that torch has takes a twentieth of the time
     if not config.getoption("numprocesses", None):  # the process that only hands out tests needs no torch
+        # all tests together need all of it: two workers that begin with the same would both compile it, at first
+        halves = ("torch._dynamo",), ("sklearn.linear_model", "scipy.stats", "matplotlib.pyplot", "optuna", "fastapi")
+        for name in halves[os.environ.get("PYTEST_XDIST_WORKER") == "gw1"]:
+            importlib.import_module(name)
+
         import torch
 
         torch.set_num_threads(1)
