@@ -132,6 +132,7 @@ def test_the_tree_of_the_readme_names_the_package() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")  # three steps make poor clusters
+@pytest.mark.usefixtures("narrow_networks")
 def test_the_python_block_has_at_most_six_lines_of_code_and_runs(tmp_path: Path) -> None:
     block = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert block is not None
