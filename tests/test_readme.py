@@ -1,6 +1,7 @@
 """README and documentation: their commands and links work, and their generated parts are current."""
 
 import ast
+import functools
 import importlib.util
 import re
 import shlex
@@ -67,6 +68,7 @@ def commands_in(text: str) -> list[str]:
     return re.findall(r"(?:^ *|`)constraintmatch ([a-z][^`\n]*)", text.replace("\\\n", " "), re.MULTILINE)
 
 
+@functools.cache
 def commands_and_flags() -> dict[str, set[str]]:
     commands = get_command(cli.app).commands  # type: ignore[attr-defined]
     return {
