@@ -43,8 +43,9 @@ requirements: $(READY)  ## pin anew what pyproject.toml allows
 	$(BIN)/uv pip compile pyproject.toml --extra browser --universal --no-annotate --no-header --no-emit-index-url -c requirements.txt -o requirements-browser.txt
 
 $(READY): requirements.txt pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
+	test -x $(BIN)/python || $(PYTHON) -m venv --without-pip .venv  # a pip of its own takes 5 s; uv needs none
+	test -x $(BIN)/uv || $(PYTHON) -m pip --python $(BIN)/python install --quiet uv || \
+		($(BIN)/python -m ensurepip && $(BIN)/python -m pip install --quiet uv)
 	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet -r requirements.txt
 	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --no-deps -e .
 	touch $(READY)

@@ -2,7 +2,9 @@
 
 import functools
 import gc
+import importlib
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,9 +21,18 @@ from constraintmatch.data.image_set import ImageSet
 def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(20_000, 20, 20)  # to look for cycles among all that torch has takes a twentieth of the time
     if not config.getoption("numprocesses", None):  # the process that only hands out tests needs no torch
+        # all tests together need all of it: two workers that begin with the same would both compile it, at first
+        halves = ("torch._dynamo",), ("sklearn.linear_model", "scipy.stats", "matplotlib.pyplot", "optuna", "fastapi")
+        for name in halves[os.environ.get("PYTEST_XDIST_WORKER") == "gw1"]:
+            importlib.import_module(name)
+
         import torch
 
         torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # pytest and Python look for cycles at the end: what was imported has none of the tests'
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,7 +66,26 @@ def own_cache(caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def small_batches() -> Iterator[None]:
+def narrow_networks() -> Iterator[None]:
+    """The tiny network with 16 channels a layer, for tests of what is around a training and not of what it learns."""
+    from torch import nn
+
+    from constraintmatch.models import backbones
+
+    def block(inputs: int, stride: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, 16, 3, stride=stride, padding=1, bias=False), backbones.BatchNorm(16), nn.ReLU()]
+
+    def narrow(side: int, channels: int) -> tuple[nn.Module, int]:
+        layers = [*block(channels, max(side // 4, 1)), *block(16, 1), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
+        return nn.Sequential(*layers), 64
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backbones, "_tiny", narrow)
+        yield
+
+
+@pytest.fixture(scope="module")
+def small_batches(narrow_networks: None) -> Iterator[None]:  # noqa: ARG001
     """Digits in batches a fifth of their size, for tests of what is around a training and not of what it learns."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(DATASETS, "digits", replace(DATASETS["digits"], pairs_per_step=10, images_per_step=30))

@@ -22,7 +22,10 @@ QUICK: dict[str, Any] = {"n_clusters": 3, "start": None, "steps": 3, "device": "
 QUICK |= {"options": SMALL}
 
 # after three steps a model may still put everything into one cluster: that is what the warning is for
-pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning"),
+    pytest.mark.usefixtures("narrow_networks"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ import pytest
 from constraintmatch._internal.files import folder_lock, read_json
 from constraintmatch.models.cluster_model import build_model, save_model
 
+pytestmark = pytest.mark.usefixtures("narrow_networks")
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -118,13 +120,13 @@ def test_a_head_alone_is_trained_where_it_is_asked(tmp_path: Path, monkeypatch: 
     asked = ["digits", "--model", str(tmp_path / "start"), "--steps", "0", "--ways", "chosen-which", "--errors", "0"]
     place = ["--budgets", "30", "--out", str(tmp_path), "--device", "cpu"]
     found = {}
-    for kind, more in (("head", []), ("trained-head", ["--head-steps", "20"])):
+    for kind, more in (("head", []), ("trained-head", ["--head-steps", "40"])):
         monkeypatch.setattr(sys, "argv", ["label_efficiency.py", *asked, *place, *more])
         benchmark.main()
         found[kind] = read_json(tmp_path / f"questions-digits-chosen-which-{kind}-error0.json")
     told, trained = found["head"], found["trained-head"]
     assert told["options"] == {}
-    assert trained["options"]["steps"] == 20
+    assert trained["options"]["steps"] == 40
     assert [point["answers"] for point in trained["points"]] == [0, 30]
     assert trained["points"][0]["acc"] == told["points"][0]["acc"]
     assert trained["points"][1]["acc"] != told["points"][1]["acc"]

@@ -1,6 +1,7 @@
 """README and documentation: their commands and links work, and their generated parts are current."""
 
 import ast
+import functools
 import importlib.util
 import re
 import shlex
@@ -67,6 +68,7 @@ def commands_in(text: str) -> list[str]:
     return re.findall(r"(?:^ *|`)constraintmatch ([a-z][^`\n]*)", text.replace("\\\n", " "), re.MULTILINE)
 
 
+@functools.cache
 def commands_and_flags() -> dict[str, set[str]]:
     commands = get_command(cli.app).commands  # type: ignore[attr-defined]
     return {
@@ -132,6 +134,7 @@ def test_the_tree_of_the_readme_names_the_package() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")  # three steps make poor clusters
+@pytest.mark.usefixtures("narrow_networks")
 def test_the_python_block_has_at_most_six_lines_of_code_and_runs(tmp_path: Path) -> None:
     block = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert block is not None

@@ -32,7 +32,7 @@ COMMANDS = list(get_command(cli.app).commands)  # type: ignore[attr-defined]
 DOCS = Path(__file__).parents[2] / "docs"
 SUFFIXES = ("png", "jpg", "webp", "bmp", "gif", "tiff")
 
-pytestmark = pytest.mark.usefixtures("quick_heads_throughout")
+pytestmark = pytest.mark.usefixtures("narrow_networks", "quick_heads_throughout")
 
 
 def run(*words: object, code: int = 0) -> Any:
@@ -853,9 +853,10 @@ def commands_in_the_documents() -> list[str]:
 def test_every_command_line_of_the_documents_can_be_typed() -> None:
     lines = commands_in_the_documents()
     assert len(lines) > 40
+    commands = get_command(cli.app).commands  # type: ignore[attr-defined]
     for line in lines:
         _, name, *words = shlex.split(line, comments=True)
-        command = get_command(cli.app).commands[name]  # type: ignore[attr-defined]
+        command = commands[name]
         if len(words) > 1:  # else the command is only named
             given = command.make_context(name, list(words)).params
             read_settings(name, given.get("sets") if settings_of(name) else [])

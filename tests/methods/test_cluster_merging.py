@@ -20,6 +20,8 @@ from constraintmatch.methods.heads import EMPTY, group_clusters, merge_clusters,
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_head
 from constraintmatch.training.loop import TrainSettings
 
+pytestmark = pytest.mark.usefixtures("narrow_networks")
+
 
 def split(labels: np.ndarray, parts: int, seed: int = 0) -> np.ndarray:
     """Every class in so many clusters, by chance."""

@@ -19,6 +19,8 @@ from constraintmatch.methods.heads import attach_head, detach_head, embed_images
 from constraintmatch.models.cluster_model import ClusterModel, build_model
 from constraintmatch.training.loop import TrainSettings
 
+pytestmark = pytest.mark.usefixtures("narrow_networks")
+
 
 def test_a_head_that_learns_nothing_comes_back_as_it_was(stripes: ImageSet) -> None:
     model = build_model(n_clusters=3, side=8, channels=1, seed=2)

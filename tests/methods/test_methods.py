@@ -19,7 +19,7 @@ from constraintmatch.training import views as view_functions
 from constraintmatch.training.loop import TrainSettings
 from constraintmatch.training.losses import all_pairs_loss, informative, pair_loss, soft_links
 
-pytestmark = pytest.mark.usefixtures("quick_heads_throughout")
+pytestmark = pytest.mark.usefixtures("narrow_networks", "quick_heads_throughout")
 
 QUICK = TrainSettings(steps=6, device="cpu", log_every=2, lr=0.05)
 SHORT = replace(QUICK, steps=3, log_every=1)

@@ -90,8 +90,8 @@ def test_no_cluster_is_lost_where_confidence_alone_loses_one(started: ClusterMod
         model.head.bias[2].mul_(0.05)
     before = cluster_sizes(predict(model, images))
     how = {"tolerance": 1, "settings": CPU, "views": ViewChoice(flip=False)}
-    taught = METHODS["neighbour_label"](copy.deepcopy(model), images, epochs=20, **how).model
-    confident = METHODS["self_label"](model, images, epochs=20, **how).model
+    taught = METHODS["neighbour_label"](copy.deepcopy(model), images, epochs=12, **how).model
+    confident = METHODS["self_label"](model, images, epochs=12, **how).model
     assert before.min() > 0
     assert cluster_sizes(predict(taught, images)).min() > 0
     assert cluster_sizes(predict(confident, images)).min() == 0

@@ -13,6 +13,8 @@ from constraintmatch import cli
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.models.cluster_model import build_model, save_model
 
+pytestmark = pytest.mark.usefixtures("narrow_networks")
+
 FRAMES = 8  # with the command, without the step itself
 
 

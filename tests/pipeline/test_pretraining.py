@@ -38,7 +38,7 @@ FEW = {
 }
 CPU = {"device": "cpu", "seed": 3}
 
-pytestmark = pytest.mark.usefixtures("quick_heads_throughout")
+pytestmark = pytest.mark.usefixtures("narrow_networks", "quick_heads_throughout")
 
 
 def fresh(n_clusters: int = 0) -> ClusterModel:

@@ -19,6 +19,8 @@ from constraintmatch.training.loop import Interrupted, TrainSettings
 from constraintmatch.training.run_folder import OtherRequest, RunFolder
 from constraintmatch.training.step import Stepper
 
+pytestmark = pytest.mark.usefixtures("narrow_networks")
+
 SETTINGS = TrainSettings(
     steps=9, lr=0.05, device="cpu", ema=0.9, log_every=4, evaluate_every=2, checkpoint_every=3, optimizer="adam"
 )
