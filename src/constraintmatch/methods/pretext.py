@@ -18,7 +18,7 @@ from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods.preparation import Context, Trained, ViewChoice, check_least, prepare
 from constraintmatch.models.cluster_model import ClusterModel, with_projection
 from constraintmatch.training.batches import Shuffled, Views, derive_seed
-from constraintmatch.training.loop import TrainSettings, fit
+from constraintmatch.training.loop import Surroundings, TrainSettings, fit
 from constraintmatch.training.losses import cosine_loss, nt_xent
 
 __all__ = ["OnlineAndTarget", "Projector", "TargetBatch", "byol", "momentum_at", "simclr"]
@@ -79,7 +79,8 @@ def simclr(
         first, second = network(torch.cat((batch.weak, batch.strong))).chunk(2)
         return {"contrast": nt_xent(first, second, temperature=temperature)}
 
-    log = fit(Projector(trained), next_batch, loss, settings, title="simclr", **bench.surroundings(context))
+    around = Surroundings(title="simclr", **bench.surroundings(context))
+    log = fit(Projector(trained), next_batch, loss, settings, around)
     return Trained(trained, log)
 
 
@@ -192,7 +193,7 @@ def byol(
         partner = target.detach().roll(len(batch.first), 0)  # first views with second ones, and back
         return {"prediction": cosine_loss(prediction, partner)}
 
-    log = fit(both, next_batch, loss, settings, title="byol", **bench.surroundings(context))
+    log = fit(both, next_batch, loss, settings, Surroundings(title="byol", **bench.surroundings(context)))
     return Trained(trained, log)
 
 

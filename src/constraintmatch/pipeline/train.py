@@ -2,16 +2,13 @@
 
 import hashlib
 import inspect
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import read_json
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import (
@@ -27,7 +24,7 @@ from constraintmatch.methods.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pipeline.config import ORDER, STAGES, Recipe, TrainConfig, make_config, method_arguments
 from constraintmatch.training.loop import choose_device
-from constraintmatch.training.run_folder import is_finished, open_run, read_log, write_result
+from constraintmatch.training.run_folder import open_run, read_log
 
 __all__ = ["pairs_hash", "pretrain", "rehearse", "rehearse_stages", "stage_summary", "train", "weights_hash"]
 
@@ -144,12 +141,10 @@ def pretrain(
     settings: Mapping[str, Any] | None = None,
     views: ViewChoice | None = None,
     context: Context = Context(),  # noqa: B008 (frozen)
-    results: Path | None = None,
 ) -> ClusterModel:
     """The model after the stages; `recipe` has options of each stage, `settings` of all. Finished stages are loaded.
 
-    A stage may come again: its second folder is `stage-2`. With `results`, a folder and the beginning of a name, each
-    stage leaves `results-stage.json`: settings, scores, seconds, environment.
+    A stage may come again: its second folder is `stage-2`.
     """
     if unknown := [stage for stage in stages if stage not in ORDER]:
         raise InputError(f"unknown stage {unknown[0]!r}; known are {', '.join(ORDER)}")
@@ -162,25 +157,13 @@ def pretrain(
         options = {**(recipe or {}).get(stage, {}), **finds, **(settings or {})}
         config = make_config(stage, options, start=model, views=views)
         place = replace(context.within(folder), resume=True)  # of the same command
-        target = None if results is None else results.with_name(f"{results.name}-{folder}.json")
-        before, began, again = found, time.monotonic(), place.out is not None and is_finished(place.out)
-        model, log = train(images, None, config, place)
-        if again and target is not None and target.is_file():
-            found = read_json(target)["scores"]  # as it was measured then
-            continue
+        model = train(images, None, config, place).model
         model.to(choose_device(config.settings.device))  # a finished stage comes from its folder
-        found = stage_summary(model, images, context.held_out)
+        before, found = found, stage_summary(model, images, context.held_out)
         if found.get("acc", 1.0) < before.get("acc", 0.0) - 0.01:
             context.reporter.say(f"{folder}: warning: ACC fell from {before['acc']:.3f} to {found['acc']:.3f}")
         if found:
             context.reporter.say(f"{folder}: " + ", ".join(f"{key} {value:.3g}" for key, value in found.items()))
-        if target is not None:
-            asked = {key: config.arguments[key] for key in options if key in config.arguments}
-            how = config.settings.request() | {"steps": log[-1]["step"]}  # which follow from the epochs
-            request = {"stage": stage, "data": dict(context.data), "arguments": asked, "settings": how}
-            spent = {"seconds": round(time.monotonic() - began, 1), "training_seconds": log[-1]["seconds"]}
-            curve = [entry for entry in log if entry["kind"] == "evaluation"]
-            write_result(target, {**request, "scores": found, **spent, "curve": curve})
     return model
 
 
