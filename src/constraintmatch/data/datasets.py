@@ -19,7 +19,7 @@ from constraintmatch.data.cache import decode_cached
 from constraintmatch.data.decoding import FolderRequest, ImageFile, Progress, find_files
 from constraintmatch.data.image_set import ImageSet
 
-__all__ = ["DATASETS", "STEPS", "DataSet", "load_dataset"]
+__all__ = ["DATASETS", "STEPS", "DataSet", "Pickled", "load_dataset"]
 
 STEPS = 20_000  # of each of the paper's trainings
 
@@ -162,7 +162,7 @@ def _cifar_batch(path: Path, label_key: str, n_classes: int) -> tuple[NDArray[np
 def _pixels(data: object) -> NDArray[np.uint8] | None:
     """The bytes (n, 3072) of a pickled array; None if it is anything else."""
     match data:
-        case _Pickled(state=(_, (int(n), 3072), _Pickled(given=(b"u1" | "u1", *_)), fortran, bytes(raw))):
+        case Pickled(state=(_, (int(n), 3072), Pickled(given=(b"u1" | "u1", *_)), fortran, bytes(raw))):
             if len(raw) == 3072 * n:
                 return np.frombuffer(raw, np.uint8).reshape((n, 3072), order="F" if fortran else "C")
     return None
@@ -191,7 +191,7 @@ def _text(value: Any) -> str:
     return value.decode("ascii", "replace") if isinstance(value, bytes) else str(value)
 
 
-class _Pickled:
+class Pickled:
     """Replaces a pickled array or NumPy type and keeps what the file says of it, so that not even NumPy acts on it."""
 
     def __init__(self, *given: Any) -> None:
@@ -203,11 +203,11 @@ class _Pickled:
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> type[_Pickled]:
+    def find_class(self, module: str, name: str) -> type[Pickled]:
         known = {"numpy.ndarray", "numpy.dtype", "numpy.core.multiarray._reconstruct"}
         if f"{module}.{name}".replace("._core.", ".core.") not in known:  # NumPy 2 writes _core
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no data set needs")
-        return _Pickled
+        return Pickled
 
 
 # STL-10

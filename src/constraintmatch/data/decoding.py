@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import PIL
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 
 from constraintmatch._internal.errors import InputError, one_line
 
@@ -39,16 +39,6 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF")  # tried by cont
 _GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"})
 _SIDES = (96, 64, 32, 16, 8)  # sides chosen for images of different sizes
 _CHUNK = 16  # files per task: enough to hide what a task costs, few enough for a smooth progress bar
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}  # what undoes each EXIF orientation
-_ORIENTATION = 0x0112
 
 
 @dataclass(frozen=True)
@@ -211,16 +201,9 @@ def _decode_file(path: Path, side: int, channels: int) -> NDArray[np.uint8]:
     with Image.open(path, formats=_FORMATS) as image:
         image.draft(None, (2 * side, 2 * side))  # a JPEG may leave out detail that the resizing would average away
         image.load()  # before the EXIF: in a PNG it may follow the pixels; a TIFF is turned by loading
-        turn = _TURNS.get(_orientation(image))
-        plain = _eight_bits(image)
-        return _fit_square(plain.transpose(turn) if turn is not None else plain, side, channels)
-
-
-def _orientation(image: Image.Image) -> int:
-    try:
-        return int(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # a broken EXIF block does not spoil the picture
-        return 1
+        with suppress(Exception):  # a broken EXIF block does not spoil the picture
+            ImageOps.exif_transpose(image, in_place=True)
+        return _fit_square(_eight_bits(image), side, channels)
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
