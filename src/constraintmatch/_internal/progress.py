@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # imported where it is used: help should be quick
     from rich.console import Console
     from rich.live import Live
 
-__all__ = ["Bar", "Lines", "Reporter", "console_reporter", "print_line", "say_error", "watched"]
+__all__ = ["QUIET", "Bar", "Lines", "Reporter", "console_reporter", "print_line", "say_error", "watched"]
 
 
 class Reporter:
@@ -34,6 +34,9 @@ class Reporter:
 
     def stop(self) -> None:
         return
+
+
+QUIET = Reporter()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
-from constraintmatch._internal.progress import Reporter, watched
+from constraintmatch._internal.progress import QUIET, Reporter, watched
 from constraintmatch.annotate.import_export import Sitting, open_answers, open_images, open_model
 from constraintmatch.annotate.question_queue import Chooser, Prompt, QuestionQueue, ask_one_by_one, pixel_belief
 from constraintmatch.annotate.store import Store
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["Door", "Loop", "ask_in_terminal", "ask_labels", "ask_on_page", "open_port", "serve_page"]
 
 CHECKPOINT_EVERY = 200  # steps of a round that a crash loses at most
-QUIET = Reporter()
 Rows = list[tuple[str, str]]  # of a table: what was answered, and what to do next
 Open = tuple[Data, QuestionQueue, "Learner"]
 

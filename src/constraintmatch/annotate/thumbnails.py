@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.database import Database, clean
+from constraintmatch.data.decoding import eight_bits
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import Answer, Question, implied_groups
 from constraintmatch.questions.belief import Belief
@@ -169,18 +170,11 @@ def _from_file(path: Path) -> Picture | None:
             if opened.width * opened.height > MAX_PIXELS or opened.mode[0] in "IF":
                 return None  # 16-bit and float grey need the scaling that the image set has done
             opened.draft(None, (2 * LARGEST, 2 * LARGEST))
-            image = _on_white(ImageOps.exif_transpose(opened))
+            image = eight_bits(ImageOps.exif_transpose(opened))
     except Exception:  # broken files raise whatever their decoder raises
         return None
     image.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS, reducing_gap=3.0)
     return _encode(image, "PNG" if max(image.size) < 256 else "JPEG")
-
-
-def _on_white(image: Image.Image) -> Image.Image:
-    if not image.has_transparency_data:
-        return image.convert("L" if image.mode in ("1", "L") else "RGB")
-    picture = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
 
 
 def _encode(image: Image.Image, kind: str) -> Picture:

@@ -25,6 +25,7 @@ __all__ = [
     "ImageFile",
     "Progress",
     "Skipped",
+    "eight_bits",
     "find_files",
     "fit_squares",
     "open_decoder",
@@ -203,10 +204,10 @@ def _decode_file(path: Path, side: int, channels: int) -> NDArray[np.uint8]:
         image.load()  # before the EXIF: in a PNG it may follow the pixels; a TIFF is turned by loading
         with suppress(Exception):  # a broken EXIF block does not spoil the picture
             ImageOps.exif_transpose(image, in_place=True)
-        return _fit_square(_eight_bits(image), side, channels)
+        return _fit_square(eight_bits(image), side, channels)
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
+def eight_bits(image: Image.Image) -> Image.Image:
     """The picture as 8-bit grey or RGB, on white where it is transparent, deeper pixels scaled (not clipped)."""
     if image.mode == "F" or image.mode.startswith("I"):
         return Image.fromarray(_scale_deep(np.asarray(image)))

@@ -15,7 +15,7 @@ from scipy.sparse import issparse
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
-from constraintmatch._internal.progress import Reporter
+from constraintmatch._internal.progress import QUIET, Reporter
 from constraintmatch.constraints import graph
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.constraints.pairs_file import names_in
@@ -66,7 +66,7 @@ def open_data(
     data_dir: Path | str | None = None,
     pictures: Path | str | None = None,
     class_folders: ClassFolders = "auto",
-    reporter: Reporter | None = None,
+    reporter: Reporter = QUIET,
     **how: Any,
 ) -> Data:
     """The images of a folder, of a .npy or .npz file, or of a data set by name (`./digits` means a folder).
@@ -75,7 +75,6 @@ def open_data(
     its training images, with the test images held out. `how` has the side, max_side, channels and strict of
     `load_images`; `max_side` bounds a side that is not asked for, and a data set keeps its own.
     """
-    reporter = reporter or Reporter()
     if str(source) in DATASETS:
         if pictures is not None:
             raise InputError(f"--pictures goes with embeddings; {source} has images of its own")
@@ -88,8 +87,16 @@ def open_data(
     record: dict[str, Any] = {"kind": "file" if path.is_file() else "folder", "name": path.name, "source": str(path)}
     record |= {"side": images.side, "channels": images.channels, "class_folders": class_folders}
     if pictures is not None:
+        if not images.embedded:
+            raise InputError(f"{path}: has images, which are shown themselves; --pictures goes with embeddings")
         record["pictures"] = os.path.abspath(pictures)  # noqa: PTH100
-        images = _with_pictures(path, images, Path(pictures), class_folders, reporter)
+        with _decoding(reporter) as progress:
+            shown = ImageSet.from_folder(pictures, class_folders=class_folders, progress=progress)
+        _say_skipped(shown, reporter)
+        try:
+            images = images.with_pictures(shown)
+        except InputError as error:
+            raise error.at(f"{path} and {pictures}") from None
     _say_skipped(images, reporter)
     return Data(images, None, None, record)
 
@@ -105,20 +112,6 @@ def open_at(
         return open_data(source, split=split or part, **how)
     side, channels = size or (None, None)
     return open_data(source, side=side, channels=channels, **how)
-
-
-def _with_pictures(
-    path: Path, images: ImageSet, folder: Path, class_folders: ClassFolders, reporter: Reporter
-) -> ImageSet:
-    if not images.embedded:
-        raise InputError(f"{path}: has images, which are shown themselves; --pictures goes with embeddings")
-    with _decoding(reporter) as progress:
-        pictures = ImageSet.from_folder(folder, class_folders=class_folders, progress=progress)
-    _say_skipped(pictures, reporter)
-    try:
-        return images.with_pictures(pictures)
-    except InputError as error:
-        raise error.at(f"{path} and {folder}") from None
 
 
 def _open_dataset(
@@ -177,7 +170,7 @@ def open_pairs(
     close: bool = False,
     holdout: float = 0.0,
     seed: int = 0,
-    reporter: Reporter | None = None,
+    reporter: Reporter = QUIET,
 ) -> tuple[Constraints, Constraints | None]:
     """The pairs of a file over these images, without contradictions, and the share `holdout` of them, set aside first.
 
@@ -188,7 +181,7 @@ def open_pairs(
         kept = read.resolve(on_conflict, names=images.names)
     except InputError as error:
         raise error.at(path) from None
-    if len(kept) < len(read) and reporter is not None:
+    if len(kept) < len(read):
         reporter.say(f"{len(read) - len(kept):,} of {len(read):,} pairs contradict others and are left out")
     held_out = None
     if holdout:

@@ -39,8 +39,12 @@ def train(
     context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
     """The trained model and its log; with a folder `context.out` the run is kept there, continued, or loaded."""
-    if config.stages:
-        config = replace(config, start=_make_start(images, config, context), stages=())
+    if config.stages:  # they are kept under `start` in the run folder
+        asked: dict[str, Any] = {"stages": config.stages, "recipe": config.stage_options, "views": config.views}
+        asked["settings"] = {key: getattr(config.settings, key) for key in _SHARED}
+        place = replace(context.within("start"), held_out_constraints=None)
+        start = pretrain(config.start, images, config.n_clusters, context=place, **asked)
+        config = replace(config, start=start, stages=())
     method = METHODS[config.method]
     given: dict[str, Any] = {**config.arguments, "settings": config.settings, "views": config.views}
     if "constraints" in inspect.signature(method).parameters:
@@ -51,8 +55,9 @@ def train(
     if context.out is None:
         trained, log = method(config.start, images, **given, context=context)
         return Trained(_note(trained, request, log), log)
-    how: dict[str, Any] = {"resume": context.resume, "since": _defaults(config.method), "how": config.settings.how()}
-    with open_run(context.out, request, **how) as run:
+    known = {f"arguments.{key}": parameter.default for key, parameter in method_arguments(config.method).items()}
+    since = {key: value for key, value in known.items() if value is not inspect.Parameter.empty}  # of older requests
+    with open_run(context.out, request, resume=context.resume, since=since, how=config.settings.how()) as run:
         if run.finished:
             return Trained(load_model(run.model), read_log(run.path))
         if "constraints" in given:
@@ -65,20 +70,6 @@ def train(
         save_model(_note(trained, request, log), run.model)
     run.checkpoint.unlink(missing_ok=True)  # not before the run is noted as finished: it would begin again
     return Trained(trained, log)
-
-
-def _make_start(images: ImageSet, config: TrainConfig, context: Context) -> ClusterModel:
-    """The start after its stages, which are kept under `start` in the run folder."""
-    settings = {key: getattr(config.settings, key) for key in _SHARED}
-    place = replace(context.within("start"), held_out_constraints=None)
-    how: dict[str, Any] = {"stages": config.stages, "recipe": config.stage_options, "views": config.views}
-    return pretrain(config.start, images, config.n_clusters, settings=settings, context=place, **how)
-
-
-def _defaults(name: str) -> dict[str, Any]:
-    """The values that a request without an argument means: it is older than the argument."""
-    known = {f"arguments.{key}": parameter.default for key, parameter in method_arguments(name).items()}
-    return {key: value for key, value in known.items() if value is not inspect.Parameter.empty}
 
 
 def _request(
