@@ -7,10 +7,8 @@ The page asks for nothing outside itself (its own content policy forbids it) and
 import functools
 import json
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +34,7 @@ from constraintmatch.training.run_folder import flat_items, read_log
 if TYPE_CHECKING:
     from jinja2 import Template
 
-__all__ = ["check_run", "report_html", "why_no_report", "write_report"]
+__all__ = ["check_run", "report_html", "write_report"]
 
 MAX_SKIPPED = 200  # images shown
 MAX_VIOLATED = 24  # pairs shown
@@ -56,17 +54,8 @@ Log = Sequence[Mapping[str, Any]]
 Fact = tuple[str, str, str]  # its name, its value, and a note under it
 
 
-def why_no_report(run: Path | str) -> str | None:
-    """What is missing for a report, and how to get it; None where nothing is."""
-    if find_spec("jinja2") is not None:
-        return None
-    return f"the report needs jinja2: pip install jinja2, then constraintmatch report {shlex.quote(str(run))}"
-
-
 def check_run(run: Path) -> None:
     """Refuse, as an InputError, what no report can be written of."""
-    if missing := why_no_report(run):
-        raise InputError(missing)
     if not (run / "run.json").is_file():
         raise InputError(f"{run}: not a run folder (it has no run.json); give the folder that training wrote")
 
