@@ -134,7 +134,7 @@ def _serve(
 ) -> None:
     """Serve the page over these images and questions on the socket until Ctrl-C."""
     from constraintmatch.annotate import server
-    from constraintmatch.annotate.api import create_app
+    from constraintmatch.annotate.api import Page, create_app
 
     rules = server.rules_for(door.host, sock.getsockname()[1], door.token)
     place = server.address(sock, door.host, rules.token)
@@ -143,9 +143,8 @@ def _serve(
         reporter.say("everybody with this address can see the images and answer; share it with care")
     if door.browse:  # the socket listens already, so the browser waits; some browsers block the call that opens them
         threading.Thread(target=webbrowser.open, args=(place,), daemon=True).start()
-    source = str(data.record["name"])
-    app = create_app(data.images, queue, folder=data.files, source=source, activity=activity, rules=rules)
-    server.run_app(app, sock)
+    page = Page(data.images, queue, data.files, str(data.record["name"]), activity)
+    server.run_app(create_app(page, rules), sock)
 
 
 # The loop: a start made once, questions, answers, a round of training in the background, better questions

@@ -48,13 +48,14 @@ _NONE_OF_THESE = {"0": NONE, "n": NONE, "none of these": NONE}
 HALF_BLOCK = "▀"  # its upper half in the foreground colour, its lower half in the background's
 
 
+@dataclass
 class Chooser:
     """Chooses questions: of one kind, in one way, until there are `total` answers (None: without an end)."""
 
-    def __init__(
-        self, *, kind: Kind = "which", choose: Choice = "recommended", seed: int = 0, total: int | None = None
-    ) -> None:
-        self.kind, self.choose, self.seed, self.total = kind, choose, seed, total
+    kind: Kind = "which"
+    choose: Choice = "recommended"
+    seed: int = 0
+    total: int | None = None
 
     def next(self, belief: Belief, answers: Sequence[Answer], n: int, waiting: Sequence[Question]) -> list[Question]:
         """At most n questions; `waiting` are handed out and not answered yet."""

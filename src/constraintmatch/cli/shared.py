@@ -33,12 +33,11 @@ class _Command(TyperCommand):
                 formatter.write_dl(records, col_max=26)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = list(args)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
             flag = getattr(error, "option_name", "") if type(error).__name__ == "NoSuchOption" else ""
-            new = new_spelling(str(self.name), flag, given) if flag else None
+            new = new_spelling(str(self.name), flag) if flag else None
             if new is None:
                 raise
             takes = [str(parameter.metavar) for parameter in self.params if parameter.param_type_name == "argument"]
