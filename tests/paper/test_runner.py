@@ -1,6 +1,7 @@
 """Cells run for real, on digits from an untrained start: results, skipping, refusing, resuming, the command."""
 
 import json
+import re
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -173,13 +174,16 @@ def test_a_result_of_another_format_is_refused_by_name(place: Place) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"cell": []}, "cell is not an object"),
-        ({"arguments": None}, "arguments is not an object"),
-        ({"settings": [1]}, "settings is not an object"),
-        ({"start": None}, "start is not an object"),
-        ({"data": None}, "data is not an object"),
+        ({"cell": []}, "cannot be read (TypeError"),
+        ({"arguments": None}, "cannot be read (TypeError"),
+        ({"settings": [1]}, "cannot be read (TypeError"),
+        ({"start": None}, "cannot be read (TypeError"),
+        ({"data": None}, "cannot be read (TypeError"),
         ({"kind": "gallery"}, "not the result of a cell"),
-        ({"scores": {"test": {"acc": float("nan")}, "train+test": {}}}, "scores.test.acc is nan, not a number from 0"),
+        (
+            {"scores": {"test": {"acc": float("nan")}, "train+test": {}}},
+            "cannot be read (ValueError: scores.test.acc is nan",
+        ),
     ],
 )
 def test_a_result_with_an_entry_of_the_wrong_kind_is_refused_by_name(
@@ -187,7 +191,9 @@ def test_a_result_with_an_entry_of_the_wrong_kind_is_refused_by_name(
 ) -> None:
     path = finished.results / f"{CELL.name}.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    with pytest.raises(InputError, match=rf"{CELL.name}.json: {said}.*; move it away or choose another --results"):
+    with pytest.raises(
+        InputError, match=rf"{CELL.name}.json: {re.escape(said)}.*; move it away or choose another --results"
+    ):
         is_finished(CELL, finished)
 
 

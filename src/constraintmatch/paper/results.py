@@ -3,7 +3,7 @@
 import csv
 import reprlib
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -92,14 +92,6 @@ TABLE_3 = _read_published("3")  # overclustering: five outputs for each class
 
 FORMAT = 1
 FREE_SETTINGS = ("seed", "evaluate_every")  # may differ between the folds of a row
-_OBJECTS = ("cell", "cell.options", "data", "start", "arguments", "settings", "scores", "scores.test")
-_ENTRIES = (  # what an entry must be, in words and in Python, and its places
-    ("an object", (dict,), (*_OBJECTS, "scores.train+test", "environment")),
-    ("a text", (str,), ("name", "cell.dataset", "cell.method", "start.name", "start.weights")),
-    ("a whole number", (int,), ("cell.n_constraints", "cell.fold", "cell.n_clusters", "cell.steps")),
-    ("a whole number", (int,), ("data.train", "data.test")),
-    ("a number", (int, float), ("cell.noise", "seconds")),
-)
 _LOWEST = {"acc": 0.0, "nmi": 0.0, "ari": -1.0}
 _ROUNDING = 1e-6  # how far a score may be outside its bounds
 _FIX = "move it away or choose another --results"
@@ -213,44 +205,19 @@ def read_content(path: Path) -> dict[str, Any] | None:
         raise InputError(f"{path}: not a result of format {FORMAT}; {_FIX}")
     if content["kind"] != "cell":
         return None
-    if wrong := next(_wrong_entries(content), None):
-        raise InputError(f"{path}: {wrong}; {_FIX}")
+    try:
+        _result(path, content)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({type(error).__name__}: {error}); {_FIX}") from None
     return content
-
-
-def _wrong_entries(content: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each entry of the wrong kind, and for each score out of its bounds."""
-    for words, kinds, places in _ENTRIES:
-        yield from (f"{place} is not {words}" for place in places if type(_entry(content, place)) not in kinds)
-    half = content.get("half", {})
-    if not isinstance(half, dict):
-        yield "half is not an object"
-    for place in ("scores.test", "scores.train+test", *(["half.scores.test"] if half else [])):
-        for metric, lowest in _LOWEST.items():
-            value = _entry(content, f"{place}.{metric}")
-            if type(value) not in (int, float) or not lowest - _ROUNDING <= value <= 1 + _ROUNDING:
-                yield f"{place}.{metric} is {reprlib.repr(value)}, not a number from {lowest:g} to 1"
-
-
-def _entry(content: Mapping[str, Any], place: str) -> Any:
-    """The value at a place such as "cell.fold"; None where there is none."""
-    value: Any = content
-    for key in place.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
 
 
 def _read(path: Path) -> Result | None:
     content = read_content(path)
     if content is None:
         return None
-    try:
-        result = _result(path, content)
-        name = result.cell.name
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise InputError(f"{path}: cannot be read ({reason}); {_FIX}") from None
-    if not name == content["name"] == path.stem:
+    result = _result(path, content)
+    if not (name := result.cell.name) == content["name"] == path.stem:
         raise InputError(f"{path}: its settings are those of {name}; name it so, or move it away")
     if bool(content.get("cut")) != result.cell.cut:
         raise InputError(f"{path}: says cut is {content.get('cut')} of {result.cell.steps:,} steps; {_FIX}")
@@ -258,27 +225,40 @@ def _read(path: Path) -> Result | None:
 
 
 def _result(path: Path, content: Mapping[str, Any]) -> Result:
-    values, peak = content["cell"], content.get("peak_gib")
+    """The result in its JSON; entries that are missing or of the wrong kind raise."""
+    values, peak, start, data = content["cell"], content.get("peak_gib"), content["start"], dict(content["data"])
     if values["dataset"] not in DATASETS:
         raise ValueError(f"data set {values['dataset']!r} is not known")
     if odd := [key for key, value in values["options"].items() if not isinstance(value, Option)]:
         raise ValueError(f"option {odd[0]} is not a number or a text")
+    counts = {key: values[key] for key in ("n_constraints", "fold", "n_clusters", "steps")}
+    counts |= {f"data.{key}": data[key] for key in ("train", "test")}
+    if odd := [key for key, value in counts.items() if type(value) is not int]:
+        raise ValueError(f"{odd[0]} is not a whole number")
+    if "half" in content:
+        _percent("half.scores.test", content["half"]["scores"]["test"])
     return Result(
         path,
         Cell(**{**values, "options": tuple(sorted(values["options"].items()))}),
-        content["start"]["name"],
-        content["start"]["weights"],
-        {
-            split: {metric: 100 * content["scores"][split][metric] for metric in METRICS}
-            for split in ("test", "train+test")
-        },
-        current_arguments(content["arguments"], path),
-        content["settings"],
-        content["seconds"],
+        str(start["name"]),
+        str(start["weights"]),
+        {split: _percent(f"scores.{split}", content["scores"][split]) for split in ("test", "train+test")},
+        current_arguments(dict(content["arguments"]), path),
+        dict(content["settings"]),
+        float(content["seconds"]),
         None if peak is None else float(peak),
-        content["environment"],
-        content["data"],
+        dict(content["environment"]),
+        data,
     )
+
+
+def _percent(place: str, scores: Mapping[str, Any]) -> dict[str, float]:
+    """The scores in percent; one out of its bounds raises."""
+    for metric, lowest in _LOWEST.items():
+        value = scores[metric]
+        if type(value) not in (int, float) or not lowest - _ROUNDING <= value <= 1 + _ROUNDING:
+            raise ValueError(f"{place}.{metric} is {reprlib.repr(value)}, not a number from {lowest:g} to 1")
+    return {metric: 100 * scores[metric] for metric in METRICS}
 
 
 def _check_alike(first: Result, second: Result) -> None:
