@@ -24,7 +24,7 @@ from constraintmatch.models.cluster_model import build_model, load_model, save_m
 from constraintmatch.paper import gallery, runner
 from constraintmatch.paper.gallery import wrong_but_right
 from constraintmatch.paper.grids import Cell, grid_cells
-from constraintmatch.paper.runner import Place, cell_constraints, cell_states, is_finished, run_cell, run_cells
+from constraintmatch.paper.runner import Place, cell_pairs, cell_states, is_finished, run_cell, run_cells
 from constraintmatch.pipeline.train import weights_hash
 from constraintmatch.training.loop import Interrupted
 from constraintmatch.training.step import Stepper
@@ -112,7 +112,7 @@ def test_supervised_training_needs_no_start(place: Place, tmp_path: Path) -> Non
 
 def test_a_fold_is_a_sample_of_constraints() -> None:
     images = load_dataset("digits", "train")
-    first, again, other = (cell_constraints(Cell("digits", "constrained", 50, fold), images) for fold in (0, 0, 1))
+    first, again, other = (cell_pairs(Cell("digits", "constrained", 50, fold), images) for fold in (0, 0, 1))
     assert first is not None
     assert again is not None
     assert other is not None
@@ -122,8 +122,8 @@ def test_a_fold_is_a_sample_of_constraints() -> None:
 
 def test_noise_turns_round_exactly_its_share_and_the_same_pairs_stay() -> None:
     images = load_dataset("digits", "train")
-    clean = cell_constraints(Cell("digits", "constrained", 200), images)
-    noisy = cell_constraints(Cell("digits", "constrained", 200, noise=0.2), images)
+    clean = cell_pairs(Cell("digits", "constrained", 200), images)
+    noisy = cell_pairs(Cell("digits", "constrained", 200, noise=0.2), images)
     assert clean is not None
     assert noisy is not None
     assert np.array_equal(clean.left, noisy.left)
@@ -132,8 +132,8 @@ def test_noise_turns_round_exactly_its_share_and_the_same_pairs_stay() -> None:
 
 def test_noise_of_both_kinds_alike_leaves_their_numbers() -> None:
     images = load_dataset("digits", "train")
-    clean = cell_constraints(Cell("digits", "constrained", 400), images)
-    noisy = cell_constraints(Cell("digits", "constrained", 400, noise=0.25, noise_of="alike"), images)
+    clean = cell_pairs(Cell("digits", "constrained", 400), images)
+    noisy = cell_pairs(Cell("digits", "constrained", 400, noise=0.25, noise_of="alike"), images)
     assert clean is not None
     assert noisy is not None
     assert np.array_equal(clean.left, noisy.left)

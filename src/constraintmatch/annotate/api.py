@@ -21,7 +21,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate import server
 from constraintmatch.annotate.database import Asked, Contradiction, StoredAnswer
 from constraintmatch.annotate.import_export import export_pairs
-from constraintmatch.annotate.question_queue import QuestionQueue
+from constraintmatch.annotate.question_queue import Line, QuestionQueue
 from constraintmatch.annotate.thumbnails import Gallery, Picture, galleries, large_picture, small_picture
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import NONE, UNSURE
@@ -68,7 +68,7 @@ class Page:
     queue: QuestionQueue
     folder: Path | None = None  # with the image files, for pictures larger than the model's
     source: str = "the images"
-    activity: Callable[[], str | None] = lambda: None
+    activity: Line = lambda: None
 
     def __post_init__(self) -> None:
         self.store, self.belief = self.queue.store, self.queue.belief

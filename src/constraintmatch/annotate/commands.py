@@ -23,7 +23,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
 from constraintmatch._internal.progress import QUIET, Reporter, watched
 from constraintmatch.annotate.import_export import Sitting, open_answers, open_images, open_model
-from constraintmatch.annotate.question_queue import Chooser, Prompt, QuestionQueue, ask_one_by_one, pixel_belief
+from constraintmatch.annotate.question_queue import Chooser, Line, Prompt, QuestionQueue, ask_one_by_one, pixel_belief
 from constraintmatch.annotate.store import Store
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.pipeline.sources import Data, read_pairs
@@ -125,12 +125,7 @@ def open_port(door: Door) -> socket.socket:
 
 
 def _serve(
-    sock: socket.socket,
-    door: Door,
-    reporter: Reporter,
-    data: Data,
-    queue: QuestionQueue,
-    activity: Callable[[], str | None] = lambda: None,
+    sock: socket.socket, door: Door, reporter: Reporter, data: Data, queue: QuestionQueue, activity: Line = lambda: None
 ) -> None:
     """Serve the page over these images and questions on the socket until Ctrl-C."""
     from constraintmatch.annotate import server

@@ -18,7 +18,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import InUse, check_target, folder_lock, write_error
 from constraintmatch.questions.answers import NONE, Answer, Question
 
-__all__ = ["Asked", "Contradiction", "Counts", "Database", "Given", "LinkGraph", "StoredAnswer", "clean"]
+__all__ = ["Asked", "Contradiction", "Database", "Given", "LinkGraph", "StoredAnswer", "clean"]
 
 _Edges = defaultdict[int, dict[int, list[int]]]  # image -> the other image -> answers that say so, oldest first
 _Tree = dict[int, tuple[int, int]]  # image -> (the image before it, steps from the root)
@@ -81,18 +81,6 @@ class StoredAnswer:
     origin: str
     withdrawn: Literal["", "undo", "withdrawn", "changed"]
     answer: Answer | None
-
-
-@dataclass(frozen=True)
-class Counts:
-    """The answers that stand; `same` and `different` count both kinds of questions."""
-
-    answered: int
-    same: int
-    different: int
-    unsure: int
-    withdrawn: int
-    per_minute: float
 
 
 @dataclass(frozen=True)

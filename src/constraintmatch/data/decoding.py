@@ -105,9 +105,10 @@ def _sort_entry(
     if entry.name.startswith("."):
         return
     name = f"{here}/{entry.name}" if here else entry.name
-    if _is_folder(entry):
-        folders.append(name)
-        return
+    with suppress(OSError):  # a link onto itself is no folder
+        if entry.is_dir():
+            folders.append(name)
+            return
     if os.path.splitext(entry.name)[1].lower() not in SUFFIXES:  # noqa: PTH122 (Path is ten times slower)
         return
     try:
@@ -122,13 +123,6 @@ def _sort_entry(
             files.append(ImageFile(name, status.st_size, status.st_mtime_ns))
         else:  # opening a pipe would wait for ever
             skipped.append(Skipped(name, "not a regular file"))
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link onto itself
-        return False
 
 
 def _escape(name: str) -> str:

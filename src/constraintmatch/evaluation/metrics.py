@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from constraintmatch.data.image_set import ImageSet
     from constraintmatch.models.cluster_model import ClusterModel
 
+    Device = torch.device | str | None
+    Progress = Callable[[int, int], None] | None
+    Outputs = Callable[[torch.Tensor], list[torch.Tensor]]
+
 __all__ = [
     "Predictions",
     "accuracy",
@@ -76,8 +80,8 @@ def predict(
     *,
     batch_size: int = 500,
     features: bool = False,
-    device: torch.device | str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    device: Device = None,
+    progress: Progress = None,
 ) -> Predictions:
     """Cluster probabilities of all images, in order, from plain views; with `features`, those too, in the same pass.
 
@@ -95,12 +99,7 @@ def predict(
 
 
 def embed(
-    model: ClusterModel,
-    images: ImageSet,
-    *,
-    projected: bool = False,
-    device: torch.device | str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    model: ClusterModel, images: ImageSet, *, projected: bool = False, device: Device = None, progress: Progress = None
 ) -> NDArray[np.float32]:
     """The features (n, d) of all images, or the outputs of the projection head if `projected`; see `predict`."""
     function = model.project if projected else model.features
@@ -307,12 +306,7 @@ def neighbour_consistency(neighbours: ArrayLike, labels: ArrayLike) -> float:
 
 
 def _forward(
-    model: ClusterModel,
-    function: Callable[[torch.Tensor], list[torch.Tensor]],
-    images: ImageSet,
-    batch_size: int,
-    device: torch.device | str | None,
-    progress: Callable[[int, int], None] | None,
+    model: ClusterModel, function: Outputs, images: ImageSet, batch_size: int, device: Device, progress: Progress
 ) -> list[NDArray[np.float32]]:
     """The outputs of `function` on all images as fp32 arrays, joined; the images travel as channels-last views."""
     import torch

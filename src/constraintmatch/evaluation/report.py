@@ -20,15 +20,7 @@ from constraintmatch._internal.files import read_json, write_atomically
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet, kind_of
 from constraintmatch.evaluation.metrics import Predictions, agreement, collapse_warnings, scores
-from constraintmatch.evaluation.report_parts import (
-    SCORES,
-    Clustering,
-    clustering,
-    clustering_sections,
-    line_chart,
-    percent,
-    plural,
-)
+from constraintmatch.evaluation.report_parts import SCORES, Clustering, clustering_sections, line_chart, percent, plural
 from constraintmatch.training.run_folder import flat_items, read_log
 
 if TYPE_CHECKING:
@@ -81,7 +73,7 @@ def report_html(
     check_run(run)
     record, log = _mapping(read_json(run / "run.json")), read_log(run)
     request, environment = _mapping(record.get("request")), _mapping(record.get("environment"))
-    shown, data = clustering(images, predictions, constraints), _mapping(request.get("data"))
+    shown, data = Clustering.of(images, predictions, constraints), _mapping(request.get("data"))
     method, name = request.get("method", "unknown"), _data_name(request)
     same = data["fingerprint"] == images.fingerprint() if "fingerprint" in data else None
     heading, alerts = _alerts(record, log, shown)

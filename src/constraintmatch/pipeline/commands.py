@@ -10,15 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from constraintmatch._internal import files
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import (
-    check_folder,
-    check_target,
-    read_json,
-    write_atomically,
-    write_error,
-    write_json,
-)
 from constraintmatch._internal.progress import QUIET, Reporter, watched
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS
@@ -80,7 +73,7 @@ def write_clusters(path: Path | str, names: Sequence[str], predictions: Predicti
             writer.writerow(("name", "cluster", "confidence"))
             writer.writerows(zip(names, predictions.clusters.tolist(), confidence, strict=True))
 
-    write_atomically(path, write)
+    files.write_atomically(path, write)
 
 
 def evaluate_model(
@@ -136,7 +129,7 @@ def write_run_report(
     run = Path(run)
     check_run(run)
     model_folder(run)
-    record = read_json(run / "run.json")
+    record = files.read_json(run / "run.json")
     for key in ("request", "data"):
         record = record.get(key) if isinstance(record, dict) else None
     record = record if isinstance(record, dict) else {}
@@ -145,7 +138,7 @@ def write_run_report(
         raise InputError(
             f"{run}: the run does not say where its images are; name them: constraintmatch report {run} DATA"
         )
-    check_target(run / "report.html")
+    files.check_target(run / "report.html")
     how = {"split": record.get("split") or "train", "data_dir": record.get("data_dir")}
     how["class_folders"] = record.get("class_folders", "auto")
     how["pictures"] = pictures or (record.get("pictures") if source is None else None)
@@ -168,7 +161,7 @@ def check_sort_folder(folder: Path, source: Path | str, out: Path | None = None)
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder}: not an empty folder; choose another --sort-into")
-    check_folder(folder)
+    files.check_folder(folder)
     place, other = folder.resolve(), None if out is None else out.resolve()
     if other is not None and (place in (other, *other.parents) or other in place.parents):
         raise InputError(f"{out}: is in {folder} or above it, and only sorted images go there; choose another --out")
@@ -190,7 +183,7 @@ def sort_images(data: Data, predictions: Predictions, folder: Path, *, link: boo
     except BaseException as error:
         for begun in folder.glob("cluster-*/"):
             shutil.rmtree(begun, ignore_errors=True)
-        if isinstance(error, OSError) and (found := write_error(error, folder)):
+        if isinstance(error, OSError) and (found := files.write_error(error, folder)):
             raise found from None
         raise
 
@@ -243,7 +236,7 @@ def finish_training(plan: Plan, trained: Trained) -> Rows:
         found["warnings"].append("The paper's recipe is not safe with wrong pairs; leave --recipe out.")
     found["verdict"] = _verdict(trained.log, images, out)
     write_clusters(out / "clusters.csv", images.names, predictions)
-    write_json(out / "evaluation.json", found)
+    files.write_json(out / "evaluation.json", found)
     report = write_report(out, images, predictions, constraints=plan.pairs)
     kept = []
     if verdict := found["verdict"]:

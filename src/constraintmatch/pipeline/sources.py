@@ -78,7 +78,7 @@ def open_data(
     if str(source) in DATASETS:
         if pictures is not None:
             raise InputError(f"--pictures goes with embeddings; {source} has images of its own")
-        return _open_dataset(DATASETS[str(source)], how.get("side"), how.get("channels"), split, data_dir, reporter)
+        return _open_dataset(DATASETS[str(source)], how, split, data_dir, reporter)
     path = Path(os.path.abspath(source))  # noqa: PTH100 (resolve would follow links)
     if not path.exists():
         raise InputError(f"{path}: no such folder; name one that exists, or a data set: {', '.join(DATASETS)}")
@@ -115,13 +115,9 @@ def open_at(
 
 
 def _open_dataset(
-    row: DataSet,
-    side: int | None,
-    channels: int | None,
-    split: str | None,
-    data_dir: Path | str | None,
-    reporter: Reporter,
+    row: DataSet, how: Mapping[str, Any], split: str | None, data_dir: Path | str | None, reporter: Reporter
 ) -> Data:
+    side, channels = how.get("side"), how.get("channels")
     if side not in (None, row.side) or channels not in (None, row.channels):
         size = f"{row.side} px and {row.channels} channel(s)"
         raise InputError(f"{row.name} has images of {size}, not {side or row.side} px and {channels or row.channels}")

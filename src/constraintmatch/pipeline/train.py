@@ -11,14 +11,7 @@ import numpy as np
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.metrics import (
-    embed,
-    knn_accuracy,
-    nearest_neighbours,
-    neighbour_consistency,
-    predict,
-    scores,
-)
+from constraintmatch.evaluation import metrics
 from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
 from constraintmatch.methods.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
@@ -28,16 +21,12 @@ from constraintmatch.training.run_folder import open_run, read_log
 
 __all__ = ["pairs_hash", "pretrain", "rehearse", "rehearse_stages", "stage_summary", "train", "weights_hash"]
 
+_ALONE = Context()  # nothing is kept, and nobody watches
 _QUICK: dict[str, Any] = {"device": "cpu", "compile": False, "cuda_graph": False, "bf16": False, "tensorboard": False}
 _SHARED = ("seed", "device", "bf16", "channels_last", "compile", "cuda_graph")  # settings that the start shares
 
 
-def train(
-    images: ImageSet,
-    constraints: Constraints | None,
-    config: TrainConfig,
-    context: Context = Context(),  # noqa: B008 (frozen)
-) -> Trained:
+def train(images: ImageSet, constraints: Constraints | None, config: TrainConfig, context: Context = _ALONE) -> Trained:
     """The trained model and its log; with a folder `context.out` the run is kept there, continued, or loaded."""
     if config.stages:  # they are kept under `start` in the run folder
         asked: dict[str, Any] = {"stages": config.stages, "recipe": config.stage_options, "views": config.views}
@@ -131,7 +120,7 @@ def pretrain(
     recipe: Recipe | None = None,
     settings: Mapping[str, Any] | None = None,
     views: ViewChoice | None = None,
-    context: Context = Context(),  # noqa: B008 (frozen)
+    context: Context = _ALONE,
 ) -> ClusterModel:
     """The model after the stages; `recipe` has options of each stage, `settings` of all. Finished stages are loaded.
 
@@ -164,11 +153,11 @@ def stage_summary(model: ClusterModel, images: ImageSet, held_out: ImageSet | No
     if model.config.n_clusters == 0:
         return _judge_features(model, images, target)
     sample = images.take(spread(len(images), 2_000))
-    near = nearest_neighbours(embed(model, sample), 20)
-    predictions = predict(model, sample)
+    near = metrics.nearest_neighbours(metrics.embed(model, sample), 20)
+    predictions = metrics.predict(model, sample)
     shares = np.bincount(predictions.clusters, minlength=model.config.n_clusters) / len(sample)
     found = {
-        "neighbour_consistency": neighbour_consistency(near, predictions.clusters),
+        "neighbour_consistency": metrics.neighbour_consistency(near, predictions.clusters),
         "mean_confidence": float(predictions.confidence.mean()),
         "over_0.99": float((predictions.confidence > 0.99).mean()),
         "smallest_cluster": float(shares.min()),
@@ -176,7 +165,7 @@ def stage_summary(model: ClusterModel, images: ImageSet, held_out: ImageSet | No
         "empty_clusters": float((shares == 0).sum()),
     }
     if target is not None and target.labels is not None:
-        found |= scores(target.labels, predict(model, target))
+        found |= metrics.scores(target.labels, metrics.predict(model, target))
     return found
 
 
@@ -184,11 +173,11 @@ def _judge_features(model: ClusterModel, images: ImageSet, target: ImageSet | No
     """After a pretext task there are no clusters yet; where labels are known, how often neighbours share them."""
     if images.labels is None:
         return {}
-    features = embed(model, images)
-    near = nearest_neighbours(features, 20, device=model.device)
-    found = {"neighbour_acc": neighbour_consistency(near, images.labels)}
+    features = metrics.embed(model, images)
+    near = metrics.nearest_neighbours(features, 20, device=model.device)
+    found = {"neighbour_acc": metrics.neighbour_consistency(near, images.labels)}
     if target is not None and target.labels is not None:
-        found["knn_acc"] = knn_accuracy(features, images.labels, embed(model, target), target.labels)
+        found["knn_acc"] = metrics.knn_accuracy(features, images.labels, metrics.embed(model, target), target.labels)
     return found
 
 

@@ -25,6 +25,7 @@ from constraintmatch.training.step import Stepper
 __all__ = ["SCHEDULES", "Interrupted", "NonFinite", "Surroundings", "TrainSettings", "choose_device", "fit"]
 
 B = TypeVar("B")
+Batches = Callable[[int], B]
 Loss = Callable[[Callable[..., Tensor], B], dict[str, Tensor]]
 
 # The share of the learning rate at progress t / T in [0, 1].
@@ -146,12 +147,11 @@ class Surroundings(Generic[B]):
     tolerance: float = 0.0
 
 
+_ALONE = Surroundings[Any]()  # nothing is kept, and nobody watches
+
+
 def fit(
-    module: nn.Module,
-    next_batch: Callable[[int], B],
-    loss: Loss[B],
-    settings: TrainSettings,
-    around: Surroundings[B] = Surroundings(),  # noqa: B008 (frozen)
+    module: nn.Module, next_batch: Batches[B], loss: Loss[B], settings: TrainSettings, around: Surroundings[B] = _ALONE
 ) -> list[dict[str, Any]]:
     """Train `module` in place and give back the log.
 
