@@ -132,10 +132,8 @@ class Database:
             stack.enter_context(folder_lock(lock))
         except InUse:
             holder = (lock / ".lock").read_text(encoding="utf-8").strip() or "unknown"
-            said = (
-                f"another server uses this database (pid {holder}); use its page, stop it, or choose another {{flag}}"
-            )
-            raise self._refusal(said) from None
+            fix = "use its page, stop it, or choose another {flag}"
+            raise self._refusal(f"another server uses this database (pid {holder}); {fix}") from None
         except OSError as error:  # the disk is full: the lock's own file does not fit
             raise write_error(error, self.path) or InputError(str(error.strerror), str(self.path)) from None
 

@@ -174,25 +174,17 @@ def _count(parts: list[tuple[int, str]]) -> str:
     return ", ".join(f"{n:,} {what}" for n, what in parts if n)
 
 
-def read_answers(
-    path: Path | str,
-    names: Sequence[str],
-    *,
-    columns: str | None = None,
-    same: str | None = None,
-    different: str | None = None,
-) -> tuple[list[Given], int]:
+def read_answers(path: Path, names: Sequence[str], **how: str | None) -> tuple[list[Given], int]:
     """The answers of a file about images with these names, and how many entries were left out.
 
     A file that ends in .json is an export of Label Studio, any other a pairs file. `columns` names those of a pairs
     file; `same` and `different` are the choices in an export that does not use the usual words. Bad input is refused
     here, before a database is made.
     """
-    path = Path(path)
-    if _check_file(path, columns, same, different):
-        given, n_left_out = _read_label_studio(path, names, _meanings(same, different))
+    if _check_file(path, **how):
+        given, n_left_out = _read_label_studio(path, names, _meanings(how.get("same"), how.get("different")))
     else:
-        given, n_left_out = _read_pairs_file(path, names, columns)
+        given, n_left_out = _read_pairs_file(path, names, how.get("columns"))
     try:
         for one in given:
             annotator_name(one.annotator)

@@ -49,10 +49,6 @@ _NONE_OF_THESE = {"0": NONE, "n": NONE, "none of these": NONE}
 HALF_BLOCK = "▀"  # its upper half in the foreground colour, its lower half in the background's
 
 
-def _nothing() -> None:
-    return
-
-
 @dataclass
 class Chooser:
     """Chooses questions: of one kind, in one way, until there are `total` answers (None: without an end)."""
@@ -85,7 +81,11 @@ class QuestionQueue:
     """
 
     def __init__(
-        self, store: Store, belief: Callable[[], Belief | None], chooser: Chooser | None = None, model: Line = _nothing
+        self,
+        store: Store,
+        belief: Callable[[], Belief | None],
+        chooser: Chooser | None = None,
+        model: Line = lambda: None,
     ) -> None:
         self.store, self.belief, self.chooser, self.model = store, belief, chooser or Chooser(), model
         self.done = False

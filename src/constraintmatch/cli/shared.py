@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+import constraintmatch
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import write_error
 from constraintmatch._internal.progress import Reporter, console_reporter, say_error
@@ -210,9 +211,7 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"constraintmatch {version('constraintmatch')}")
+        typer.echo(f"constraintmatch {constraintmatch.__version__}")
         raise typer.Exit
 
 

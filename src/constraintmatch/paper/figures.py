@@ -181,8 +181,6 @@ def _paper_points(dataset: str, metric: str) -> tuple[tuple[str, float, float], 
     return tuple((method, x, value) for method, x, value in values if value is not None)
 
 
-# Files
-
 _STYLE: Any = {  # Any: the names that stubs of matplotlib allow differ by version
     "svg.hashsalt": "constraintmatch",  # without it the ids in an SVG differ from one drawing to the next
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters everywhere

@@ -171,12 +171,10 @@ def _out_folder(request: Train) -> Path:
 def _default_out(parent: Path, source: str, resume: bool) -> Path:
     """runs/NAME, or the first free of runs/NAME-2, runs/NAME-3, …; with `resume` the last that is taken."""
     name = Path(os.path.abspath(source)).name or "run"  # noqa: PTH100
-    out, number = parent / name, 1
-    last = out
-    while out.exists():
-        number += 1
-        last, out = out, parent / f"{name}-{number}"
-    return last if resume else out
+    places = [parent / name]
+    while places[-1].exists():
+        places.append(parent / f"{name}-{len(places) + 1}")
+    return places[-2] if resume and len(places) > 1 else places[-1]
 
 
 # The start

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from scipy.sparse import issparse
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
-from constraintmatch._internal.progress import QUIET, Reporter
+from constraintmatch._internal.progress import QUIET, Reporter, watched
 from constraintmatch.constraints import graph
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.constraints.pairs_file import names_in
@@ -82,7 +81,7 @@ def open_data(
     path = Path(os.path.abspath(source))  # noqa: PTH100 (resolve would follow links)
     if not path.exists():
         raise InputError(f"{path}: no such folder; name one that exists, or a data set: {', '.join(DATASETS)}")
-    with _decoding(reporter) as progress:
+    with watched(reporter, "reading images") as progress:
         images = load_images(path, class_folders=class_folders, progress=progress, **how)
     record: dict[str, Any] = {"kind": "file" if path.is_file() else "folder", "name": path.name, "source": str(path)}
     record |= {"side": images.side, "channels": images.channels, "class_folders": class_folders}
@@ -90,7 +89,7 @@ def open_data(
         if not images.embedded:
             raise InputError(f"{path}: has images, which are shown themselves; --pictures goes with embeddings")
         record["pictures"] = os.path.abspath(pictures)  # noqa: PTH100
-        with _decoding(reporter) as progress:
+        with watched(reporter, "reading images") as progress:
             shown = ImageSet.from_folder(pictures, class_folders=class_folders, progress=progress)
         _say_skipped(shown, reporter)
         try:
@@ -122,26 +121,11 @@ def _open_dataset(
         size = f"{row.side} px and {row.channels} channel(s)"
         raise InputError(f"{row.name} has images of {size}, not {side or row.side} px and {channels or row.channels}")
     folder = None if data_dir is None else os.path.abspath(data_dir)  # noqa: PTH100
-    with _decoding(reporter) as progress:
+    with watched(reporter, "reading images") as progress:
         images = load_dataset(row.name, split or "train", folder, progress=progress)
         held_out = load_dataset(row.name, "test", folder, progress=progress) if split is None else None
     record = {"kind": "dataset", "name": row.name, "source": row.name, "split": split, "data_dir": folder}
     return Data(images, held_out, row, record | {"side": row.side, "channels": row.channels})
-
-
-@contextmanager
-def _decoding(reporter: Reporter) -> Iterator[Callable[[int, int], None]]:
-    """Shows the decoding of a folder's files; nothing when the cache serves."""
-
-    def progress(done: int, total: int) -> None:
-        if done == 0:
-            reporter.start("reading images", total)
-        reporter.update(done)
-
-    try:
-        yield progress
-    finally:
-        reporter.stop()
 
 
 def _say_skipped(images: ImageSet, reporter: Reporter, limit: int = 10) -> None:
