@@ -8,6 +8,7 @@ prints ms per step.
 
 import argparse
 import ast
+import copy
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +17,17 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from constraintmatch._internal.files import read_json
 from constraintmatch._internal.progress import Lines
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods import Context
-from constraintmatch.models.cluster_model import build_model, load_model, save_model
+from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pipeline.config import STAGES, make_config, method_settings, split_options
-from constraintmatch.pipeline.train import pretrain, train
+from constraintmatch.pipeline.train import pretrain, stage_summary, train
 from constraintmatch.training.batches import derive_seed
+from constraintmatch.training.run_folder import read_log, write_result
 
 
 def recipe_of(options: list[str]) -> dict[str, dict[str, Any]]:
@@ -69,6 +72,32 @@ def smoke(stages: list[str], n_clusters: int, steps: int, recipe: dict[str, dict
         )
 
 
+def keep_stages(
+    model: ClusterModel, images: ImageSet, n_clusters: int, results: Path, *, context: Context, **how: Any
+) -> ClusterModel:
+    """What `pretrain` gives; each stage leaves `results-stage.json`: settings, scores, seconds, environment.
+
+    A result that is there stays as it was measured.
+    """
+    stages, start = list(how.pop("stages")), model
+    for n, stage in enumerate(stages, start=1):  # those before are finished, and loaded
+        model = pretrain(copy.deepcopy(start), images, n_clusters, stages=stages[:n], context=context, **how)
+        times = stages[:n].count(stage)
+        folder = stage if times == 1 else f"{stage}-{times}"
+        target = results.with_name(f"{results.name}-{folder}.json")
+        if target.is_file():
+            continue
+        record, log = read_json(context.out / folder / "run.json"), read_log(context.out / folder)
+        request = record["request"]
+        settings = request["settings"] | {"steps": log[-1]["step"]}  # which follow from the epochs
+        told = {"stage": stage, "data": dict(context.data), "arguments": request["arguments"], "settings": settings}
+        scores = stage_summary(model, images, context.held_out)
+        spent = {"seconds": record["seconds"], "training_seconds": log[-1]["seconds"]}
+        curve = [entry for entry in log if entry["kind"] == "evaluation"]
+        write_result(target, {**told, "scores": scores, **spent, "curve": curve})
+    return model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=("cifar10", "cifar100-20"))
@@ -110,15 +139,15 @@ def main() -> None:
         held_out=test,
         data={"name": arguments.name, "split": "train+val"},
     )
-    done = pretrain(
+    done = keep_stages(
         model,
         images,
         n_clusters,
+        arguments.out / "results" / (arguments.name_of_results or f"start-{arguments.name}"),
         stages=stages,
         recipe=recipe_of(arguments.set),
         settings={"seed": arguments.seed, "checkpoint_every": 5000, "log_every": 500},
         context=context,
-        results=arguments.out / "results" / (arguments.name_of_results or f"start-{arguments.name}"),
     )
     save_model(done, arguments.out / "model", half=True)
 

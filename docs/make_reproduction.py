@@ -5,10 +5,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from constraintmatch._internal.files import write_atomically
+from constraintmatch._internal.files import read_json, write_atomically
 from constraintmatch.data.datasets import DATASETS
-from constraintmatch.paper.figures import FIGURES, Drawing, draw, drawing
+from constraintmatch.paper.figures import FIGURES, Drawing, drawing, new_figure, save_figure
 from constraintmatch.paper.grids import GRIDS, STEPS, Cell, grid_cells
 from constraintmatch.paper.results import METRICS, TABLE_1, TABLE_3, Result, Row, find_rows, published, read_results
 from constraintmatch.paper.tables import (
@@ -17,12 +18,14 @@ from constraintmatch.paper.tables import (
     TABLES,
     TITLES,
     figure_numbers,
-    gallery_texts,
     markdown,
     not_run,
     number,
     spread,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 ROOT = Path(__file__).resolve().parent.parent
 CLAIMS = {  # what the paper's text says of its figures, whose points it does not print
@@ -109,7 +112,7 @@ def reproduction(results_folder: Path | str) -> str:
     for name in FIGURES:
         parts += [f"## Figure. {GRIDS[name].title}", f"The paper: {CLAIMS[name]}", *_remark(name)]
         parts += [_figure(one) for one in shown if one.name == name] or [not_run(name)]
-    parts += ["## Gallery. Confidently wrong pseudo-labels, right pseudo-constraints", *gallery_texts(results_folder)]
+    parts += ["## Gallery. Confidently wrong pseudo-labels, right pseudo-constraints", *_gallery_texts(results_folder)]
     parts += ["## What ran, and where", *_ran(results), "## What is missing", _missing(results)]
     return "\n\n".join(parts) + "\n"
 
@@ -142,6 +145,88 @@ def _start_table(rows: Mapping[Cell, Row]) -> str:
 def _figure(shown: Drawing) -> str:
     place, caption = f"figures/{shown.stem}", f"{shown.heading}; {shown.note}"
     return f"![{caption}]({place}.png)\n\n{caption} ([SVG]({place}.svg)):\n\n{figure_numbers(shown)}"
+
+
+def _gallery_texts(folder: Path | str) -> list[str]:
+    """The galleries among the results: pictures, notes and pairs."""
+    contents = [read_json(path) for path in sorted(Path(folder).glob("*.json"))]
+    return [_gallery(content) for content in contents if content["kind"] == "gallery"] or [not_run("gallery")]
+
+
+def _gallery(content: Mapping[str, Any]) -> str:
+    place, note = f"figures/{content['name']}", content["note"]
+    lines = []
+    for pair in content["pairs"]:
+        sure = " and ".join(f"{value:.2f}" for value in pair["confidence"])
+        lines.append([f"{pair['link']:.2f}", *pair["predicted"], *pair["true"], sure])
+    table = markdown(["pseudo-constraint", "says", "says", "is", "is", "confidence"], lines, 6)
+    share = ""
+    if n := content.get("pairs_of_wrong", 0):
+        right = 100 * content["right_pairs"] / n
+        share = f"\n\nOf the {n:,} pairs of such images {right:.1f} % have the right pseudo-constraint."
+    return f"![{note}]({place}.png)\n\n{note} ([SVG]({place}.svg)):\n\n{table}{share}"
+
+
+# Drawing: Okabe and Ito's colours, a marker and a dash for each method, on white, which a dark page needs too
+
+_LOOKS: dict[str, tuple[str, str, Any]] = {
+    "constraintmatch": ("#0072B2", "o", "-"),
+    "constrained": ("#D55E00", "s", "--"),
+    "pseudo_label": ("#009E73", "^", "-."),
+    "any": ("#56B4E9", "v", (0, (4, 1.5))),
+    "expecting": ("#CC79A7", "D", "-"),
+    "constraintmatch alike": ("#009E73", "^", "-"),
+    "constrained alike": ("#CC79A7", "X", "--"),
+    "constraintmatch expecting": ("#56B4E9", "v", "-"),
+    "constrained expecting": ("#E69F00", "D", "--"),
+    "scan": ("#555555", "", ":"),
+}
+
+
+def draw(shown: Drawing, folder: Path | str) -> tuple[Path, Path]:
+    """The figure's PNG and SVG, written as `NAME-DATASET` into the folder; the same numbers give the same bytes."""
+    with new_figure((6.4, 4.0)) as figure:
+        axes = figure.subplots()
+        for curve in shown.curves:
+            colour, marker, dash = _LOOKS[curve.method]
+            x, summaries = zip(*curve.points, strict=True)
+            spreads = [summary.std or 0.0 for summary in summaries]
+            look: Any = {"color": colour, "marker": marker, "ls": dash, "capsize": 3, "lw": 1.8, "ms": 6}
+            means, bars = [summary.mean for summary in summaries], spreads if any(spreads) else None
+            axes.errorbar(x, means, bars, label=curve.label, **look)
+        for level in shown.levels:
+            colour, _, dash = _LOOKS[level.method]
+            if level.method in {curve.method for curve in shown.curves}:  # plain ConstraintMatch across its variants
+                colour, dash = "#CC79A7", (0, (6, 1.5))
+            axes.axhline(level.summary.mean, color=colour, ls=dash, lw=1.6, label=level.label)
+        for method, place, value in shown.paper:
+            colour, marker, _ = _LOOKS[method]
+            axes.plot(place, value, marker, mfc="none", mec=colour, ms=10, label="_")
+        if shown.paper:
+            axes.plot([], [], "o", mfc="none", mec="#222222", ms=10, label="hollow: the paper's values")
+        _dress(axes, shown)
+        return save_figure(figure, Path(folder) / shown.stem, shown.digest)
+
+
+def _dress(axes: "Axes", shown: Drawing) -> None:
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    axes.set_title(f"{shown.heading}\n", loc="left", fontsize=11, fontweight="bold")
+    axes.text(0, 1.025, shown.note, transform=axes.transAxes, fontsize=9, color="#444444")
+    axes.set_xlabel(shown.x_label)
+    axes.set_ylabel(f"{shown.metric.upper()} in %")
+    if shown.log_x:
+        axes.set_xscale("log")
+        axes.set_xticks(sorted({x for curve in shown.curves for x, _ in curve.points}))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    names = [curve.label for curve in shown.curves]
+    listed = sorted(zip(*axes.get_legend_handles_labels(), strict=True), key=lambda entry: entry[1] not in names)
+    handles, labels = [handle for handle, _ in listed], [label for _, label in listed]
+    if len(listed) > 4:  # would hide points
+        axes.figure.legend(handles, labels, fontsize=9, edgecolor="none", loc="outside lower center", ncols=2)
+    else:
+        axes.legend(handles, labels, fontsize=9, edgecolor="none", framealpha=0.9)
 
 
 # What ran, and what did not

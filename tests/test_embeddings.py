@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from constraintmatch import ConstraintMatch, Constraints, cli
 from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.question_queue import pixel_belief
-from constraintmatch.annotate.thumbnails import Thumbnails
+from constraintmatch.annotate.thumbnails import small_picture
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import accuracy, embed, predict
 from constraintmatch.methods import METHODS, ViewChoice
@@ -390,9 +390,8 @@ def test_a_person_needs_pictures(npz: Path, photos: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "l" / "start").exists()
     bare = load_images(npz)
     with pytest.raises(InputError, match="cannot be looked at"):
-        Thumbnails(bare)
-    shown = Thumbnails(bare.with_pictures(load_images(photos)))
-    assert shown.small(0)[1] == "image/png"
+        small_picture(bare, 0)
+    assert small_picture(bare.with_pictures(load_images(photos)), 0)[1] == "image/png"
     belief = pixel_belief(bare)
     np.testing.assert_allclose(np.linalg.norm(belief.features, axis=1), 1, rtol=1e-5)
 

@@ -1,28 +1,17 @@
 """The label-efficiency curve: its page is current and says what the results say; its benchmark loses nothing."""
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from scripts import ROOT, script
 
 from constraintmatch._internal.files import folder_lock, read_json
 from constraintmatch.models.cluster_model import build_model, save_model
 
 pytestmark = pytest.mark.usefixtures("narrow_networks")
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def script(folder: str, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

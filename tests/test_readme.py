@@ -2,19 +2,17 @@
 
 import ast
 import functools
-import importlib.util
 import re
 import shlex
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from scripts import ROOT, script
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from constraintmatch import cli
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # pages that people write; decisions keep the words of their time, cli.md and api.md have tests of their own
 PAGES = sorted(
@@ -24,31 +22,22 @@ PAGES = sorted(
 )
 
 
-def docs_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_readme_has_at_most_120_lines() -> None:
     assert len(README.splitlines()) <= 120
 
 
 def test_the_generated_parts_are_current() -> None:
-    script = docs_script("make_readme")
-    marked = [page for page in script.PAGES if "<!-- end of " in page.read_text(encoding="utf-8")]
+    maker = script("docs", "make_readme")
+    marked = [page for page in maker.PAGES if "<!-- end of " in page.read_text(encoding="utf-8")]
     assert ROOT / "README.md" in marked
     for page in marked:
         text = page.read_text(encoding="utf-8")
-        assert script.filled(text) == text, f"{page.name}: run python docs/make_readme.py"
+        assert maker.filled(text) == text, f"{page.name}: run python docs/make_readme.py"
 
 
 def test_the_python_reference_is_current() -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    assert docs_script("make_api_docs").api_docs() == text, "run python docs/make_api_docs.py"
+    assert script("docs", "make_api_docs").api_docs() == text, "run python docs/make_api_docs.py"
 
 
 def test_the_results_table_has_at_most_eight_rows() -> None:

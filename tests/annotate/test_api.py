@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch.annotate.api import create_app
+from constraintmatch.annotate.api import Page, create_app
 from constraintmatch.annotate.commands import Door, open_port
 from constraintmatch.annotate.import_export import open_model
 from constraintmatch.annotate.question_queue import Chooser, QuestionQueue, pixel_belief
 from constraintmatch.annotate.server import MAX_BODY, Rules, address, is_loopback, listen, rules_for
 from constraintmatch.annotate.store import Store, open_store
-from constraintmatch.annotate.thumbnails import Thumbnails, galleries
+from constraintmatch.annotate.thumbnails import galleries, large_picture, small_picture
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.models.cluster_model import build_model, save_model
@@ -97,7 +97,8 @@ def serving(
     path: Path, images: ImageSet, belief: Belief | None, chooser: Chooser | None = None, **options: Any
 ) -> Iterator[Place]:
     with open_store(path, images) as store:
-        app = create_app(images, QuestionQueue(store, lambda: belief, chooser), **options)
+        rules = {"rules": options.pop("rules")} if "rules" in options else {}
+        app = create_app(Page(images, QuestionQueue(store, lambda: belief, chooser), **options), **rules)
         with TestClient(app, base_url="http://localhost:8765") as client:
             yield Place(client, store)
 
@@ -463,8 +464,7 @@ def test_large_pictures_come_from_the_file_turned_and_bounded(tmp_path: Path) ->
     tall.save(tmp_path / "tall.jpg", exif=exif)
     Image.new("RGBA", (50, 50), (0, 0, 0, 0)).save(tmp_path / "clear.png")
     images = ImageSet.from_folder(tmp_path, side=16, cache=False)
-    pictures = Thumbnails(images, tmp_path)
-    clear, tall = (Image.open(io.BytesIO(pictures.large(row)[0])) for row in (0, 1))
+    clear, tall = (Image.open(io.BytesIO(large_picture(images, tmp_path, row)[0])) for row in (0, 1))
     assert (tall.size, tall.format) == ((400, 800), "JPEG")
     assert (clear.size, clear.convert("RGB").getpixel((9, 9))) == ((50, 50), (255, 255, 255))
 
@@ -477,9 +477,9 @@ def test_an_image_file_that_has_gone_is_shown_as_the_model_sees_it(tmp_path: Pat
         (tmp_path / "a.png").unlink()
     else:
         (tmp_path / "a.png").write_bytes(b"no image")
-    pictures = Thumbnails(images, tmp_path)
-    assert pictures.large(0) == pictures.small(0)
-    assert Image.open(io.BytesIO(pictures.large(0)[0])).size == (16, 16)
+    shown = large_picture(images, tmp_path, 0)
+    assert shown == small_picture(images, 0)
+    assert Image.open(io.BytesIO(shown[0])).size == (16, 16)
 
 
 # Who is refused

@@ -187,17 +187,10 @@ def test_skipped_and_empty_annotations_are_left_out(store: Store, tmp_path: Path
     assert taken_in(store, written(tmp_path, content)).startswith("1 answers imported, 3 left out")
 
 
-def test_the_short_form_and_a_single_task_are_understood(store: Store, tmp_path: Path) -> None:
-    content = [
-        {"id": 1, "image1": "fox.png", "image2": "elk.png", "kind": "Same", "annotator": 2, "lead_time": 1.5},
-        {"id": 2, "image1": "bee.png", "image2": "ant.png", "kind": {"choices": ["Different"]}, "annotator": "a@b.c"},
-        {"id": 3, "image1": "bee.png", "image2": "fox.png", "annotator": 2, "created_at": "2026"},
-    ]
-    assert taken_in(store, written(tmp_path, content)).startswith("2 answers imported, 1 left out")
-    assert [(row.annotator, row.choice, row.milliseconds) for row in store.rows()] == [
-        ("Label Studio user 2", 0, 1_500),
-        ("a@b.c", NONE, None),
-    ]
+def test_the_short_form_is_refused_with_the_fix_and_a_single_task_is_understood(store: Store, tmp_path: Path) -> None:
+    short = [{"id": 1, "image1": "fox.png", "image2": "elk.png", "kind": "Same", "annotator": 2, "lead_time": 1.5}]
+    with pytest.raises(InputError, match=r"task 1: not a task with its annotations; export .* as JSON, not JSON-MIN"):
+        taken_in(store, written(tmp_path, short))
     single = task("bee.png", "elk.png", annotation("Must-link"))
     assert taken_in(store, written(tmp_path, single)) == "1 answers imported"
 
@@ -279,7 +272,7 @@ def test_one_word_for_same_and_different_is_refused(tmp_path: Path, same: str, d
         ),
         ([task("fox.png", "-", annotation("Same"))], "task 1: its data names 1 images, not two"),
         ([task("fox.png", "elk.png", annotation("Same", "Different"))], "contradict each other"),
-        ({"id": 5, "data": 3, "annotations": []}, "task 5: not a task of Label Studio"),
+        ({"id": 5, "data": 3, "annotations": []}, "task 5: not a task with its annotations"),
         ([1, 2], "not an export of Label Studio"),
         ("text", "not an export of Label Studio"),
     ],

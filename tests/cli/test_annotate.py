@@ -194,8 +194,13 @@ def test_columns_of_other_names_are_told_by_a_flag(folder: Path) -> None:
 
 
 def test_words_of_label_studio_are_explained_by_flags(folder: Path) -> None:
-    task = {"id": 1, "a": "00.png", "b": "03.png", "choice": "gleich", "annotator": "anna"}
-    other = {"id": 2, "a": "00.png", "b": "01.png", "choice": "verschieden", "annotator": "anna"}
+    task, other = (
+        {
+            "data": {"a": "00.png", "b": image},
+            "annotations": [{"result": [{"type": "choices", "value": {"choices": [word]}}], "completed_by": "anna"}],
+        }
+        for image, word in (("03.png", "gleich"), ("01.png", "verschieden"))
+    )
     file, db, out = (folder.parent / name for name in ("export.json", "a.db", "out.csv"))
     file.write_text(json.dumps([task, other]))
     assert "say what it means with --same TEXT and --different TEXT" in refused(folder, "--db", db, "--import", file)

@@ -583,9 +583,9 @@ def test_a_setting_is_given_by_its_flag_or_by_set_and_not_by_both(words: Callabl
 
 
 def test_a_flag_of_before_is_one_line_with_its_new_spelling(words: Callable[..., list[object]], tmp_path: Path) -> None:
-    assert refused(*words(), "--max-entropy", 0.3) == "error: --max-entropy is now --set max_entropy=0.3"
+    assert refused(*words(), "--max-entropy", 0.3) == "error: --max-entropy is now --set max_entropy=VALUE"
     said = refused("evaluate", tmp_path, "--data", "cifar10")
-    assert re.fullmatch(r"error: --data cifar10 is now cifar10 alone: \S+ evaluate MODEL DATA", said)
+    assert re.fullmatch(r"error: --data is gone: its value is given alone: \S+ evaluate MODEL DATA", said)
     assert not (tmp_path / "new").exists()
 
 

@@ -100,12 +100,15 @@ partitions = st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(1, 30))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 7, 500])
-def test_predict_gives_softmax_in_order_whatever_the_batch_size(batch_size: int) -> None:
+def test_predict_gives_softmax_in_order_whatever_the_batch_size(
+    batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "BATCH", batch_size)
     model, images = toy(), some_images(7)
     model.eval()
     with torch.no_grad():
         expected = model(torch.from_numpy(images.images).permute(0, 3, 1, 2)).softmax(-1).numpy()
-    found = predict(model, images, batch_size=batch_size)
+    found = predict(model, images)
     np.testing.assert_allclose(found.probabilities, expected, atol=1e-6)
     assert found.features is None
     assert found.probabilities.dtype == np.float32
@@ -114,9 +117,12 @@ def test_predict_gives_softmax_in_order_whatever_the_batch_size(batch_size: int)
     assert (len(found), found.n_clusters, found.clusters.dtype) == (7, 5, np.int64)
 
 
-def test_features_come_in_the_same_pass_and_classify_to_the_same_probabilities() -> None:
+def test_features_come_in_the_same_pass_and_classify_to_the_same_probabilities(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metrics, "BATCH", 3)
     model, images = toy(), some_images(7)
-    found = predict(model, images, batch_size=3, features=True)
+    found = predict(model, images, features=True)
     assert len(model.layouts) == 3
     np.testing.assert_allclose(found.probabilities, predict(model, images).probabilities, atol=1e-6)
     np.testing.assert_allclose(embed(model, images), found.features, atol=1e-6)
@@ -168,9 +174,10 @@ def test_what_a_module_keeps_for_evaluation_is_dropped_when_training_goes_on() -
     assert not np.allclose(predict(model, images).probabilities, before)
 
 
-def test_progress_counts_images() -> None:
+def test_progress_counts_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "BATCH", 3)
     calls: list[tuple[int, int]] = []
-    predict(toy(), some_images(7), batch_size=3, progress=lambda done, total: calls.append((done, total)))
+    predict(toy(), some_images(7), progress=lambda done, total: calls.append((done, total)))
     assert calls == [(3, 7), (6, 7), (7, 7)]
 
 

@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from html import escape, unescape
@@ -23,7 +22,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet, Skipped
 from constraintmatch.evaluation.metrics import Predictions, accuracy, agreement, collapse_warnings, nmi
-from constraintmatch.evaluation.report import report_html, why_no_report, write_report
+from constraintmatch.evaluation.report import report_html, write_report
 from constraintmatch.evaluation.report_parts import histogram, line_chart, nice_ticks, percent, short_number
 
 VOID = {"meta", "link", "img", "br"}
@@ -470,17 +469,6 @@ def test_the_verdict_of_the_safe_recipe_and_the_pairs_to_look_at_come_first(
     assert page.all("section")[0]["id"] == "kept"
     assert "again" not in Page(report_html(make_run([{**verdict, "doubtful": []}]), stripes, guess)).text
     assert "kept" not in Page(report_html(make_run(), stripes, guess)).ids()
-
-
-def test_without_jinja2_the_report_names_what_to_install_and_to_type(
-    make_run: MakeRun, stripes: ImageSet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, guess = make_run(), soft_guess(labels_of(stripes), 3)
-    assert why_no_report(run) is None
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(InputError, match=f"pip install jinja2, then constraintmatch report {run}"):
-        write_report(run, stripes, guess)
-    assert not (run / "report.html").exists()
 
 
 def test_headings_and_tables_are_marked_up(make_run: MakeRun, stripes: ImageSet) -> None:

@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 from paper_results import content, write, write_cells
 from PIL import Image
+from scripts import script
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.datasets import DATASETS
-from constraintmatch.paper.figures import FIGURES, Drawing, draw, drawing
+from constraintmatch.paper.figures import FIGURES, Drawing, drawing
 from constraintmatch.paper.gallery import draw_gallery
 from constraintmatch.paper.grids import GRIDS, Cell, grid_cells
 from constraintmatch.paper.results import TABLE_1, Row, find_rows, published, read_results
 
 SET = "cifar100-20"
+draw = script("docs", "make_reproduction").draw
 PLAIN = Cell(SET, "constraintmatch", 10_000)
 
 

@@ -1,15 +1,14 @@
 """docs/reproduction.md: it is current, complete, and says what is missing."""
 
-import importlib.util
 import json
 import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from paper_results import content, write, write_cells
+from scripts import ROOT, script
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.paper.figures import FIGURES
@@ -17,21 +16,11 @@ from constraintmatch.paper.grids import GRIDS, Cell, grid_cells
 from constraintmatch.paper.results import find_rows, read_results
 from constraintmatch.paper.tables import part_text
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS, DOCS = ROOT / "results" / "paper", ROOT / "docs"
 ADVICE = "run python docs/make_reproduction.py"
 
 
-def docs_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-maker, readme = docs_script("make_reproduction"), docs_script("make_readme")
+maker, readme = script("docs", "make_reproduction"), script("docs", "make_readme")
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +165,3 @@ def test_one_part_can_be_had_alone(some: Path) -> None:
     assert "STL-10" not in part_text("table1", some, ["cifar10"])
     assert part_text("noise", some).startswith("Wrong annotations of constraints, cut (3,000 steps); CIFAR-100-20")
     assert part_text("flip", some) == "Not run yet (`constraintmatch paper flip`)."
-    assert part_text("gallery", some) == "Not run yet (`constraintmatch paper gallery`)."
-    with pytest.raises(InputError, match="unknown table or figure 'table9'"):
-        part_text("table9", some)

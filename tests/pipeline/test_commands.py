@@ -2,7 +2,6 @@
 
 import errno
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -407,25 +406,6 @@ def test_merged_clusters_raise_the_question_of_wrong_pairs(
     assert any("2 of 3 clusters are empty" in text for _, text in rows)
     said = any("leave --recipe out" in text for name, text in rows if name == "warning")
     assert said == (arguments == {"recipe": "paper"})
-
-
-def test_without_jinja2_a_training_ends_well_and_says_how_to_get_the_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    np.save(tmp_path / "x.npy", np.eye(12, 4, dtype=np.float32))
-    Constraints.from_lists(n_images=12, must_link=[(0, 1)], cannot_link=[(0, 2)]).write(tmp_path / "p.csv")
-    save_model(build_model(n_clusters=2, side=1, channels=4), tmp_path / "start")
-    request = Train(str(tmp_path / "x.npy"), tmp_path / "p.csv", 2, tmp_path / "run", model=tmp_path / "start")
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    settings = {"device": "cpu", "steps": 1}
-    rows = run(replace(request, method="constrained", arguments={"recipe": "paper"}, settings=settings))
-    wanted = f"the report needs jinja2: pip install jinja2, then constraintmatch report {tmp_path / 'run'}"
-    assert dict(rows)["report"] == wanted
-    assert (tmp_path / "run" / "clusters.csv").exists()
-    with pytest.raises(InputError, match="the report needs jinja2"):
-        commands.write_run_report(tmp_path / "run")
-    monkeypatch.undo()
-    assert commands.write_run_report(tmp_path / "run").exists()
 
 
 def test_pairs_that_look_wrong_are_written_as_a_pairs_file(tmp_path: Path) -> None:

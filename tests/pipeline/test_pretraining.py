@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from by_name import run_method
+from scripts import script
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
@@ -47,8 +48,9 @@ def fresh(n_clusters: int = 0) -> ClusterModel:
 
 def pretrained(stripes: ImageSet, place: Path, stages: tuple[str, ...] = STAGES) -> ClusterModel:
     context = Context(place / "runs", held_out=stripes, data={"name": "stripes"})
-    options = {"recipe": FEW, "settings": CPU, "context": context, "results": place / "results" / "x"}
-    return pretrain(fresh(), stripes, 3, stages=stages, **options)
+    keep = script("benchmarks", "pretrain").keep_stages
+    options = {"stages": stages, "recipe": FEW, "settings": CPU, "context": context}
+    return keep(fresh(), stripes, 3, place / "results" / "x", **options)
 
 
 @pytest.fixture(scope="module")
@@ -173,9 +175,9 @@ def test_a_stage_that_comes_again_is_made_anew_in_a_folder_of_its_own(stripes: I
     quick = {"self_label": {"min_confidence": 0.3, "epochs": 2}, "linear_scan": {"n_tries": 1}}
     options = {"recipe": quick, "settings": CPU}
     plain = pretrain(fresh(), stripes, 3, stages=twice, **options)
-    kept = {**options, "context": Context(tmp_path / "runs"), "results": tmp_path / "results" / "start"}
+    kept = {**options, "context": Context(tmp_path / "runs"), "stages": twice}
     for _ in range(2):  # the second time all is finished
-        model = pretrain(fresh(), stripes, 3, stages=twice, **kept)
+        model = script("benchmarks", "pretrain").keep_stages(fresh(), stripes, 3, tmp_path / "results/start", **kept)
         assert [entry["method"] for entry in model.config.trained] == list(twice)
         for name, value in plain.state_dict().items():
             assert torch.equal(value, model.state_dict()[name])

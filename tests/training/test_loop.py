@@ -20,7 +20,15 @@ from torch import Tensor, nn
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Reporter
-from constraintmatch.training.loop import SCHEDULES, Interrupted, NonFinite, TrainSettings, choose_device, fit
+from constraintmatch.training.loop import (
+    SCHEDULES,
+    Interrupted,
+    NonFinite,
+    Surroundings,
+    TrainSettings,
+    choose_device,
+    fit,
+)
 from constraintmatch.training.run_folder import open_run, read_log
 
 CPU = TrainSettings(steps=12, lr=0.1, device="cpu", log_every=4, checkpoint_every=5)
@@ -108,7 +116,13 @@ def test_the_log_has_means_of_the_terms_between_lines() -> None:
         seen.append({name: float(value.detach()) for name, value in terms.items()})
         return terms
 
-    log = fit(module, numbers, spy, CPU, measure=lambda batch: {"rows": len(batch.x)}, evaluate=lambda: {"acc": 0.5})
+    log = fit(
+        module,
+        numbers,
+        spy,
+        CPU,
+        Surroundings(measure=lambda batch: {"rows": len(batch.x)}, evaluate=lambda: {"acc": 0.5}),
+    )
     training = [entry for entry in log if entry["kind"] == "training"]
     assert [entry["step"] for entry in training] == [4, 8, 12]
     for index, entry in enumerate(training):
@@ -130,7 +144,7 @@ def test_an_average_of_the_weights_is_kept_instead_of_the_last() -> None:
     last: dict[str, Tensor] = {}
     plain = network()
     fit(plain, numbers, squares, CPU)
-    fit(module, numbers, spy, replace(CPU, ema=0.9), evaluate=lambda: last.update(weights(module)) or {})
+    fit(module, numbers, spy, replace(CPU, ema=0.9), Surroundings(evaluate=lambda: last.update(weights(module)) or {}))
     for state in [*history[1:], weights(plain)]:
         for name, value in state.items():
             average[name] = average[name] * 0.9 + value * 0.1 if value.is_floating_point() else value
@@ -165,7 +179,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     settings = replace(CPU, ema=0.9, optimizer="adam")
     whole = network()
     with open_run(tmp_path / "whole", {}) as run:
-        fit(whole, numbers, squares, settings, run=run)
+        fit(whole, numbers, squares, settings, Surroundings(run=run))
 
     def failing(step: int) -> Numbers:
         if step == 8:
@@ -173,11 +187,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         return numbers(step)
 
     with pytest.raises(OSError, match="went away"), open_run(tmp_path / "parts", {}) as run:
-        fit(network(), failing, squares, settings, run=run)
+        fit(network(), failing, squares, settings, Surroundings(run=run))
     assert json.loads((tmp_path / "parts" / "run.json").read_text())["status"] == "failed"
     module = network()
     with open_run(tmp_path / "parts", {}, resume=True) as run:
-        fit(module, numbers, squares, settings, run=run)
+        fit(module, numbers, squares, settings, Surroundings(run=run))
     assert_equal(weights(module), weights(whole))
     plain = [{k: v for k, v in entry.items() if k != "seconds"} for entry in read_log(tmp_path / "whole")]
     assert plain == [{k: v for k, v in entry.items() if k != "seconds"} for entry in read_log(tmp_path / "parts")]
@@ -200,9 +214,9 @@ def train_slowly(out: Path) -> None:
         return numbers(step)
 
     with suppress(Interrupted), open_run(out / "told", {}) as run:
-        fit(network(), slow, squares, LONG, run=run)
+        fit(network(), slow, squares, LONG, Surroundings(run=run))
     with open_run(out / "killed", {}) as run:
-        fit(network(), slow, squares, LONG, run=run)
+        fit(network(), slow, squares, LONG, Surroundings(run=run))
 
 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
@@ -220,7 +234,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     for name in ("told", "killed"):
         resumed = network()
         with open_run(tmp_path / name, {}, resume=True) as run:
-            fit(resumed, numbers, squares, LONG, run=run)
+            fit(resumed, numbers, squares, LONG, Surroundings(run=run))
         assert_equal(weights(resumed), weights(whole))
 
 
@@ -232,12 +246,12 @@ def test_a_signal_saves_and_stops(tmp_path: Path) -> None:
 
     before = signal.getsignal(signal.SIGINT)  # a shell's background jobs ignore it
     with pytest.raises(Interrupted, match="step 3 of 12"), open_run(tmp_path / "run", {}) as run:
-        fit(network(), batches, squares, CPU, run=run)
+        fit(network(), batches, squares, CPU, Surroundings(run=run))
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "interrupted"
     assert signal.getsignal(signal.SIGINT) is before
     module, whole = network(), network()
     with open_run(tmp_path / "run", {}, resume=True) as run:
-        fit(module, numbers, squares, CPU, run=run)
+        fit(module, numbers, squares, CPU, Surroundings(run=run))
     fit(whole, numbers, squares, CPU)
     assert_equal(weights(module), weights(whole))
 
@@ -250,12 +264,12 @@ def test_a_training_stops_when_it_is_asked_to_and_goes_on_from_there(tmp_path: P
         return len(asked) == 5
 
     with pytest.raises(Interrupted, match="stopped after step 5 of 12"), open_run(tmp_path / "run", {}) as run:
-        fit(network(), numbers, squares, CPU, run=run, stop=stop)
+        fit(network(), numbers, squares, CPU, Surroundings(run=run, stop=stop))
     seen: list[int] = []
     module, whole = network(), network()
     with open_run(tmp_path / "run", {}, resume=True) as run:
-        fit(module, lambda step: (seen.append(step), numbers(step))[1], squares, CPU, run=run)
-    fit(whole, numbers, squares, CPU, stop=lambda: False)
+        fit(module, lambda step: (seen.append(step), numbers(step))[1], squares, CPU, Surroundings(run=run))
+    fit(whole, numbers, squares, CPU, Surroundings(stop=lambda: False))
     assert seen == list(range(5, 12))
     assert_equal(weights(module), weights(whole))
 
@@ -267,7 +281,7 @@ def test_a_non_finite_loss_names_step_and_term_and_keeps_the_last_good_checkpoin
         return {**terms, "size": terms["size"] * (math.nan if bad else 1.0)}
 
     with pytest.raises(NonFinite, match=r"step 7: the loss term 'size'.*step 5 is kept"), open_run(tmp_path, {}) as run:
-        fit(network(), numbers, poisoned, CPU, run=run)
+        fit(network(), numbers, poisoned, CPU, Surroundings(run=run))
     kept = load_file(tmp_path / "checkpoint.safetensors")
     assert int(kept["count"]) == 5
     assert all(bool(torch.isfinite(value).all()) for value in kept.values() if value.is_floating_point())
@@ -280,7 +294,7 @@ def test_weights_that_explode_are_never_saved(tmp_path: Path) -> None:
 
     settings = replace(CPU, lr=1e5, checkpoint_every=5, log_every=100)
     with pytest.raises(NonFinite, match="step 5"), open_run(tmp_path, {}) as run:
-        fit(network(), numbers, exploding, settings, run=run)
+        fit(network(), numbers, exploding, settings, Surroundings(run=run))
     assert not (tmp_path / "checkpoint.safetensors").exists()
 
 
@@ -297,7 +311,7 @@ def test_foreign_checkpoints_are_refused_and_left_alone(tmp_path: Path) -> None:
         folder = tmp_path / str(content is None)
         with open_run(folder, {}) as run:
             if content is None:
-                fit(nn.Linear(3, 1), numbers, lambda f, b: {"x": f(b.x).mean()}, CPU, run=run)
+                fit(nn.Linear(3, 1), numbers, lambda f, b: {"x": f(b.x).mean()}, CPU, Surroundings(run=run))
                 run.record["status"] = "running"
         record = json.loads((folder / "run.json").read_text())
         (folder / "run.json").write_text(json.dumps({**record, "status": "interrupted"}))
@@ -306,7 +320,7 @@ def test_foreign_checkpoints_are_refused_and_left_alone(tmp_path: Path) -> None:
             file.write_bytes(content)
         before = file.read_bytes()
         with pytest.raises(InputError, match="not a checkpoint of this run"), open_run(folder, {}, resume=True) as run:
-            fit(network(), numbers, squares, CPU, run=run)
+            fit(network(), numbers, squares, CPU, Surroundings(run=run))
         assert file.read_bytes() == before
 
 
@@ -331,7 +345,9 @@ def test_the_weights_of_the_best_evaluation_are_kept() -> None:
         ([0.9, 0.1, 0.1, 0.1, 0.1], 0),  # a stage that only does harm
     ):
         module, seen = network(), []
-        log = fit(module, numbers, squares, settings, evaluate=judged(module, scores, seen), keep_best="quality")
+        log = fit(
+            module, numbers, squares, settings, Surroundings(evaluate=judged(module, scores, seen), keep_best="quality")
+        )
         assert_equal(weights(module), seen[best])
         said.append([entry["kept_step"] for entry in log if entry["kind"] == "kept"])
     assert said == [[6], [], [], [0]]
@@ -346,7 +362,7 @@ def test_with_a_tolerance_the_latest_weights_near_the_best_are_kept() -> None:
     ):
         module, seen = network(), []
         evaluate = judged(module, scores, seen)
-        fit(module, numbers, squares, settings, evaluate=evaluate, keep_best="quality", tolerance=0.2)
+        fit(module, numbers, squares, settings, Surroundings(evaluate=evaluate, keep_best="quality", tolerance=0.2))
         assert_equal(weights(module), seen[kept])
 
 
@@ -361,11 +377,17 @@ def test_a_resumed_run_remembers_the_best(tmp_path: Path) -> None:
 
     seen: list[dict[str, Tensor]] = []
     with pytest.raises(OSError, match="gone"), open_run(tmp_path, {}) as run:
-        fit(first, failing, squares, settings, run=run, evaluate=judged(first, scores, seen), keep_best="quality")
+        fit(
+            first,
+            failing,
+            squares,
+            settings,
+            Surroundings(run=run, evaluate=judged(first, scores, seen), keep_best="quality"),
+        )
     module = network()
     again = judged(module, [0.1, 0.2, 0.3], [])
     with open_run(tmp_path, {}, resume=True) as run:
-        fit(module, numbers, squares, settings, run=run, evaluate=again, keep_best="quality")
+        fit(module, numbers, squares, settings, Surroundings(run=run, evaluate=again, keep_best="quality"))
     assert_equal(weights(module), seen[1])
     log = read_log(tmp_path)
     times = [entry["seconds"] for entry in log]
@@ -374,7 +396,7 @@ def test_a_resumed_run_remembers_the_best(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({**record, "status": "running"}))  # killed before it was noted
     late = network()
     with open_run(tmp_path, {}, resume=True) as run:
-        fit(late, numbers, squares, settings, run=run, evaluate=again, keep_best="quality")
+        fit(late, numbers, squares, settings, Surroundings(run=run, evaluate=again, keep_best="quality"))
     assert_equal(weights(late), seen[1])
     assert read_log(tmp_path) == log
 
@@ -407,7 +429,7 @@ def test_a_fallen_training_goes_back_to_the_kept_weights_and_goes_on_more_slowly
         begun.append(weights(module))
         return squares(forward, batch)
 
-    log = fit(module, numbers, spy, settings, evaluate=falling(module, told, seen), keep_best="quality")
+    log = fit(module, numbers, spy, settings, Surroundings(evaluate=falling(module, told, seen), keep_best="quality"))
     assert_equal(begun[6], seen[1])  # step 7 begins where step 3 ended
     assert [(entry["step"], entry["back_to"]) for entry in log if entry["kind"] == "back"] == [(6, 3)]
     assert rates(log) == pytest.approx({step: 0.1 if step < 7 else 0.03 for step in range(1, 13)})
@@ -422,7 +444,9 @@ def test_a_fallen_training_goes_back_to_the_kept_weights_and_goes_on_more_slowly
 def test_a_training_that_falls_twice_ends_with_the_kept_weights() -> None:
     for settings in (FALLING, replace(FALLING, ema=None, optimizer="adam", lr=0.01)):
         module, seen = network(), []
-        log = fit(module, numbers, squares, settings, evaluate=falling(module, FALLS, seen), keep_best="quality")
+        log = fit(
+            module, numbers, squares, settings, Surroundings(evaluate=falling(module, FALLS, seen), keep_best="quality")
+        )
         assert [(entry["step"], entry["back_to"]) for entry in log if entry["kind"] == "back"] == [(6, 3), (12, 9)]
         assert max(rates(log)) == 12
         assert len(seen) == 5
@@ -434,7 +458,9 @@ def test_a_training_that_falls_twice_ends_with_the_kept_weights() -> None:
 def test_a_fall_at_the_end_needs_no_further_step() -> None:
     told, settings = [(0.5, False), (0.1, True)], replace(FALLING, evaluate_every=None)
     module, seen = network(), []
-    log = fit(module, numbers, squares, settings, evaluate=falling(module, told, seen), keep_best="quality")
+    log = fit(
+        module, numbers, squares, settings, Surroundings(evaluate=falling(module, told, seen), keep_best="quality")
+    )
     assert "back" not in {entry["kind"] for entry in log}
     assert_equal(weights(module), seen[0])
 
@@ -446,7 +472,13 @@ def test_a_fall_at_the_end_needs_no_further_step() -> None:
 def test_a_resumed_run_remembers_that_it_fell(tmp_path: Path, at: int, optimizer: str) -> None:
     settings, whole, seen = replace(FALLING, optimizer=optimizer, lr=0.02), network(), []
     with open_run(tmp_path / "whole", {}) as run:
-        fit(whole, numbers, squares, settings, run=run, evaluate=falling(whole, FALLS, seen), keep_best="quality")
+        fit(
+            whole,
+            numbers,
+            squares,
+            settings,
+            Surroundings(run=run, evaluate=falling(whole, FALLS, seen), keep_best="quality"),
+        )
 
     def failing(step: int) -> Numbers:
         if step == at:
@@ -455,11 +487,17 @@ def test_a_resumed_run_remembers_that_it_fell(tmp_path: Path, at: int, optimizer
 
     first, resumed, again = network(), network(), []
     with pytest.raises(OSError, match="gone"), open_run(tmp_path / "parts", {}) as run:
-        fit(first, failing, squares, settings, run=run, evaluate=falling(first, FALLS, []), keep_best="quality")
+        fit(
+            first,
+            failing,
+            squares,
+            settings,
+            Surroundings(run=run, evaluate=falling(first, FALLS, []), keep_best="quality"),
+        )
     left = at // 4 * 4  # the step of the last checkpoint
     told = falling(resumed, FALLS[1 + left // 3 :], again)
     with open_run(tmp_path / "parts", {}, resume=True) as run:
-        fit(resumed, numbers, squares, settings, run=run, evaluate=told, keep_best="quality")
+        fit(resumed, numbers, squares, settings, Surroundings(run=run, evaluate=told, keep_best="quality"))
     assert_equal(weights(resumed), weights(whole))
     plain, other = (
         [{k: v for k, v in entry.items() if k != "seconds"} for entry in read_log(tmp_path / name)]
@@ -471,7 +509,13 @@ def test_a_resumed_run_remembers_that_it_fell(tmp_path: Path, at: int, optimizer
 def test_a_run_that_fell_twice_makes_no_step_when_it_is_resumed(tmp_path: Path) -> None:
     module, seen = network(), []
     with open_run(tmp_path, {}) as run:
-        fit(module, numbers, squares, FALLING, run=run, evaluate=falling(module, FALLS, seen), keep_best="quality")
+        fit(
+            module,
+            numbers,
+            squares,
+            FALLING,
+            Surroundings(run=run, evaluate=falling(module, FALLS, seen), keep_best="quality"),
+        )
     with safe_open(tmp_path / "checkpoint.safetensors", framework="pt") as file:
         assert (file.metadata()["step"], file.metadata()["falls"]) == ("12", "2")
     record = json.loads((tmp_path / "run.json").read_text())
@@ -482,7 +526,7 @@ def test_a_run_that_fell_twice_makes_no_step_when_it_is_resumed(tmp_path: Path) 
 
     late = network()
     with open_run(tmp_path, {}, resume=True) as run:
-        fit(late, nothing, squares, FALLING, run=run, evaluate=falling(late, [], []), keep_best="quality")
+        fit(late, nothing, squares, FALLING, Surroundings(run=run, evaluate=falling(late, [], []), keep_best="quality"))
     assert_equal(weights(late), weights(module))
 
 
@@ -491,7 +535,7 @@ def test_the_latest_weights_within_the_slack_of_an_evaluation_are_kept() -> None
     for slack, kept in ((0.0, 1), (0.15, 2), (0.35, 3)):
         module, seen = network(), []
         evaluate = judged(module, scores, seen, quality_slack=slack)
-        fit(module, numbers, squares, settings, evaluate=evaluate, keep_best="quality")
+        fit(module, numbers, squares, settings, Surroundings(evaluate=evaluate, keep_best="quality"))
         assert_equal(weights(module), seen[kept])
 
 
@@ -511,7 +555,7 @@ def test_a_warning_is_said_when_it_comes_up() -> None:
         ]
     )
     evaluate = lambda: {"warnings": next(told)}  # noqa: E731
-    fit(network(), numbers, squares, replace(CPU, evaluate_every=3), evaluate=evaluate, reporter=Ears())
+    fit(network(), numbers, squares, replace(CPU, evaluate_every=3), Surroundings(evaluate=evaluate, reporter=Ears()))
     assert said == ["step 3: 2 of 9 clusters are empty", "step 6: one holds 80 %", "step 12: 1 of 9 clusters are empty"]
 
 
@@ -524,7 +568,7 @@ def test_prefetched_batches_are_the_same() -> None:
         return numbers(step)
 
     fit(plain, numbers, squares, CPU)
-    fit(ahead, spy, squares, CPU, prefetch=True)
+    fit(ahead, spy, squares, CPU, Surroundings(prefetch=True))
     assert_equal(weights(plain), weights(ahead))
     assert threads
     assert all(name.startswith("batches") for name in threads)
@@ -533,7 +577,7 @@ def test_prefetched_batches_are_the_same() -> None:
 
 def test_tensorboard_files_are_written_when_asked(tmp_path: Path) -> None:
     with open_run(tmp_path, {}) as run:
-        fit(network(), numbers, squares, replace(CPU, tensorboard=True), run=run)
+        fit(network(), numbers, squares, replace(CPU, tensorboard=True), Surroundings(run=run))
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 
@@ -606,9 +650,9 @@ def test_a_captured_run_that_is_resumed_goes_on_with_its_rate(tmp_path: Path, op
     settings, whole, resumed = replace(settings, lr=0.02, ema=0.9, clip_norm=1.0), network(), network()
     expected = fit(whole, on_device, squares, settings)
     with pytest.raises(OSError, match="gone"), open_run(tmp_path, {}) as run:
-        fit(network(), failing, squares, settings, run=run)
+        fit(network(), failing, squares, settings, Surroundings(run=run))
     with open_run(tmp_path, {}, resume=True) as run:
-        found = fit(resumed, on_device, squares, settings, run=run)
+        found = fit(resumed, on_device, squares, settings, Surroundings(run=run))
     assert [entry["loss"] for entry in found] == pytest.approx([entry["loss"] for entry in expected], rel=1e-3)
     for name, value in weights(whole).items():
         torch.testing.assert_close(weights(resumed)[name], value, rtol=1e-3, atol=1e-4)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # imported where it is used: help should be quick
     from rich.console import Console
     from rich.live import Live
 
-__all__ = ["Bar", "Lines", "Reporter", "console_reporter", "print_line", "say_error", "watched"]
+__all__ = ["QUIET", "Bar", "Lines", "Reporter", "console_reporter", "print_line", "say_error", "watched"]
 
 
 class Reporter:
@@ -36,12 +36,25 @@ class Reporter:
         return
 
 
+QUIET = Reporter()
+
+
 @contextmanager
-def watched(reporter: Reporter, title: str, total: int) -> Iterator[Callable[[int, int], None]]:
-    """Shows a job until it ends: call what this gives with (done, total)."""
-    reporter.start(title, total)
+def watched(reporter: Reporter, title: str, total: int | None = None) -> Iterator[Callable[[int, int], None]]:
+    """Shows a job until it ends: call what this gives with (done, total).
+
+    Without a total it begins at each call with 0: files are decoded, or the cache serves and there is nothing to show.
+    """
+
+    def progress(done: int, of: int) -> None:
+        if total is None and done == 0:
+            reporter.start(title, of)
+        reporter.update(done)
+
+    if total is not None:
+        reporter.start(title, total)
     try:
-        yield lambda done, _: reporter.update(done)
+        yield progress
     finally:
         reporter.stop()
 

@@ -5,8 +5,8 @@ import sqlite3
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import asdict
-from functools import cached_property
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -21,8 +21,8 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate import server
 from constraintmatch.annotate.database import Asked, Contradiction, StoredAnswer
 from constraintmatch.annotate.import_export import export_pairs
-from constraintmatch.annotate.question_queue import QuestionQueue
-from constraintmatch.annotate.thumbnails import Gallery, Picture, Thumbnails, galleries
+from constraintmatch.annotate.question_queue import Line, QuestionQueue
+from constraintmatch.annotate.thumbnails import Gallery, Picture, galleries, large_picture, small_picture
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import NONE, UNSURE
 from constraintmatch.questions.belief import Belief
@@ -60,20 +60,19 @@ Offset = Annotated[int, Query(ge=0, le=2**31 - 1)]
 RowInPath = Annotated[int, InPath(ge=0, le=2**31 - 1)]
 
 
+@dataclass(eq=False)
 class Page:
     """The routes, and what they work on. `activity` gives a line about the training in the background, or None."""
 
-    def __init__(
-        self,
-        images: ImageSet,
-        queue: QuestionQueue,
-        folder: Path | None,
-        source: str,
-        activity: Callable[[], str | None],
-    ) -> None:
-        self.images, self.queue, self.source, self.activity = images, queue, source, activity
-        self.store, self.belief = queue.store, queue.belief
-        self.thumbnails = Thumbnails(images, folder)
+    images: ImageSet
+    queue: QuestionQueue
+    folder: Path | None = None  # with the image files, for pictures larger than the model's
+    source: str = "the images"
+    activity: Line = lambda: None
+
+    def __post_init__(self) -> None:
+        self.store, self.belief = self.queue.store, self.queue.belief
+        self.images.to_look_at()  # refused here, before anything is served
         self._implied: tuple[tuple[int, int], Belief | None, float, int] | None = None
 
     @cached_property
@@ -251,11 +250,11 @@ class Page:
 
     def large(self, row: RowInPath) -> Response:
         """An image as large as its file, up to 800 pixels."""
-        return self._picture(self.thumbnails.large, row)
+        return self._picture(partial(large_picture, self.images, self.folder), row)
 
     def small(self, row: RowInPath) -> Response:
         """An image as the model sees it."""
-        return self._picture(self.thumbnails.small, row)
+        return self._picture(partial(small_picture, self.images), row)
 
     def _picture(self, picture: Callable[[int], Picture], row: int) -> Response:
         if row >= len(self.images):
@@ -273,22 +272,14 @@ class Page:
         return Response(content, headers=headers, media_type="text/csv")
 
 
-def create_app(
-    images: ImageSet,
-    queue: QuestionQueue,
-    *,
-    folder: Path | None = None,
-    source: str = "the images",
-    activity: Callable[[], str | None] = lambda: None,
-    rules: server.Rules = LOCAL,
-) -> FastAPI:
-    """The page over these images and this queue. `folder` has the image files, for pictures larger than the model's."""
+def create_app(page: Page, rules: server.Rules = LOCAL) -> FastAPI:
+    """The app that serves a page to those whom the rules let in."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        queue.start()
+        page.queue.start()
         yield
-        queue.stop()
+        page.queue.stop()
 
     app = FastAPI(
         title="constraintmatch annotate",
@@ -301,7 +292,7 @@ def create_app(
     )
     server.protect(app, rules)
     app.exception_handler(InputError)(_refuse)
-    _add_routes(app, Page(images, queue, folder, source, activity))
+    _add_routes(app, page)
     return app
 
 

@@ -28,7 +28,7 @@ from scipy.optimize import linear_sum_assignment
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json
-from constraintmatch._internal.progress import Reporter
+from constraintmatch._internal.progress import QUIET, Reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods import Context, ViewChoice
@@ -169,7 +169,7 @@ class Learner:
         enough = n_answers - self.n_learned >= self.learning.every or now - self._seen_at > PATIENCE
         return enough or self._is_all(n_answers)
 
-    def learn(self, reporter: Reporter | None = None) -> bool:
+    def learn(self, reporter: Reporter = QUIET) -> bool:
         """Train one round on all answers so far; False if they say nothing to train on."""
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()  # after a stop: it ends with its current step
@@ -177,7 +177,7 @@ class Learner:
         pairs = closure_pairs(answers, len(self.images))
         if not len(pairs):
             return False
-        self._training = watched = _Watched(reporter or Reporter(), len(answers))
+        self._training = watched = _Watched(reporter, len(answers))
         if self._is_last(len(answers)):
             settings["steps"] = self.learning.last_steps
         try:

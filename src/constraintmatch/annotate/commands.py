@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
-from constraintmatch._internal.progress import Reporter, watched
+from constraintmatch._internal.progress import QUIET, Reporter, watched
 from constraintmatch.annotate.import_export import Sitting, open_answers, open_images, open_model
-from constraintmatch.annotate.question_queue import Chooser, Prompt, QuestionQueue, ask_one_by_one, pixel_belief
+from constraintmatch.annotate.question_queue import Chooser, Line, Prompt, QuestionQueue, ask_one_by_one, pixel_belief
 from constraintmatch.annotate.store import Store
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.pipeline.sources import Data, read_pairs
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["Door", "Loop", "ask_in_terminal", "ask_labels", "ask_on_page", "open_port", "serve_page"]
 
 CHECKPOINT_EVERY = 200  # steps of a round that a crash loses at most
-QUIET = Reporter()
 Rows = list[tuple[str, str]]  # of a table: what was answered, and what to do next
 Open = tuple[Data, QuestionQueue, "Learner"]
 
@@ -126,16 +125,11 @@ def open_port(door: Door) -> socket.socket:
 
 
 def _serve(
-    sock: socket.socket,
-    door: Door,
-    reporter: Reporter,
-    data: Data,
-    queue: QuestionQueue,
-    activity: Callable[[], str | None] = lambda: None,
+    sock: socket.socket, door: Door, reporter: Reporter, data: Data, queue: QuestionQueue, activity: Line = lambda: None
 ) -> None:
     """Serve the page over these images and questions on the socket until Ctrl-C."""
     from constraintmatch.annotate import server
-    from constraintmatch.annotate.api import create_app
+    from constraintmatch.annotate.api import Page, create_app
 
     rules = server.rules_for(door.host, sock.getsockname()[1], door.token)
     place = server.address(sock, door.host, rules.token)
@@ -144,9 +138,8 @@ def _serve(
         reporter.say("everybody with this address can see the images and answer; share it with care")
     if door.browse:  # the socket listens already, so the browser waits; some browsers block the call that opens them
         threading.Thread(target=webbrowser.open, args=(place,), daemon=True).start()
-    source = str(data.record["name"])
-    app = create_app(data.images, queue, folder=data.files, source=source, activity=activity, rules=rules)
-    server.run_app(app, sock)
+    page = Page(data.images, queue, data.files, str(data.record["name"]), activity)
+    server.run_app(create_app(page, rules), sock)
 
 
 # The loop: a start made once, questions, answers, a round of training in the background, better questions

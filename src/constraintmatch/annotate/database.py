@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -17,48 +18,13 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import InUse, check_target, folder_lock, write_error
 from constraintmatch.questions.answers import NONE, Answer, Question
 
-__all__ = ["Asked", "Contradiction", "Counts", "Database", "Given", "LinkGraph", "StoredAnswer", "clean"]
+__all__ = ["Asked", "Contradiction", "Database", "Given", "LinkGraph", "StoredAnswer", "clean"]
 
 _Edges = defaultdict[int, dict[int, list[int]]]  # image -> the other image -> answers that say so, oldest first
 _Tree = dict[int, tuple[int, int]]  # image -> (the image before it, steps from the root)
 
 _APPLICATION = 0x434D4131  # "CMA1": sets our databases apart from those of other programs
 _VERSION = 1
-_TABLES = (
-    "CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
-    """CREATE TABLE questions (
-        id INTEGER PRIMARY KEY AUTOINCREMENT,
-        image TEXT NOT NULL,            -- by name: row numbers change when a folder grows
-        shown TEXT NOT NULL,            -- JSON list of names
-        look BLOB NOT NULL,             -- a tiny thumbnail of each image, the asked one first
-        key TEXT NOT NULL,              -- the same for the same question in another order
-        model TEXT NOT NULL,            -- who chose it
-        added TEXT NOT NULL,
-        urgent INTEGER NOT NULL,        -- 1: asked first, and even if the answers imply it
-        state TEXT NOT NULL CHECK (state IN ('waiting', 'answered', 'retired')),
-        holder TEXT,                    -- the annotator who has it on the screen
-        held_until REAL)""",
-    "CREATE INDEX questions_by_key ON questions (key)",
-    "CREATE INDEX questions_by_state ON questions (state, urgent, id)",
-    """CREATE TABLE answers (
-        id INTEGER PRIMARY KEY AUTOINCREMENT,
-        question INTEGER NOT NULL REFERENCES questions (id),
-        choice INTEGER NOT NULL,        -- place in shown, -1 none of these (a pair: different), -2 unsure
-        annotator TEXT NOT NULL,
-        milliseconds INTEGER,
-        time TEXT NOT NULL,             -- ISO 8601, UTC
-        weight REAL NOT NULL DEFAULT 1,
-        origin TEXT NOT NULL DEFAULT '',    -- the file it was imported from
-        replaces INTEGER REFERENCES answers (id),
-        withdrawn TEXT NOT NULL DEFAULT '', -- why it no longer stands: undo, withdrawn, changed
-        withdrawn_by TEXT,
-        withdrawn_at TEXT)""",
-    "CREATE INDEX answers_by_question ON answers (question)",
-    "CREATE TABLE clusters (cluster INTEGER PRIMARY KEY, name TEXT NOT NULL)",
-    """CREATE VIEW answered AS
-        SELECT answers.id, image, shown, choice, annotator, milliseconds, time, model, weight, origin, withdrawn
-        FROM answers JOIN questions ON questions.id = answers.question""",
-)
 _KEPT = "every saved answer is kept"
 _DAMAGED = "the database is damaged; restore a copy or choose another {flag}"
 _BUSY = "another program writes to this database; close it and try again"
@@ -118,18 +84,6 @@ class StoredAnswer:
 
 
 @dataclass(frozen=True)
-class Counts:
-    """The answers that stand; `same` and `different` count both kinds of questions."""
-
-    answered: int
-    same: int
-    different: int
-    unsure: int
-    withdrawn: int
-    per_minute: float
-
-
-@dataclass(frozen=True)
 class Contradiction:
     """Two images that one answer keeps apart and a chain of answers holds together.
 
@@ -178,10 +132,8 @@ class Database:
             stack.enter_context(folder_lock(lock))
         except InUse:
             holder = (lock / ".lock").read_text(encoding="utf-8").strip() or "unknown"
-            said = (
-                f"another server uses this database (pid {holder}); use its page, stop it, or choose another {{flag}}"
-            )
-            raise self._refusal(said) from None
+            fix = "use its page, stop it, or choose another {flag}"
+            raise self._refusal(f"another server uses this database (pid {holder}); {fix}") from None
         except OSError as error:  # the disk is full: the lock's own file does not fit
             raise write_error(error, self.path) or InputError(str(error.strerror), str(self.path)) from None
 
@@ -243,8 +195,8 @@ class Database:
                 self.connection.execute(f"PRAGMA {setting}")
         if fresh:
             with self.transaction():
-                for statement in _TABLES:
-                    self.connection.execute(statement)
+                for statement in (files("constraintmatch.annotate") / "schema.sql").read_text("utf-8").split(";"):
+                    self.connection.execute(statement)  # not executescript, which would end the transaction
                 self.connection.execute(f"PRAGMA application_id = {_APPLICATION}")
                 self.connection.execute(f"PRAGMA user_version = {_VERSION}")
         if self.connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":

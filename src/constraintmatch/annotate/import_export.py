@@ -1,8 +1,7 @@
 """Answers from and to files: the pairs file both ways, and Label Studio's export of a choice about two images.
 
-Label Studio has two forms. JSON: tasks with `data` and `annotations`, each with the `result` of its controls. JSON_MIN:
-flat tasks, with the choice under the name of its control. Images are references (an upload, a local file, a bucket, a
-web address), found by file name.
+Label Studio's JSON has tasks with `data` and `annotations`, each with the `result` of its controls. Images are
+references (an upload, a local file, a bucket, a web address), found by file name.
 """
 
 import math
@@ -20,7 +19,7 @@ import numpy as np
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target, read_json
-from constraintmatch._internal.progress import Reporter
+from constraintmatch._internal.progress import QUIET, Reporter
 from constraintmatch.annotate.database import Given
 from constraintmatch.annotate.store import Store, annotator_name, open_store
 from constraintmatch.constraints.constraint_set import Constraints
@@ -50,7 +49,6 @@ _SAME = "same, same kind, same class, match, similar, yes, true, must-link"
 _DIFFERENT = "different, different kind, different class, no match, not similar, dissimilar, not the same, not same"
 _DIFFERENT += ", no, false, cannot-link"
 _UNSURE = "unsure, not sure, unclear, unknown, don't know, cannot tell, can't tell, skip, maybe"
-_ABOUT_THE_ANNOTATION = {"id", "annotator", "annotation_id", "created_at", "updated_at", "lead_time"}
 
 Meaning = Callable[[str], int | None]
 Annotation = tuple[list[str], dict[str, Any]]  # the words of its choices; annotator, time and milliseconds
@@ -74,17 +72,16 @@ class Sitting:
     again: Path | None = None  # a pairs file whose pairs are asked first
 
 
-def export_answers(sitting: Sitting, out: Path, reporter: Reporter | None = None) -> str:
+def export_answers(sitting: Sitting, out: Path, reporter: Reporter = QUIET) -> str:
     """Write the answers as a pairs file, also while a server runs; an existing file is replaced."""
     check_target(out)
-    data = open_images(sitting, reporter or Reporter())
+    data = open_images(sitting, reporter)
     with open_answers(sitting.db, data, read_only=True) as store:
         return export_pairs(store, out)
 
 
-def import_file(sitting: Sitting, file: Path, reporter: Reporter | None = None, **how: str | None) -> str:
+def import_file(sitting: Sitting, file: Path, reporter: Reporter = QUIET, **how: str | None) -> str:
     """Take the answers of a pairs file, or of Label Studio's export (.json), into the database (see `read_answers`)."""
-    reporter = reporter or Reporter()
     _check_file(file, **how)
     check_target(sitting.db)
     data = open_images(sitting, reporter)
@@ -123,12 +120,12 @@ def open_model(path: Path | str, size: tuple[int, int] | None = None) -> "Cluste
 
 @contextmanager
 def open_answers(
-    path: Path, data: Data, reporter: Reporter | None = None, *, read_only: bool = False, flag: str = "--db"
+    path: Path, data: Data, reporter: Reporter = QUIET, *, read_only: bool = False, flag: str = "--db"
 ) -> Iterator[Store]:
     """The database, made if needed. It is opened last, so that a refused command leaves none."""
     source, pictures = data.record["source"], data.record.get("pictures", "")
     with open_store(path, data.images, source=source, pictures=pictures, read_only=read_only, flag=flag) as store:
-        if store.notice and reporter is not None:
+        if store.notice:
             reporter.say(store.notice)
         yield store
 
@@ -177,25 +174,17 @@ def _count(parts: list[tuple[int, str]]) -> str:
     return ", ".join(f"{n:,} {what}" for n, what in parts if n)
 
 
-def read_answers(
-    path: Path | str,
-    names: Sequence[str],
-    *,
-    columns: str | None = None,
-    same: str | None = None,
-    different: str | None = None,
-) -> tuple[list[Given], int]:
+def read_answers(path: Path, names: Sequence[str], **how: str | None) -> tuple[list[Given], int]:
     """The answers of a file about images with these names, and how many entries were left out.
 
     A file that ends in .json is an export of Label Studio, any other a pairs file. `columns` names those of a pairs
     file; `same` and `different` are the choices in an export that does not use the usual words. Bad input is refused
     here, before a database is made.
     """
-    path = Path(path)
-    if _check_file(path, columns, same, different):
-        given, n_left_out = _read_label_studio(path, names, _meanings(same, different))
+    if _check_file(path, **how):
+        given, n_left_out = _read_label_studio(path, names, _meanings(how.get("same"), how.get("different")))
     else:
-        given, n_left_out = _read_pairs_file(path, names, columns)
+        given, n_left_out = _read_pairs_file(path, names, how.get("columns"))
     try:
         for one in given:
             annotator_name(one.annotator)
@@ -239,7 +228,7 @@ def _read_label_studio(path: Path, names: Sequence[str], meaning: Meaning) -> tu
     content = read_json(path)
     tasks = [content] if isinstance(content, dict) else content  # a bucket holds one file per task
     if not isinstance(tasks, list) or not all(isinstance(task, dict) for task in tasks):
-        raise InputError(f"{path}: not an export of Label Studio; export the project as JSON or JSON-MIN")
+        raise InputError(f"{path}: not an export of Label Studio; export the project as JSON")
     finder, given, n_left_out = _Finder(names), list[Given](), 0
     for at, task in enumerate(tasks, start=1):
         try:
@@ -266,11 +255,10 @@ def _meanings(same: str | None, different: str | None) -> Meaning:
 
 def _answers(task: Mapping[str, Any], finder: "_Finder", meaning: Meaning, file: str) -> tuple[list[Given], int]:
     """The answers of one task and the number of its annotations that say nothing."""
-    annotations = task.get("annotations", task.get("completions"))
-    data = task.get("data", {}) if annotations is not None else task
-    if not isinstance(data, dict) or not isinstance(annotations or [], list):
-        raise InputError("not a task of Label Studio; export the project again")
-    read = [_full(one) for one in annotations or []] if annotations is not None else [_flat(task, finder)]
+    data, annotations = task.get("data"), task.get("annotations")
+    if not isinstance(data, dict) or not isinstance(annotations, list):
+        raise InputError("not a task with its annotations; export the project from Label Studio as JSON, not JSON-MIN")
+    read = [_read_annotation(one) for one in annotations]
     said = [one for one in read if one is not None]
     if not said:
         return [], len(read)
@@ -282,8 +270,8 @@ def _answers(task: Mapping[str, Any], finder: "_Finder", meaning: Meaning, file:
     return given, len(read) - len(said)
 
 
-def _full(annotation: Any) -> Annotation | None:
-    """What an annotation of the full form says; None if it was skipped or has no choice in it."""
+def _read_annotation(annotation: Any) -> Annotation | None:
+    """What an annotation says; None if it was skipped or has no choice in it."""
     if not isinstance(annotation, dict):
         raise InputError("an annotation is not an object; export the project again")
     results = annotation.get("result")
@@ -293,15 +281,6 @@ def _full(annotation: Any) -> Annotation | None:
     if annotation.get("was_cancelled") or annotation.get("skipped") or not words:
         return None
     return words, _circumstances(annotation, annotation.get("completed_by"))
-
-
-def _flat(task: Mapping[str, Any], finder: "_Finder") -> Annotation | None:
-    """What a task of the short form says: every field that is neither an image nor about the annotation."""
-    fields = [value for name, value in task.items() if name not in _ABOUT_THE_ANNOTATION]
-    choices = [value for value in fields if isinstance(value, dict)]  # several choices allowed: {"choices": […]}
-    texts = [value for value in fields if isinstance(value, str) and not finder.is_image(value)]
-    words = [word for value in choices or texts for word in _words(value)]
-    return (words, _circumstances(task, task.get("annotator"))) if words else None
 
 
 def _words(value: Any) -> list[str]:

@@ -34,6 +34,7 @@ __all__ = [
     "side_by_side",
 ]
 
+Line = Callable[[], str | None]  # gives a line to show, or nothing
 LOW = 4  # new questions are chosen when fewer wait
 FRESH = 5  # answers after which waiting questions are chosen again: they know less than what was answered
 BLOCK = 4_096  # images whose pixels become numbers at once
@@ -48,13 +49,14 @@ _NONE_OF_THESE = {"0": NONE, "n": NONE, "none of these": NONE}
 HALF_BLOCK = "▀"  # its upper half in the foreground colour, its lower half in the background's
 
 
+@dataclass
 class Chooser:
     """Chooses questions: of one kind, in one way, until there are `total` answers (None: without an end)."""
 
-    def __init__(
-        self, *, kind: Kind = "which", choose: Choice = "recommended", seed: int = 0, total: int | None = None
-    ) -> None:
-        self.kind, self.choose, self.seed, self.total = kind, choose, seed, total
+    kind: Kind = "which"
+    choose: Choice = "recommended"
+    seed: int = 0
+    total: int | None = None
 
     def next(self, belief: Belief, answers: Sequence[Answer], n: int, waiting: Sequence[Question]) -> list[Question]:
         """At most n questions; `waiting` are handed out and not answered yet."""
@@ -83,7 +85,7 @@ class QuestionQueue:
         store: Store,
         belief: Callable[[], Belief | None],
         chooser: Chooser | None = None,
-        model: Callable[[], str | None] = lambda: None,
+        model: Line = lambda: None,
     ) -> None:
         self.store, self.belief, self.chooser, self.model = store, belief, chooser or Chooser(), model
         self.done = False
@@ -271,7 +273,7 @@ class Prompt:
         return f"{heading}\n{side_by_side(pictures, captions, columns)}"
 
 
-def ask_one_by_one(queue: QuestionQueue, prompt: Prompt, activity: Callable[[], str | None]) -> None:
+def ask_one_by_one(queue: QuestionQueue, prompt: Prompt, activity: Line) -> None:
     """Ask until enough is answered or the user finishes. `activity` is a line about the training."""
     store, names, who = queue.store, prompt.images.names, "terminal"
     while (asked := _claim(queue, who)) is not None:

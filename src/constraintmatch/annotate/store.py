@@ -9,28 +9,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch.annotate.database import (
-    Asked,
-    Contradiction,
-    Counts,
-    Database,
-    Given,
-    LinkGraph,
-    StoredAnswer,
-    clean,
-)
+from constraintmatch.annotate.database import Asked, Contradiction, Database, Given, LinkGraph, StoredAnswer, clean
 from constraintmatch.annotate.thumbnails import ImageIdentity
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question
 
-__all__ = ["Store", "annotator_name", "open_store"]
+__all__ = ["Counts", "Store", "annotator_name", "open_store"]
 
 LONGEST = 100  # characters of an annotator's or a cluster's name
 _RECENT = 50  # answers that decide the speed
@@ -55,6 +46,18 @@ _DROP_WAITING = (  # those that nobody holds
     "UPDATE questions SET state = 'retired' WHERE state = 'waiting' AND NOT urgent "
     "AND (holder IS NULL OR held_until <= ?)"
 )
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The answers that stand; `same` and `different` count both kinds of questions."""
+
+    answered: int
+    same: int
+    different: int
+    unsure: int
+    withdrawn: int
+    per_minute: float
 
 
 def annotator_name(text: str) -> str:
@@ -118,9 +121,8 @@ class Store:
         about = {"opened": self._now(), "folder": identity.source or None, "pictures": identity.pictures}
         with database.transaction() as connection:  # a read-only file shows here, not later
             unaskable = [(number,) for number, question in here.items() if question is None]
-            connection.executemany(
-                "UPDATE questions SET state = 'retired' WHERE id = ? AND state = 'waiting'", unaskable
-            )
+            retire = "UPDATE questions SET state = 'retired' WHERE id = ? AND state = 'waiting'"
+            connection.executemany(retire, unaskable)
             noted = [(key, value) for key, value in about.items() if value is not None]
             connection.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", noted)
 
@@ -224,9 +226,8 @@ class Store:
             if known.question == given.question:
                 if (known.answer, known.annotator) == (given.answer, given.annotator):
                     return number, self._graph.contradictions_of(number, given.answer)
-                raise InputError(
-                    f"question {given.question:,} is already answered (by {known.annotator}); undo that first"
-                )
+                by = f"(by {known.annotator}); undo that first"
+                raise InputError(f"question {given.question:,} is already answered {by}")
         raise InputError(f"question {given.question:,} is already answered; reload the page")
 
     def _insert_answer(self, given: Given, replaces: int | None = None) -> int:

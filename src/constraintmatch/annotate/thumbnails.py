@@ -16,11 +16,12 @@ from PIL import Image, ImageOps
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.database import Database, clean
+from constraintmatch.data.decoding import eight_bits
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import Answer, Question, implied_groups
 from constraintmatch.questions.belief import Belief
 
-__all__ = ["Gallery", "ImageIdentity", "Picture", "Thumbnails", "galleries"]
+__all__ = ["Gallery", "ImageIdentity", "Picture", "galleries", "large_picture", "small_picture"]
 
 LARGEST = 800  # pixels: what a large screen shows of one of two images
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
@@ -141,25 +142,18 @@ def _thumbnail(image: NDArray[Any]) -> bytes:
 # What the page shows
 
 
-class Thumbnails:
-    """The pictures of a set: `large` for questions, `small` for galleries.
+@lru_cache(maxsize=512)
+def small_picture(images: ImageSet, row: int) -> Picture:
+    """An image as the model sees it."""
+    pixels = images.to_look_at().images[row]
+    return _encode(Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[..., 0]), "PNG")
 
-    With the folder that the set was read from, large ones come from the files there. If a file is gone or cannot be
-    read, the pixels that the model sees are shown.
-    """
 
-    def __init__(self, images: ImageSet, folder: Path | None = None) -> None:
-        self._names, self._seen, self._folder = images.names, images.to_look_at(), folder
-        self.large = lru_cache(maxsize=512)(self._large)
-        self.small = lru_cache(maxsize=512)(self._small)
-
-    def _small(self, row: int) -> Picture:
-        pixels = self._seen.images[row]
-        return _encode(Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[..., 0]), "PNG")
-
-    def _large(self, row: int) -> Picture:
-        found = None if self._folder is None else _from_file(self._folder / self._names[row])
-        return found or self.small(row)
+@lru_cache(maxsize=512)
+def large_picture(images: ImageSet, folder: Path | None, row: int) -> Picture:
+    """An image from its file in the folder; without one, or if it cannot be read, what the model sees."""
+    found = None if folder is None else _from_file(folder / images.names[row])
+    return found or small_picture(images, row)
 
 
 def _from_file(path: Path) -> Picture | None:
@@ -169,18 +163,11 @@ def _from_file(path: Path) -> Picture | None:
             if opened.width * opened.height > MAX_PIXELS or opened.mode[0] in "IF":
                 return None  # 16-bit and float grey need the scaling that the image set has done
             opened.draft(None, (2 * LARGEST, 2 * LARGEST))
-            image = _on_white(ImageOps.exif_transpose(opened))
+            image = eight_bits(ImageOps.exif_transpose(opened))
     except Exception:  # broken files raise whatever their decoder raises
         return None
     image.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS, reducing_gap=3.0)
     return _encode(image, "PNG" if max(image.size) < 256 else "JPEG")
-
-
-def _on_white(image: Image.Image) -> Image.Image:
-    if not image.has_transparency_data:
-        return image.convert("L" if image.mode in ("1", "L") else "RGB")
-    picture = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
 
 
 def _encode(image: Image.Image, kind: str) -> Picture:

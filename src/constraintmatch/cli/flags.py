@@ -323,11 +323,11 @@ _GONE = {  # of earlier versions, and what there is now
 }
 
 
-def new_spelling(command: str, flag: str, given: Sequence[str]) -> str | None:
-    """How a flag of earlier versions is spelled now, with the value that it is given; None for one that never was."""
-    value, known = _value_of(flag, given), settings_of(command)
+def new_spelling(command: str, flag: str) -> str | None:
+    """How a flag of earlier versions is spelled now; None for one that never was."""
+    known = settings_of(command)
     if flag == "--data" or (command, flag) == ("check", "--images"):
-        return f"{flag} {value} is now {value} alone"
+        return f"{flag} is gone: its value is given alone"
     if moved := _MOVED.get((command, flag)) or (_MOVED.get(("", flag)) if known else None):
         return f"{flag} is now {moved}"
     name = flag.removeprefix("--").replace("-", "_")
@@ -335,21 +335,12 @@ def new_spelling(command: str, flag: str, given: Sequence[str]) -> str | None:
         return f"{flag} is gone: {said}"
     stage = max((one for one in STAGES if command == "pretrain" and name.endswith(f"_{one}")), key=len, default="")
     plain = name.removesuffix(f"_{stage}")
-    for own, said in ((plain, value), (plain.removeprefix("no_"), "no")):
+    for own, said in ((plain, "VALUE"), (plain.removeprefix("no_"), "no")):
         spelled = f"{stage}.{own}" if stage else own
         if spelled in known:
             yes = _setting(spelled).words is _YES and said != "no"
             return f"{flag} is now --set {spelled}={'yes' if yes else said}"
     return None
-
-
-def _value_of(flag: str, given: Sequence[str]) -> str:
-    for word, following in zip(given, [*given[1:], "VALUE"], strict=False):
-        if word.startswith(f"{flag}="):
-            return word.partition("=")[2]
-        if word == flag and not following.startswith("--"):
-            return following
-    return "VALUE"
 
 
 # The tables that `constraintmatch settings` shows

@@ -14,6 +14,9 @@ from constraintmatch.cli.shared import Flags, Model, Sets, Source, command, flag
 __all__ = ["card", "embed", "evaluate", "import_scan", "join", "paper", "report", "sample", "search"]
 
 _LOOK, _RESEARCH = "Look and reuse", "For researchers"
+_NAMES = "One or more of table1, table2, table3, flip, links, selection, entropy, amount, noise and gallery."
+_SCAN_SETS = "Its data set: cifar10, cifar100-20, stl10, imagenet10 or imagenet-dogs."
+_GRID = "Other values of a setting, may be repeated: lr=0.03,0.01. (the paper's)"
 _DIGITS = 18  # Python refuses numbers of some thousands
 
 
@@ -182,9 +185,7 @@ def search(
     data: Source,
     *,
     model: Annotated[Path, option("Model or run folder that every trial begins with.")],
-    grid: Annotated[
-        list[str] | None, option("Other values of a setting, may be repeated: lr=0.03,0.01. (the paper's)")
-    ] = None,
+    grid: Annotated[list[str] | None, option(_GRID)] = None,
     pairs: Flags,
     asked: Flags,
     settings: Flags,
@@ -246,13 +247,7 @@ def _values(texts: list[str]) -> dict[str, tuple[float, ...]]:
     images=shared("data_dir"),
 )
 def paper(
-    names: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="NAME",
-            help="One or more of table1, table2, table3, flip, links, selection, entropy, amount, noise and gallery.",
-        ),
-    ],
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help=_NAMES)],
     *,
     cuts: Flags,
     list_cells: Annotated[bool, option("Only list the cells there are and which are finished.", "--list")] = False,
@@ -355,10 +350,7 @@ def card(
 @command(_RESEARCH)
 def import_scan(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The checkpoint. Nothing in it is run.")],
-    data: Annotated[
-        str,
-        typer.Argument(metavar="DATA", help="Its data set: cifar10, cifar100-20, stl10, imagenet10 or imagenet-dogs."),
-    ],
+    data: Annotated[str, typer.Argument(metavar="DATA", help=_SCAN_SETS)],
     out: Annotated[Path, option("New model folder.")],
     head: Annotated[int | None, option("Which of several cluster heads. (the file's best, or 0)")] = None,
     half: Annotated[bool, option("Keep the weights in half precision.", "--half")] = False,

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+import constraintmatch
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import write_error
 from constraintmatch._internal.progress import Reporter, console_reporter, say_error
@@ -33,12 +34,11 @@ class _Command(TyperCommand):
                 formatter.write_dl(records, col_max=26)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = list(args)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
             flag = getattr(error, "option_name", "") if type(error).__name__ == "NoSuchOption" else ""
-            new = new_spelling(str(self.name), flag, given) if flag else None
+            new = new_spelling(str(self.name), flag) if flag else None
             if new is None:
                 raise
             takes = [str(parameter.metavar) for parameter in self.params if parameter.param_type_name == "argument"]
@@ -211,9 +211,7 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"constraintmatch {version('constraintmatch')}")
+        typer.echo(f"constraintmatch {constraintmatch.__version__}")
         raise typer.Exit
 
 

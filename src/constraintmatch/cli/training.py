@@ -16,6 +16,7 @@ __all__ = ["demo", "predict", "pretrain", "settings", "train"]
 
 _PANEL = "From a folder to clusters"
 _CLUSTERS = {"clusters": flag(int, "Number of clusters to find.")}
+_METHOD = f"{', '.join(METHODS)}; or a stage: {', '.join(STAGES)}."
 _RECIPE = "safe: keep the start unless held-out pairs say that training is better; paper: as published. (safe)"
 _ERRORS = "Share of the pairs that are wrong. (the safe recipe estimates it)"
 
@@ -180,9 +181,7 @@ def pretrain(
 
 @command(_PANEL)
 def settings(
-    method: Annotated[
-        str | None, typer.Argument(metavar="METHOD", help=f"{', '.join(METHODS)}; or a stage: {', '.join(STAGES)}.")
-    ] = None,
+    method: Annotated[str | None, typer.Argument(metavar="METHOD", help=_METHOD)] = None,
 ) -> None:
     """List what --set changes: name, default, values, meaning.
 

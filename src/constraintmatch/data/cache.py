@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
 from typing import IO
@@ -148,8 +149,6 @@ def _write_header(file: IO[bytes], shape: tuple[int, ...]) -> int:
 
 def _remove(path: Path, before: float = float("inf")) -> None:
     """Remove a file that is older than `before`, if that can be done."""
-    try:
+    with suppress(OSError):  # gone already, or mapped by another process on Windows
         if path.stat().st_mtime < before:
             path.unlink()
-    except OSError:  # gone already, or mapped by another process on Windows
-        return

@@ -19,7 +19,7 @@ from constraintmatch.data.cache import decode_cached
 from constraintmatch.data.decoding import FolderRequest, ImageFile, Progress, find_files
 from constraintmatch.data.image_set import ImageSet
 
-__all__ = ["DATASETS", "STEPS", "DataSet", "load_dataset"]
+__all__ = ["DATASETS", "STEPS", "DataSet", "Pickled", "load_dataset"]
 
 STEPS = 20_000  # of each of the paper's trainings
 
@@ -162,7 +162,7 @@ def _cifar_batch(path: Path, label_key: str, n_classes: int) -> tuple[NDArray[np
 def _pixels(data: object) -> NDArray[np.uint8] | None:
     """The bytes (n, 3072) of a pickled array; None if it is anything else."""
     match data:
-        case _Pickled(state=(_, (int(n), 3072), _Pickled(given=(b"u1" | "u1", *_)), fortran, bytes(raw))):
+        case Pickled(state=(_, (int(n), 3072), Pickled(given=(b"u1" | "u1", *_)), fortran, bytes(raw))):
             if len(raw) == 3072 * n:
                 return np.frombuffer(raw, np.uint8).reshape((n, 3072), order="F" if fortran else "C")
     return None
@@ -191,7 +191,7 @@ def _text(value: Any) -> str:
     return value.decode("ascii", "replace") if isinstance(value, bytes) else str(value)
 
 
-class _Pickled:
+class Pickled:
     """Replaces a pickled array or NumPy type and keeps what the file says of it, so that not even NumPy acts on it."""
 
     def __init__(self, *given: Any) -> None:
@@ -203,11 +203,11 @@ class _Pickled:
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> type[_Pickled]:
+    def find_class(self, module: str, name: str) -> type[Pickled]:
         known = {"numpy.ndarray", "numpy.dtype", "numpy.core.multiarray._reconstruct"}
         if f"{module}.{name}".replace("._core.", ".core.") not in known:  # NumPy 2 writes _core
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no data set needs")
-        return _Pickled
+        return Pickled
 
 
 # STL-10
@@ -261,7 +261,6 @@ def _stl10_labels(path: Path) -> NDArray[np.int64]:
 # ImageNet
 
 _LEVELS = {"train": "train", "test": "val"}  # ImageNet's val images are the papers' test images
-_VAL_FILE = "ILSVRC2012_val_"  # how the names of val images begin; those of train images begin with their class
 _IMAGENET_CLASSES = {
     "imagenet10": """n02056570 n02085936 n02128757 n02690373 n02692877
         n03095699 n04254680 n04285008 n04467665 n07747607""",
@@ -273,12 +272,12 @@ _IMAGENET_CLASSES = {
 def _read_imagenet(name: str, data_dir: Path | None, part: str, progress: Progress | None = None) -> ImageSet:
     """The images of some classes of an ImageNet tree, 224 pixels a side, memory-mapped.
 
-    The tree is train/CLASS/*.JPEG and val/CLASS/*.JPEG, or CLASS/*.JPEG with both kinds, which the names of the files
-    tell. Only these classes are decoded, once: later calls find them in the user's cache folder.
+    The tree is train/CLASS/*.JPEG and val/CLASS/*.JPEG. Only these classes are decoded, once: later calls find them in
+    the user's cache folder.
     """
     classes = tuple(_IMAGENET_CLASSES[name].split())
-    root, level = _find_tree(name, classes, data_dir, part)
-    by_class = [_class_files(root, f"{level}{label}", part, flat=not level) for label in classes]
+    root = _find_tree(name, classes, data_dir, _LEVELS[part])
+    by_class = [_class_files(root, f"{_LEVELS[part]}/{label}") for label in classes]
     request = FolderRequest(root, tuple(file for files in by_class for file in files), 224, None, 3, progress)
     images, names, skipped = decode_cached(request, suffix=f"-{name}-{part}")
     if skipped:
@@ -288,42 +287,34 @@ def _read_imagenet(name: str, data_dir: Path | None, part: str, progress: Progre
     return ImageSet(images, names, labels.astype(np.int64), classes)
 
 
-def _find_tree(name: str, classes: tuple[str, ...], data_dir: Path | None, part: str) -> tuple[Path, str]:
-    """The root of the tree and what its paths have before the class: "train/", "val/" or nothing."""
+def _find_tree(name: str, classes: tuple[str, ...], data_dir: Path | None, level: str) -> Path:
+    """The root of the tree, in which the level (train or val) has all the classes."""
     layout = f"train/CLASS/*.JPEG and val/CLASS/*.JPEG, where CLASS is {', '.join(classes)}"
     data_dir = _data_folder(name, data_dir, layout)
-    trees = [
-        (root, level)
+    roots = [
+        root
         for root in (data_dir, data_dir / "imagenet")
-        for level in ("train/", "val/", "")
-        if any((root / level / label).is_dir() for label in classes)
+        if any((root / place / label).is_dir() for place in _LEVELS.values() for label in classes)
     ]
-    if not trees:
-        where = "in it or in imagenet below it (CLASS/*.JPEG will do if the val images keep their published names)"
-        raise InputError(f"{name} is not there", data_dir, f"looked for {layout}, {where}")
-    root, found = trees[0]
-    level = f"{_LEVELS[part]}/" if found else ""
-    missing = [label for label in classes if not (root / level / label).is_dir()]
+    if not roots:
+        raise InputError(f"{name} is not there", data_dir, f"looked for {layout}, in it or in imagenet below it")
+    folder = roots[0] / level
+    missing = [label for label in classes if not (folder / label).is_dir()]
     if len(missing) == len(classes):
-        hint = "; the archive of val images has none: sort them by class" if part == "test" else ""
-        raise InputError("no class folders there", root / level, f"{name} needs {layout}{hint}")
+        hint = "; the archive of val images has none: sort them by class" if level == "val" else ""
+        raise InputError("no class folders there", folder, f"{name} needs {layout}{hint}")
     if missing:
-        raise InputError(f"class folder {', '.join(missing)} missing", root / level, f"{name} needs {layout}")
-    return root, level
+        raise InputError(f"class folder {', '.join(missing)} missing", folder, f"{name} needs {layout}")
+    return roots[0]
 
 
-def _class_files(root: Path, folder: str, part: str, *, flat: bool) -> list[ImageFile]:
-    """The files of a class, named from the root of the tree; in a flat tree only those of the part."""
+def _class_files(root: Path, folder: str) -> list[ImageFile]:
+    """The files of a class, named from the root of the tree."""
     found, unread = find_files(root / folder)
     if unread:
         raise InputError(f"{unread[0].name}: {unread[0].reason}", root / folder, _AGAIN)
     if not found:
         raise InputError("no images in this class folder", root / folder, _AGAIN)
-    if flat:
-        found = [file for file in found if file.name.startswith(_VAL_FILE) == (part == "test")]
-    if not found:
-        fix = "name the folder that holds train and val"
-        raise InputError(f"no {_LEVELS[part]} images in this class folder", root / folder, fix)
     return [file._replace(name=f"{folder}/{file.name}") for file in found]
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import PIL
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 
 from constraintmatch._internal.errors import InputError, one_line
 
@@ -25,6 +25,7 @@ __all__ = [
     "ImageFile",
     "Progress",
     "Skipped",
+    "eight_bits",
     "find_files",
     "fit_squares",
     "open_decoder",
@@ -39,16 +40,6 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF")  # tried by cont
 _GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"})
 _SIDES = (96, 64, 32, 16, 8)  # sides chosen for images of different sizes
 _CHUNK = 16  # files per task: enough to hide what a task costs, few enough for a smooth progress bar
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}  # what undoes each EXIF orientation
-_ORIENTATION = 0x0112
 
 
 @dataclass(frozen=True)
@@ -114,9 +105,10 @@ def _sort_entry(
     if entry.name.startswith("."):
         return
     name = f"{here}/{entry.name}" if here else entry.name
-    if _is_folder(entry):
-        folders.append(name)
-        return
+    with suppress(OSError):  # a link onto itself is no folder
+        if entry.is_dir():
+            folders.append(name)
+            return
     if os.path.splitext(entry.name)[1].lower() not in SUFFIXES:  # noqa: PTH122 (Path is ten times slower)
         return
     try:
@@ -131,13 +123,6 @@ def _sort_entry(
             files.append(ImageFile(name, status.st_size, status.st_mtime_ns))
         else:  # opening a pipe would wait for ever
             skipped.append(Skipped(name, "not a regular file"))
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link onto itself
-        return False
 
 
 def _escape(name: str) -> str:
@@ -211,19 +196,12 @@ def _decode_file(path: Path, side: int, channels: int) -> NDArray[np.uint8]:
     with Image.open(path, formats=_FORMATS) as image:
         image.draft(None, (2 * side, 2 * side))  # a JPEG may leave out detail that the resizing would average away
         image.load()  # before the EXIF: in a PNG it may follow the pixels; a TIFF is turned by loading
-        turn = _TURNS.get(_orientation(image))
-        plain = _eight_bits(image)
-        return _fit_square(plain.transpose(turn) if turn is not None else plain, side, channels)
+        with suppress(Exception):  # a broken EXIF block does not spoil the picture
+            ImageOps.exif_transpose(image, in_place=True)
+        return _fit_square(eight_bits(image), side, channels)
 
 
-def _orientation(image: Image.Image) -> int:
-    try:
-        return int(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # a broken EXIF block does not spoil the picture
-        return 1
-
-
-def _eight_bits(image: Image.Image) -> Image.Image:
+def eight_bits(image: Image.Image) -> Image.Image:
     """The picture as 8-bit grey or RGB, on white where it is transparent, deeper pixels scaled (not clipped)."""
     if image.mode == "F" or image.mode.startswith("I"):
         return Image.fromarray(_scale_deep(np.asarray(image)))

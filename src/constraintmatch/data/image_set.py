@@ -244,18 +244,12 @@ class ImageSet:
         return cls(fit_squares(found.images, side, channels), found.names, found.labels, found.classes)
 
 
-def load_images(
-    source: Path | str,
-    *,
-    side: int | None = None,
-    max_side: int | None = None,
-    channels: int | None = None,
-    **of_folders: Any,
-) -> ImageSet:
-    """The images of a .npy or .npz file, or of a folder, where the other options of `ImageSet.from_folder` count."""
+def load_images(source: Path | str, **how: Any) -> ImageSet:
+    """The images of a folder, or of a .npy or .npz file, for which only the size of `ImageSet.from_folder` counts."""
     if Path(source).is_file() or (Path(source).suffix.lower() in _ARRAYS and not Path(source).exists()):
-        return ImageSet.from_file(source, side=side, max_side=max_side, channels=channels)
-    return ImageSet.from_folder(source, side=side, max_side=max_side, channels=channels, **of_folders)
+        size = {name: how[name] for name in ("side", "max_side", "channels") if name in how}
+        return ImageSet.from_file(source, **size)
+    return ImageSet.from_folder(source, **how)
 
 
 def kind_of(side: int, channels: int) -> str:

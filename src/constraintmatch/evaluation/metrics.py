@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from constraintmatch.data.image_set import ImageSet
     from constraintmatch.models.cluster_model import ClusterModel
 
+    Device = torch.device | str | None
+    Progress = Callable[[int, int], None] | None
+    Outputs = Callable[[torch.Tensor], list[torch.Tensor]]
+
 __all__ = [
     "Predictions",
     "accuracy",
@@ -42,6 +46,7 @@ __all__ = [
     "scores",
 ]
 
+BATCH = 500  # images in one pass
 _BLOCK = 2**22  # numbers in one block of pairs or similarities: 16 MiB in fp32
 
 
@@ -71,13 +76,7 @@ class Predictions:
 
 
 def predict(
-    model: ClusterModel,
-    images: ImageSet,
-    *,
-    batch_size: int = 500,
-    features: bool = False,
-    device: torch.device | str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    model: ClusterModel, images: ImageSet, *, features: bool = False, device: Device = None, progress: Progress = None
 ) -> Predictions:
     """Cluster probabilities of all images, in order, from plain views; with `features`, those too, in the same pass.
 
@@ -91,20 +90,15 @@ def predict(
         found = model.features(batch)
         return [model.classify(found).float().softmax(-1), found]
 
-    return Predictions(*_forward(model, outputs, images, batch_size, device, progress))
+    return Predictions(*_forward(model, outputs, images, device, progress))
 
 
 def embed(
-    model: ClusterModel,
-    images: ImageSet,
-    *,
-    projected: bool = False,
-    device: torch.device | str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    model: ClusterModel, images: ImageSet, *, projected: bool = False, device: Device = None, progress: Progress = None
 ) -> NDArray[np.float32]:
     """The features (n, d) of all images, or the outputs of the projection head if `projected`; see `predict`."""
     function = model.project if projected else model.features
-    return _forward(model, lambda batch: [function(batch)], images, 500, device, progress)[0]
+    return _forward(model, lambda batch: [function(batch)], images, device, progress)[0]
 
 
 def match_clusters(labels: ArrayLike, clusters: ArrayLike, n_clusters: int, n_classes: int) -> NDArray[np.int64]:
@@ -307,12 +301,7 @@ def neighbour_consistency(neighbours: ArrayLike, labels: ArrayLike) -> float:
 
 
 def _forward(
-    model: ClusterModel,
-    function: Callable[[torch.Tensor], list[torch.Tensor]],
-    images: ImageSet,
-    batch_size: int,
-    device: torch.device | str | None,
-    progress: Callable[[int, int], None] | None,
+    model: ClusterModel, function: Outputs, images: ImageSet, device: Device, progress: Progress
 ) -> list[NDArray[np.float32]]:
     """The outputs of `function` on all images as fp32 arrays, joined; the images travel as channels-last views."""
     import torch
@@ -324,13 +313,13 @@ def _forward(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        for start in range(0, max(1, total), batch_size):  # no images: one empty batch still tells the widths
-            batch = np.array(images.images[start : start + batch_size])  # a copy: the set may be a read-only file
+        for start in range(0, max(1, total), BATCH):  # no images: one empty batch still tells the widths
+            batch = np.array(images.images[start : start + BATCH])  # a copy: the set may be a read-only file
             with torch.inference_mode():
                 outputs = function(torch.from_numpy(batch).to(device).permute(0, 3, 1, 2))
             parts.append([output.float().cpu().numpy() for output in outputs])
             if progress is not None:
-                progress(min(start + batch_size, total), total)
+                progress(min(start + BATCH, total), total)
     finally:  # each module gets its own mode back (some may have been frozen), outer ones first
         for module, training in modes:
             module.train(training)  # not the flag alone: some (LeViT) cache in eval mode and drop that here

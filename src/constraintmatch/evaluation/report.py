@@ -7,10 +7,8 @@ The page asks for nothing outside itself (its own content policy forbids it) and
 import functools
 import json
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,21 +20,13 @@ from constraintmatch._internal.files import read_json, write_atomically
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet, kind_of
 from constraintmatch.evaluation.metrics import Predictions, agreement, collapse_warnings, scores
-from constraintmatch.evaluation.report_parts import (
-    SCORES,
-    Clustering,
-    clustering,
-    clustering_sections,
-    line_chart,
-    percent,
-    plural,
-)
+from constraintmatch.evaluation.report_parts import SCORES, Clustering, clustering_sections, line_chart, percent, plural
 from constraintmatch.training.run_folder import flat_items, read_log
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
-__all__ = ["check_run", "report_html", "why_no_report", "write_report"]
+__all__ = ["check_run", "report_html", "write_report"]
 
 MAX_SKIPPED = 200  # images shown
 MAX_VIOLATED = 24  # pairs shown
@@ -56,17 +46,8 @@ Log = Sequence[Mapping[str, Any]]
 Fact = tuple[str, str, str]  # its name, its value, and a note under it
 
 
-def why_no_report(run: Path | str) -> str | None:
-    """What is missing for a report, and how to get it; None where nothing is."""
-    if find_spec("jinja2") is not None:
-        return None
-    return f"the report needs jinja2: pip install jinja2, then constraintmatch report {shlex.quote(str(run))}"
-
-
 def check_run(run: Path) -> None:
     """Refuse, as an InputError, what no report can be written of."""
-    if missing := why_no_report(run):
-        raise InputError(missing)
     if not (run / "run.json").is_file():
         raise InputError(f"{run}: not a run folder (it has no run.json); give the folder that training wrote")
 
@@ -92,7 +73,7 @@ def report_html(
     check_run(run)
     record, log = _mapping(read_json(run / "run.json")), read_log(run)
     request, environment = _mapping(record.get("request")), _mapping(record.get("environment"))
-    shown, data = clustering(images, predictions, constraints), _mapping(request.get("data"))
+    shown, data = Clustering.of(images, predictions, constraints), _mapping(request.get("data"))
     method, name = request.get("method", "unknown"), _data_name(request)
     same = data["fingerprint"] == images.fingerprint() if "fingerprint" in data else None
     heading, alerts = _alerts(record, log, shown)

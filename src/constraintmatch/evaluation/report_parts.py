@@ -19,7 +19,6 @@ from constraintmatch.evaluation.metrics import Predictions, cluster_sizes, match
 __all__ = [
     "SCORES",
     "Clustering",
-    "clustering",
     "clustering_sections",
     "histogram",
     "line_chart",
@@ -187,7 +186,7 @@ def histogram(title: str, values: ArrayLike, parts: Mapping[str, NDArray[np.bool
 
 @dataclass(frozen=True, eq=False)
 class Clustering:
-    """Images, what a model says of them, and the constraints over them; made by `clustering`.
+    """Images, what a model says of them, and the constraints over them; made by `of`.
 
     `classes` has the class matched to each cluster, −1 for none; it is None without labels.
     """
@@ -199,6 +198,24 @@ class Clustering:
     confidence: NDArray[np.float32]
     sizes: NDArray[np.int64]
     classes: NDArray[np.int64] | None
+
+    @classmethod
+    def of(cls, images: ImageSet, predictions: Predictions, constraints: Constraints | None = None) -> "Clustering":
+        """The clustering to show; parts that do not fit together are an InputError."""
+        if len(images) == 0:
+            raise InputError("no images to report on: give at least one")
+        if len(predictions) != len(images):
+            raise InputError(f"{len(predictions):,} predictions for {len(images):,} images: predict the same images")
+        if constraints is not None and constraints.n_images != len(images):
+            n, fix = constraints.n_images, "give both for the same images"
+            raise InputError(f"the constraints are over {n:,} images, the report is over {len(images):,}: {fix}")
+        clusters, labels, classes = predictions.clusters, images.labels, None
+        if labels is not None:
+            classes = match_clusters(labels, clusters, predictions.n_clusters, int(labels.max()) + 1)
+            met = np.isin(np.arange(len(classes)), clusters[classes[clusters] == labels])
+            classes = np.where(met, classes, -1)  # the matching may give a class without an image in the cluster
+        sizes = cluster_sizes(predictions)
+        return cls(images, predictions, constraints, clusters, predictions.confidence, sizes, classes)
 
     def class_name(self, label: int) -> str:
         names = self.images.classes
@@ -229,24 +246,6 @@ class Clustering:
             "label": name,
             "other": name if self.classes is not None and self.classes[cluster] != label else None,
         }
-
-
-def clustering(images: ImageSet, predictions: Predictions, constraints: Constraints | None = None) -> Clustering:
-    """The clustering to show; parts that do not fit together are an InputError."""
-    if len(images) == 0:
-        raise InputError("no images to report on: give at least one")
-    if len(predictions) != len(images):
-        raise InputError(f"{len(predictions):,} predictions for {len(images):,} images: predict the same images")
-    if constraints is not None and constraints.n_images != len(images):
-        n, fix = constraints.n_images, "give both for the same images"
-        raise InputError(f"the constraints are over {n:,} images, the report is over {len(images):,}: {fix}")
-    clusters, labels, classes = predictions.clusters, images.labels, None
-    if labels is not None:
-        classes = match_clusters(labels, clusters, predictions.n_clusters, int(labels.max()) + 1)
-        met = np.isin(np.arange(len(classes)), clusters[classes[clusters] == labels])
-        classes = np.where(met, classes, -1)  # the matching may give a class without an image in the cluster
-    sizes = cluster_sizes(predictions)
-    return Clustering(images, predictions, constraints, clusters, predictions.confidence, sizes, classes)
 
 
 def clustering_sections(shown: Clustering) -> list[tuple[str, str, Any]]:

@@ -16,7 +16,7 @@ from constraintmatch.methods.preparation import Context, Trained, ViewChoice, ch
 from constraintmatch.methods.safe_recipe import train_pairs
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.batches import Shuffled, derive_seed
-from constraintmatch.training.loop import TrainSettings, fit
+from constraintmatch.training.loop import Surroundings, TrainSettings, fit
 from constraintmatch.training.losses import all_pairs_loss, hard_links, pseudo_label_loss, soft_links
 
 __all__ = ["constrained", "constraintmatch", "fully_constrained", "pseudo_label", "supervised"]
@@ -153,7 +153,7 @@ def fully_constrained(
         return {"constrained": all_pairs_loss(p, links, everything, self_pairs=False)}
 
     next_batch, watch = _prepare("fully_constrained", model, images, images_per_step, settings, views, context)
-    return Trained(model, fit(model, next_batch, loss, settings, **watch))
+    return Trained(model, fit(model, next_batch, loss, settings, Surroundings(**watch)))
 
 
 def supervised(
@@ -173,7 +173,7 @@ def supervised(
     if images.labels is not None and int(images.labels.max()) >= model.config.n_clusters:
         raise InputError(f"supervised: {int(images.labels.max()) + 1} classes for {model.config.n_clusters} outputs")
     next_batch, watch = _prepare("supervised", model, images, images_per_step, settings, views, context)
-    return Trained(model, fit(model, next_batch, loss, settings, **watch))
+    return Trained(model, fit(model, next_batch, loss, settings, Surroundings(**watch)))
 
 
 def _prepare(
@@ -185,7 +185,7 @@ def _prepare(
     views: ViewChoice,
     context: Context,
 ) -> tuple[Callable[[int], Labelled], dict[str, Any]]:
-    """The batch of step t, weak views of any images with their labels, and the other arguments of `fit`."""
+    """The batch of step t, weak views of any images with their labels, and the surroundings of `fit`."""
     if images.labels is None:
         raise InputError(f"{title} needs the label of every image and the set has none; use class folders")
     bench = prepare(model, images, settings)

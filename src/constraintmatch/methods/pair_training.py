@@ -34,7 +34,7 @@ from constraintmatch.models.backbones import frozen_statistics, passes
 from constraintmatch.models.cluster_model import ClusterModel, with_clusters
 from constraintmatch.training import losses
 from constraintmatch.training.batches import PairBatch, Shuffled, Views, derive_seed, pair_batches
-from constraintmatch.training.loop import TrainSettings, choose_device, fit
+from constraintmatch.training.loop import Surroundings, TrainSettings, choose_device, fit
 
 __all__ = ["PairTask", "SemiBatch", "begin", "build_training", "check_error_rate", "check_task", "choose_selection"]
 
@@ -179,11 +179,13 @@ def build_training(
         _build_batches(bench, images, task, views, settings.steps, model.config.n_clusters, held=guard is not None),
         loss,
         settings,
-        title=task.title,
-        measure=None if task.loss is None else partial(_measure, model, images, task),
-        evaluate=lambda: {**evaluate_now(model, images, context), **_judge_step(model, images, guard)},
-        keep_best="held_out" if guard else None,
-        **bench.surroundings(context),
+        Surroundings(
+            title=task.title,
+            measure=None if task.loss is None else partial(_measure, model, images, task),
+            evaluate=lambda: {**evaluate_now(model, images, context), **_judge_step(model, images, guard)},
+            keep_best="held_out" if guard else None,
+            **bench.surroundings(context),
+        ),
     )
 
 

@@ -131,7 +131,7 @@ class Bench:
     compile: bool
 
     def surroundings(self, context: Context) -> dict[str, Any]:
-        """The arguments of `fit` that do not depend on the method."""
+        """The surroundings of `fit` that do not depend on the method."""
         watch = {"run": context.run, "reporter": context.reporter, "stop": context.stop}
         return {**watch, "prefetch": not self.store.resident}
 
@@ -225,7 +225,7 @@ def quality_judge(images: ImageSet, device: torch.device) -> Callable[[ClusterMo
 def keep_quality(
     model: ClusterModel, images: ImageSet, bench: Bench, context: Context, tolerance: float
 ) -> dict[str, Any]:
-    """The arguments of `fit` that evaluate the model and keep its weights by `cluster_quality`.
+    """The surroundings of `fit` that evaluate the model and keep its weights by `cluster_quality`.
 
     It keeps the last evaluation whose quality is below the best by at most `tolerance`: a collapse costs more, and
     within it longer training is better.

@@ -19,7 +19,7 @@ from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods.preparation import Bench, Context, Trained, ViewChoice, check_least, prepare
 from constraintmatch.models.cluster_model import ClusterModel, with_projection
 from constraintmatch.training.batches import Shuffled, Views, derive_seed
-from constraintmatch.training.loop import TrainSettings, fit
+from constraintmatch.training.loop import Surroundings, TrainSettings, fit
 from constraintmatch.training.losses import cosine_loss, nt_xent, prototype_loss
 from constraintmatch.training.views import View
 
@@ -91,7 +91,8 @@ def simclr(
         first, second = network(torch.cat((batch.weak, batch.strong))).chunk(2)
         return {"contrast": nt_xent(first, second, temperature=temperature)}
 
-    log = fit(Projector(trained), next_batch, loss, settings, title="simclr", **bench.surroundings(context))
+    around = Surroundings(title="simclr", **bench.surroundings(context))
+    log = fit(Projector(trained), next_batch, loss, settings, around)
     return Trained(trained, log)
 
 
@@ -261,7 +262,7 @@ def bootstrap(
         contrast = bench.speed_up(prototype_loss)
         settings = replace(settings, evaluate_every=scatter.every * rows.steps_per_epoch)
         more = {"evaluate": partial(scatter.regroup, both, bench)}
-    log = fit(both, next_batch, loss, settings, title=title, **more, **bench.surroundings(context))
+    log = fit(both, next_batch, loss, settings, Surroundings(title=title, **more, **bench.surroundings(context)))
     return Trained(trained, log)
 
 

@@ -30,7 +30,7 @@ from constraintmatch.methods.preparation import (
 from constraintmatch.models.backbones import passes
 from constraintmatch.models.cluster_model import ClusterModel, with_clusters, with_head
 from constraintmatch.training.batches import Shuffled, Views, derive_seed
-from constraintmatch.training.loop import TrainSettings, fit
+from constraintmatch.training.loop import Surroundings, TrainSettings, fit
 from constraintmatch.training.losses import scan_loss
 
 __all__ = ["SCAN_SETTINGS", "linear_scan", "scan"]
@@ -128,4 +128,4 @@ def scan(
         return {"head0": scan_loss(anchor, other, entropy_weight=entropy_weight)}  # the name that old logs have
 
     kept = keep_quality(trained, images, bench, context, tolerance)
-    return Trained(trained, fit(trained, next_batch, loss, settings, title="scan", **kept))
+    return Trained(trained, fit(trained, next_batch, loss, settings, Surroundings(title="scan", **kept)))

@@ -30,7 +30,7 @@ from constraintmatch.methods.preparation import (
 )
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.batches import Shuffled, Views, derive_seed
-from constraintmatch.training.loop import TrainSettings, fit
+from constraintmatch.training.loop import Surroundings, TrainSettings, fit
 from constraintmatch.training.losses import balanced_confident_cross_entropy, confident, pseudo_label_loss
 from constraintmatch.training.views import View
 
@@ -92,7 +92,7 @@ def self_label(
         return {"self_label": balanced_confident_cross_entropy(answer, guess, min_confidence=min_confidence)}
 
     kept = keep_quality(model, images, bench, context, tolerance)
-    return Trained(model, fit(model, next_batch, loss, settings, title="self_label", **kept))
+    return Trained(model, fit(model, next_batch, loss, settings, Surroundings(title="self_label", **kept)))
 
 
 def neighbour_label(
@@ -138,7 +138,7 @@ def neighbour_label(
         return {"taught": F.cross_entropy(taught, batch.label), "rest": unsure}
 
     kept = keep_quality(model, images, bench, context, tolerance)
-    return Trained(model, fit(model, next_batch, loss, settings, title="neighbour_label", **kept))
+    return Trained(model, fit(model, next_batch, loss, settings, Surroundings(title="neighbour_label", **kept)))
 
 
 def _build_batches(

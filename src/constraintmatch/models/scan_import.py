@@ -17,7 +17,7 @@ from torch import Tensor
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_new_folder
-from constraintmatch.data.datasets import DATASETS, DataSet
+from constraintmatch.data.datasets import DATASETS, DataSet, Pickled
 from constraintmatch.models.cluster_model import ClusterModel, ModelConfig, list_misfits, save_model, unfilled_model
 
 __all__ = ["import_scan"]
@@ -69,7 +69,7 @@ def _unpickle(file: Path) -> Any:
         raise InputError(f"{file}: no such file")
     numbers = [(_number, "numpy.core.multiarray.scalar"), (_number, "numpy._core.multiarray.scalar")]
     try:
-        with warnings.catch_warnings(), torch.serialization.safe_globals([*numbers, (_NumberType, "numpy.dtype")]):
+        with warnings.catch_warnings(), torch.serialization.safe_globals([*numbers, (Pickled, "numpy.dtype")]):
             warnings.simplefilter("ignore")  # of foreign pickles, which are refused anyway
             return torch.load(file, map_location="cpu", weights_only=True)
     except PermissionError:
@@ -84,21 +84,11 @@ def _unpickle(file: Path) -> Any:
         ) from None
 
 
-class _NumberType:
-    """Takes the place of a pickled NumPy type, so that not even NumPy acts on what the file says."""
-
-    def __init__(self, name: object, *_: object) -> None:
-        self.name = name
-
-    def __setstate__(self, _: object) -> None:
-        return
-
-
-def _number(kind: _NumberType, raw: bytes) -> int | float:
+def _number(kind: Pickled, raw: bytes) -> int | float:
     """The value of a pickled NumPy number: a best head or a best loss is often one."""
-    if kind.name not in ("i4", "i8", "f4", "f8"):
+    if kind.given[0] not in ("i4", "i8", "f4", "f8"):
         raise pickle.UnpicklingError("not a plain number")
-    value: int | float = np.frombuffer(raw, f"<{kind.name}").item()
+    value: int | float = np.frombuffer(raw, f"<{kind.given[0]}").item()
     return value
 
 

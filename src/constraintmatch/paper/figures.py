@@ -1,4 +1,4 @@
-"""The paper's figures from finished cells: first as numbers, then drawn as PNG and SVG."""
+"""The paper's figures from finished cells, as numbers; and how a figure is made and written as PNG and SVG."""
 
 import functools
 import hashlib
@@ -15,15 +15,14 @@ from constraintmatch.paper.grids import GRIDS, PAIRED, STEPS, Cell
 from constraintmatch.paper.results import TABLE_1, Row, Summary, check_same_start, published
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["FIGURES", "Curve", "Drawing", "Level", "draw", "drawing", "new_figure", "save_figure"]
+__all__ = ["FIGURES", "Curve", "Drawing", "Level", "drawing", "new_figure", "save_figure"]
 
 _BOTH = {"constraintmatch": "ConstraintMatch", "constrained": "constrained"}
 _START = "SCAN (the start)"
 
-# of each figure its title, its x, the label of each curve, and the levels across it; `_LOOKS` has the colours
+# of each figure its title, its x, the label of each curve, and the levels across it
 FIGURES: dict[str, tuple[str, str, Mapping[str, str], tuple[str, ...]]] = {
     "flip": (
         "Wrong pseudo-labels: two clusters swapped",
@@ -182,20 +181,6 @@ def _paper_points(dataset: str, metric: str) -> tuple[tuple[str, float, float], 
     return tuple((method, x, value) for method, x, value in values if value is not None)
 
 
-# Drawing: Okabe and Ito's colours, a marker and a dash for each method, on white, which a dark page needs too
-
-_LOOKS: dict[str, tuple[str, str, Any]] = {
-    "constraintmatch": ("#0072B2", "o", "-"),
-    "constrained": ("#D55E00", "s", "--"),
-    "pseudo_label": ("#009E73", "^", "-."),
-    "any": ("#56B4E9", "v", (0, (4, 1.5))),
-    "expecting": ("#CC79A7", "D", "-"),
-    "constraintmatch alike": ("#009E73", "^", "-"),
-    "constrained alike": ("#CC79A7", "X", "--"),
-    "constraintmatch expecting": ("#56B4E9", "v", "-"),
-    "constrained expecting": ("#E69F00", "D", "--"),
-    "scan": ("#555555", "", ":"),
-}
 _STYLE: Any = {  # Any: the names that stubs of matplotlib allow differ by version
     "svg.hashsalt": "constraintmatch",  # without it the ids in an SVG differ from one drawing to the next
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters everywhere
@@ -208,52 +193,6 @@ _STYLE: Any = {  # Any: the names that stubs of matplotlib allow differ by versi
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
 }
-
-
-def draw(shown: Drawing, folder: Path | str) -> tuple[Path, Path]:
-    """The figure's PNG and SVG, written as `NAME-DATASET` into the folder; the same numbers give the same bytes."""
-    with new_figure((6.4, 4.0)) as figure:
-        axes = figure.subplots()
-        for curve in shown.curves:
-            colour, marker, dash = _LOOKS[curve.method]
-            x, summaries = zip(*curve.points, strict=True)
-            spreads = [summary.std or 0.0 for summary in summaries]
-            look: Any = {"color": colour, "marker": marker, "ls": dash, "capsize": 3, "lw": 1.8, "ms": 6}
-            means, bars = [summary.mean for summary in summaries], spreads if any(spreads) else None
-            axes.errorbar(x, means, bars, label=curve.label, **look)
-        for level in shown.levels:
-            colour, _, dash = _LOOKS[level.method]
-            if level.method in {curve.method for curve in shown.curves}:  # plain ConstraintMatch across its variants
-                colour, dash = "#CC79A7", (0, (6, 1.5))
-            axes.axhline(level.summary.mean, color=colour, ls=dash, lw=1.6, label=level.label)
-        for method, place, value in shown.paper:
-            colour, marker, _ = _LOOKS[method]
-            axes.plot(place, value, marker, mfc="none", mec=colour, ms=10, label="_")
-        if shown.paper:
-            axes.plot([], [], "o", mfc="none", mec="#222222", ms=10, label="hollow: the paper's values")
-        _dress(axes, shown)
-        return save_figure(figure, Path(folder) / shown.stem, shown.digest)
-
-
-def _dress(axes: "Axes", shown: Drawing) -> None:
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
-    axes.set_title(f"{shown.heading}\n", loc="left", fontsize=11, fontweight="bold")
-    axes.text(0, 1.025, shown.note, transform=axes.transAxes, fontsize=9, color="#444444")
-    axes.set_xlabel(shown.x_label)
-    axes.set_ylabel(f"{shown.metric.upper()} in %")
-    if shown.log_x:
-        axes.set_xscale("log")
-        axes.set_xticks(sorted({x for curve in shown.curves for x, _ in curve.points}))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    names = [curve.label for curve in shown.curves]
-    listed = sorted(zip(*axes.get_legend_handles_labels(), strict=True), key=lambda entry: entry[1] not in names)
-    handles, labels = [handle for handle, _ in listed], [label for _, label in listed]
-    if len(listed) > 4:  # would hide points
-        axes.figure.legend(handles, labels, fontsize=9, edgecolor="none", loc="outside lower center", ncols=2)
-    else:
-        axes.legend(handles, labels, fontsize=9, edgecolor="none", framealpha=0.9)
 
 
 @contextmanager

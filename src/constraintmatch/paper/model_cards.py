@@ -1,35 +1,24 @@
 """Model cards: README.md of a model folder, made from the results that have its weights."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json, write_atomically
 from constraintmatch.data.datasets import DATASETS
-from constraintmatch.models.cluster_model import ClusterModel, load_model, model_folder
-from constraintmatch.paper.grids import STEPS
+from constraintmatch.models.cluster_model import load_model, model_folder
 from constraintmatch.paper.results import METRICS, TABLE_1, TABLE_3, is_whole, published, read_content
 from constraintmatch.paper.tables import DASH, TITLES, markdown, number
 from constraintmatch.pipeline.train import weights_hash
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
 __all__ = ["card_text", "write_card"]
 
-_WHAT = {
-    "scan": "The self-supervised start of the trainings on pairs: made from the images alone, without labels or pairs.",
-    "constrained": "Trained on pairs alone, the paper's constrained competitor.",
-    "pseudo_label": "Trained on pairs, and on the other images with pseudo-labels.",
-    "constraintmatch": "Trained with ConstraintMatch: on pairs, and on the other images with pseudo-constraints.",
-    "fully_constrained": "The paper's upper bound: trained on all pairs of the training images.",
-    "supervised": "The paper's other upper bound: trained on the labels of the training images.",
-}
-_LABELS = {
-    "supervised": "The labels of all training images were used.",
-    "fully_constrained": "The labels of all training images were used, to tell which pairs belong together.",
-}
-_STAGE = "A stage of a self-supervised start: made from the images alone, without labels or pairs."
-_NO_LABELS = "Labels were used for nothing but the scores."
-
+_STAGE_SCORES = {"knn_acc": "accuracy of the 20 nearest neighbours", "acc": "ACC", "nmi": "NMI", "ari": "ARI"}
 Stage = tuple[Mapping[str, Any], Path, Mapping[str, Any]]  # an entry of a model's history, and the result of that run
 
 
@@ -53,20 +42,29 @@ def card_text(folder: Path | str, results: Path | str = "results/paper") -> str:
     trained = model.config.trained
     stages = [_stage(one, str(trained[0]["method"]), results.parent) for one in trained]
     if cell is not None:
-        what, dataset, parts = _WHAT[cell["cell"]["method"]], cell["cell"]["dataset"], _cell_parts(folder, cell)
+        found, told = cell, {**_cell_values(cell), "cell": cell["cell"]}
     elif stages and stages[-1][2]:
-        entry, path, result = stages[-1]
-        what, dataset = _STAGE, str(entry["data"]["name"])
-        parts = _stage_parts(folder, dataset, result["scores"])
+        entry, path, found = stages[-1]
+        named = {title: found["scores"][key] for key, title in _STAGE_SCORES.items() if key in found["scores"]}
+        told = {"scores": ", ".join(f"{title} {100 * value:.2f}" for title, value in named.items())}
+        told["cell"] = {"method": "", "dataset": entry["data"]["name"]}
     else:
         raise InputError(
             f"{folder}: no result in {results} has these weights, so there is nothing to state; "
             "run its cell with constraintmatch paper, or name the folder with --results"
         )
-    source = f"Made by `constraintmatch card` from `{_shown(path)}`; a test fails when it is stale."
-    licence = "The model is under the MIT licence, as the program is. The images are not part of it."
-    head = [f"# {folder.name}", f"{what} {DATASETS[dataset].title}: {_architecture(model, folder)}"]
-    return "\n\n".join([*head, *parts, _made(stages, cell), f"## Licence\n\n{licence}", source]) + "\n"
+    size = (model_folder(folder) / "model.safetensors").stat().st_size / 1e6
+    told |= {"name": folder.name, "folder": _shown(folder), "source": _shown(path), "config": model.config}
+    told["stages"] = _made(stages, cell)
+    return _template().render(found=found, row=DATASETS[told["cell"]["dataset"]], megabytes=size, **told)
+
+
+@functools.cache
+def _template() -> "Template":
+    from jinja2 import Environment, PackageLoader
+
+    how: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    return Environment(loader=PackageLoader("constraintmatch.paper"), **how).get_template("card.md")
 
 
 def _stage(entry: Mapping[str, Any], pretext: str, folder: Path) -> Stage:
@@ -80,7 +78,7 @@ def _stage(entry: Mapping[str, Any], pretext: str, folder: Path) -> Stage:
     return entry, path, {}
 
 
-def _find_cell(weights: str, results: Path) -> tuple[Path, dict[str, Any] | None]:
+def _find_cell(weights: str, results: Path) -> tuple[Path, Mapping[str, Any] | None]:
     """The result whose half-precision model has these weights, and its file."""
     for path in sorted(results.glob("*.json")):
         found = read_content(path)
@@ -89,22 +87,18 @@ def _find_cell(weights: str, results: Path) -> tuple[Path, dict[str, Any] | None
     return results, None
 
 
-def _cell_parts(folder: Path, found: Mapping[str, Any]) -> Iterator[str]:
-    """The scores, how to check them, and the training."""
-    cell, kept = found["cell"], found["half"]["scores"]["test"]
+def _cell_values(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The scores as a table and as they are to be found again, the method's title and its settings."""
+    kept, method = found["half"]["scores"]["test"], found["cell"]["method"]
     ours = {"this folder, half precision": kept, "as trained": found["scores"]["test"]}
     lines = [[title, *(f"{100 * scores[metric]:.2f}" for metric in METRICS)] for title, scores in ours.items()]
-    yield "## Scores"
-    yield markdown(["", *(metric.upper() for metric in METRICS)], [*lines, *_paper_line(found)])
-    yield f"In %, on the {found['data']['test']:,} test images."
-    if found["cut"]:
-        yield f"The training is cut: {cell['steps']:,} of {STEPS:,} steps. It is not comparable with the paper's."
-    expected = ", ".join(f"{metric.upper()} {kept[metric]:.4f}" for metric in METRICS)
-    yield "To check them, on a CPU or a GPU (`--json FILE` has all digits):"
-    yield _command(folder, cell["dataset"])
-    yield f"should say {expected}, ACC to ± 0.0005 (a twentieth of a point): machines round differently."
-    yield "## How it was made"
-    yield _training(found)
+    chosen = {**found["arguments"], **found["settings"], "evaluate_every": None}  # which changes nothing
+    return {
+        "title": TITLES[method],
+        "scores": markdown(["", *(metric.upper() for metric in METRICS)], [*lines, *_paper_line(found)]),
+        "expected": ", ".join(f"{metric.upper()} {kept[metric]:.4f}" for metric in METRICS),
+        "settings": ", ".join(f"`{key}` {value}" for key, value in chosen.items() if value is not None),
+    }
 
 
 def _paper_line(found: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -119,40 +113,6 @@ def _paper_line(found: Mapping[str, Any]) -> Iterator[list[str]]:
         yield ["the paper's", *(number(row.value(dataset, metric)) for metric in METRICS)]
 
 
-def _command(folder: Path, dataset: str) -> str:
-    where = "" if DATASETS[dataset].bundled else " --data-dir DIR"
-    return f"```sh\nconstraintmatch evaluate {_shown(folder)} {dataset}{where}\n```"
-
-
-def _training(found: Mapping[str, Any]) -> str:
-    """Constraints, start, arguments and settings of the last stage."""
-    cell = found["cell"]
-    method = cell["method"]
-    if method == "scan":
-        return _NO_LABELS
-    said = [f"{found['data']['train']:,} training images."]
-    if cell["n_constraints"]:
-        whose = "the must-links and as many others" if cell.get("noise_of") == "alike" else "them"
-        noise = f", {100 * cell['noise']:g} % of {whose} wrong" if cell["noise"] else ""
-        said.append(f"{cell['n_constraints']:,} pairs drawn from their labels (fold {cell['fold']}{noise}).")
-    said.append(_LABELS.get(method, f"{_NO_LABELS[:-1]} and these pairs." if cell["n_constraints"] else _NO_LABELS))
-    said.append(f"Start: `{found['start']['name']}`, weights `{found['start']['weights']}`.")
-    chosen = {**found["arguments"], **found["settings"], "evaluate_every": None}  # which changes nothing
-    settings = ", ".join(f"`{key}` {value}" for key, value in chosen.items() if value is not None)
-    return f"{TITLES[method]}: {' '.join(said)}\n\nSettings: {settings}."
-
-
-def _stage_parts(folder: Path, dataset: str, scores: Mapping[str, float]) -> Iterator[str]:
-    names = {"knn_acc": "accuracy of the 20 nearest neighbours", "acc": "ACC", "nmi": "NMI", "ari": "ARI"}
-    said = ", ".join(f"{title} {100 * scores[key]:.2f}" for key, title in names.items() if key in scores)
-    yield "## Scores"
-    yield f"On the test images, in %, before rounding to half precision: {said}."
-    if "acc" in scores:
-        yield _command(folder, dataset)
-    yield "## How it was made"
-    yield _NO_LABELS
-
-
 def _made(stages: Sequence[Stage], cell: Mapping[str, Any] | None) -> str:
     """A line for each stage; seconds and hardware where its result is known."""
     lines = []
@@ -165,14 +125,6 @@ def _made(stages: Sequence[Stage], cell: Mapping[str, Any] | None) -> str:
         how = [str(entry["method"]), f"{entry['steps']:,}", f"{entry['lr']:g}", seconds]
         lines.append([*how, *(str(fact or DASH) for fact in facts)])
     return markdown(["stage", "steps", "lr", "seconds", "hardware", "torch", "commit"], lines)
-
-
-def _architecture(model: ClusterModel, folder: Path) -> str:
-    config = model.config
-    size = (model_folder(folder) / "model.safetensors").stat().st_size / 1e6
-    colour = "grey" if config.channels == 1 else "colour"
-    clusters = f"{config.n_clusters} clusters" if config.n_clusters else "no clusters yet"
-    return f"`{config.backbone}`, {config.side} × {config.side} {colour} images, {clusters}, {size:.1f} MB."
 
 
 def _shown(path: Path) -> str:

@@ -1,16 +1,18 @@
 """The scores that the paper prints, and ours: finished cells, read back from JSON and grouped over the folds."""
 
+import csv
 import reprlib
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json
 from constraintmatch.data.datasets import DATASETS
-from constraintmatch.paper.grids import PAPER_SETS, Cell, Option
+from constraintmatch.paper.grids import Cell, Option
 from constraintmatch.training.run_folder import current_arguments
 
 __all__ = [
@@ -37,8 +39,6 @@ METRICS = ("acc", "nmi", "ari")
 
 # What the paper prints, in percent
 
-_Scores = tuple[float, float, float]  # ACC, NMI, ARI
-
 
 @dataclass(frozen=True)
 class PublishedRow:
@@ -53,7 +53,7 @@ class PublishedRow:
     title: str
     method: str | None
     n_constraints: int | None
-    scores: Mapping[str, _Scores]
+    scores: Mapping[str, tuple[float, ...]]  # ACC, NMI, ARI
     significant: tuple[str, ...] = ()
 
     def value(self, dataset: str, metric: str) -> float | None:
@@ -68,84 +68,30 @@ def published(rows: Iterable[PublishedRow], split: str, method: str, n_constrain
     return next((row for row in rows if (row.split, row.method, row.n_constraints) == wanted), None)
 
 
-def _row(split: str, title: str, method: str | None, n: int | None, *scores: _Scores | None) -> PublishedRow:
-    """A row of Table I, with the scores in its order of columns; None is its dash."""
-    found = {name: row for name, row in zip(PAPER_SETS, scores, strict=True) if row is not None}
-    starred: tuple[str, ...] = PAPER_SETS if method == "constraintmatch" else ()
-    if (split, n) == ("test", 10_000):  # the text says "all data sets"; this one has no star in the table
-        starred = tuple(name for name in starred if name != "imagenet10")
-    return PublishedRow(split, title, method, n, found, starred)
+def _read_published(table: str) -> tuple[PublishedRow, ...]:
+    """The rows of a table; `published.csv` has a line for each row and data set."""
+    rows: dict[tuple[str, str, str | None, int | None], list[dict[str, str]]] = {}
+    with (files("constraintmatch.paper") / "published.csv").open(encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            if line["table"] == table:
+                n = int(line["pairs"]) if line["pairs"] else None
+                rows.setdefault((line["split"], line["title"], line["method"] or None, n), []).append(line)
+    found = []
+    for row, lines in rows.items():
+        scores = {line["dataset"]: tuple(float(line[metric]) for metric in METRICS) for line in lines}
+        found.append(PublishedRow(*row, scores, tuple(line["dataset"] for line in lines if line["star"])))
+    return tuple(found)
 
 
-# fmt: off
-TABLE_1 = (
-  _row("test", "Supervised", "supervised", None,
-    (93.80, 86.20, 87.00), (80.00, 68.00, 63.20), (80.60, 65.90, 63.10), None, None),
-  _row("test", "Fully constrained", "fully_constrained", None,
-    (94.86, 88.39, 89.11), (77.99, 68.37, 61.94), (90.49, 80.94, 80.47), (96.64, 93.45, 92.60), (67.10, 73.52, 58.13)),
-  _row("test", "SCAN", "scan", 0,
-    (87.60, 78.70, 75.80), (45.90, 46.80, 30.10), (76.70, 68.00, 61.60), (86.20, 81.57, 75.71), (47.20, 55.42, 35.87)),
-  _row("test", "Constrained", "constrained", 5_000,
-    (90.12, 80.52, 80.02), (50.99, 46.23, 32.63), (85.90, 74.62, 72.51), (93.12, 87.43, 85.49), (44.08, 43.27, 28.92)),
-  _row("test", "ConstraintMatch", "constraintmatch", 5_000,
-    (92.23, 84.64, 84.27), (54.19, 52.74, 37.84), (88.20, 78.20, 76.68), (94.68, 90.43, 88.61), (49.43, 55.23, 38.12)),
-  _row("test", "Constrained", "constrained", 10_000,
-    (90.89, 81.73, 81.47), (52.45, 46.57, 33.79), (88.21, 77.63, 76.38), (94.90, 90.42, 89.04), (45.52, 44.44, 30.10)),
-  _row("test", "ConstraintMatch", "constraintmatch", 10_000,
-    (93.17, 85.88, 85.92), (57.15, 54.37, 40.59), (90.08, 80.57, 79.81), (95.68, 92.09, 90.70), (50.73, 54.92, 38.34)),
-  _row("train+test", "PICA", None, 0,
-    (69.60, 59.10, 51.20), (33.70, 31.00, 17.10), (71.30, 61.10, 53.10), (87.00, 80.20, 76.10), (35.20, 35.20, 20.10)),
-  _row("train+test", "MICE", None, 0,
-    (83.50, 73.70, 69.80), (44.00, 43.60, 28.00), (75.20, 63.50, 57.50), None, (43.90, 42.30, 28.60)),
-  _row("train+test", "CC", None, 0,
-    (79.00, 70.50, 63.70), (42.90, 43.10, 26.60), (85.00, 76.40, 72.60), (89.30, 85.90, 82.20), (42.90, 44.50, 27.40)),
-  _row("train+test", "TCC", None, 0,
-    (90.60, 79.00, 73.30), (49.10, 47.90, 31.20), (81.40, 73.20, 68.90), (89.70, 84.80, 82.50), (59.50, 55.40, 41.70)),
-  _row("train+test", "SCAN", "scan", 0,
-    (88.53, 80.09, 77.72), (50.67, 47.72, 33.07), (81.28, 70.15, 65.22), (91.63, 84.00, 82.93), (44.06, 45.09, 30.75)),
-  _row("train+test", "Constrained", "constrained", 5_000,
-    (91.14, 82.30, 82.05), (51.63, 46.58, 33.37), (80.51, 68.38, 63.68), (95.09, 88.42, 89.49), (43.25, 38.82, 28.93)),
-  _row("train+test", "ConstraintMatch", "constraintmatch", 5_000,
-    (92.67, 85.12, 84.98), (54.16, 52.68, 37.79), (82.97, 71.13, 67.80), (95.61, 89.64, 90.59), (47.63, 47.82, 35.95)),
-  _row("train+test", "Constrained", "constrained", 10_000,
-    (92.21, 83.07, 84.08), (53.13, 47.20, 34.86), (89.90, 80.12, 79.49), (96.47, 91.18, 92.36), (44.17, 40.07, 30.13)),
-  _row("train+test", "ConstraintMatch", "constraintmatch", 10_000,
-    (93.61, 86.55, 86.80), (57.18, 53.37, 40.30), (91.30, 82.42, 82.13), (96.68, 91.59, 92.80), (49.34, 49.16, 37.37)),
-)
-# fmt: on
-
-
-def _test_row(title: str, method: str, n: int, **scores: _Scores) -> PublishedRow:
-    return PublishedRow("test", title, method, n, {name.replace("_", "-"): row for name, row in scores.items()})
-
-
-TABLE_2 = (  # the ablation
-    _test_row("SCAN", "scan", 0, cifar100_20=(45.90, 46.80, 30.10)),
-    _test_row("+ constrained", "constrained", 10_000, cifar100_20=(52.45, 46.57, 33.79)),
-    _test_row("+ pseudo-labelling", "pseudo_label", 10_000, cifar100_20=(55.38, 53.49, 39.98)),
-    _test_row("+ pseudo-constraining", "constraintmatch", 10_000, cifar100_20=(57.15, 54.37, 40.59)),
-)
-TABLE_3 = (  # overclustering: five outputs for each class
-    _test_row("SCAN", "scan", 0, cifar10=(34.68, 61.56, 34.52), cifar100_20=(29.88, 47.35, 23.23)),
-    _test_row("Constrained", "constrained", 10_000, cifar10=(82.24, 75.40, 73.80), cifar100_20=(39.41, 44.34, 27.86)),
-    _test_row(
-        "ConstraintMatch", "constraintmatch", 10_000, cifar10=(88.89, 83.04, 82.06), cifar100_20=(43.65, 52.37, 34.88)
-    ),
-)
+TABLE_1 = _read_published("1")
+TABLE_2 = _read_published("2")  # the ablation
+TABLE_3 = _read_published("3")  # overclustering: five outputs for each class
 
 
 # Ours, read back
 
 FORMAT = 1
 FREE_SETTINGS = ("seed", "evaluate_every")  # may differ between the folds of a row
-_OBJECTS = ("cell", "cell.options", "data", "start", "arguments", "settings", "scores", "scores.test")
-_ENTRIES = (  # what an entry must be, in words and in Python, and its places
-    ("an object", (dict,), (*_OBJECTS, "scores.train+test", "environment")),
-    ("a text", (str,), ("name", "cell.dataset", "cell.method", "start.name", "start.weights")),
-    ("a whole number", (int,), ("cell.n_constraints", "cell.fold", "cell.n_clusters", "cell.steps")),
-    ("a whole number", (int,), ("data.train", "data.test")),
-    ("a number", (int, float), ("cell.noise", "seconds")),
-)
 _LOWEST = {"acc": 0.0, "nmi": 0.0, "ari": -1.0}
 _ROUNDING = 1e-6  # how far a score may be outside its bounds
 _FIX = "move it away or choose another --results"
@@ -259,44 +205,19 @@ def read_content(path: Path) -> dict[str, Any] | None:
         raise InputError(f"{path}: not a result of format {FORMAT}; {_FIX}")
     if content["kind"] != "cell":
         return None
-    if wrong := next(_wrong_entries(content), None):
-        raise InputError(f"{path}: {wrong}; {_FIX}")
+    try:
+        _result(path, content)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({type(error).__name__}: {error}); {_FIX}") from None
     return content
-
-
-def _wrong_entries(content: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each entry of the wrong kind, and for each score out of its bounds."""
-    for words, kinds, places in _ENTRIES:
-        yield from (f"{place} is not {words}" for place in places if type(_entry(content, place)) not in kinds)
-    half = content.get("half", {})
-    if not isinstance(half, dict):
-        yield "half is not an object"
-    for place in ("scores.test", "scores.train+test", *(["half.scores.test"] if half else [])):
-        for metric, lowest in _LOWEST.items():
-            value = _entry(content, f"{place}.{metric}")
-            if type(value) not in (int, float) or not lowest - _ROUNDING <= value <= 1 + _ROUNDING:
-                yield f"{place}.{metric} is {reprlib.repr(value)}, not a number from {lowest:g} to 1"
-
-
-def _entry(content: Mapping[str, Any], place: str) -> Any:
-    """The value at a place such as "cell.fold"; None where there is none."""
-    value: Any = content
-    for key in place.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
 
 
 def _read(path: Path) -> Result | None:
     content = read_content(path)
     if content is None:
         return None
-    try:
-        result = _result(path, content)
-        name = result.cell.name
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise InputError(f"{path}: cannot be read ({reason}); {_FIX}") from None
-    if not name == content["name"] == path.stem:
+    result = _result(path, content)
+    if not (name := result.cell.name) == content["name"] == path.stem:
         raise InputError(f"{path}: its settings are those of {name}; name it so, or move it away")
     if bool(content.get("cut")) != result.cell.cut:
         raise InputError(f"{path}: says cut is {content.get('cut')} of {result.cell.steps:,} steps; {_FIX}")
@@ -304,27 +225,40 @@ def _read(path: Path) -> Result | None:
 
 
 def _result(path: Path, content: Mapping[str, Any]) -> Result:
-    values, peak = content["cell"], content.get("peak_gib")
+    """The result in its JSON; entries that are missing or of the wrong kind raise."""
+    values, peak, start, data = content["cell"], content.get("peak_gib"), content["start"], dict(content["data"])
     if values["dataset"] not in DATASETS:
         raise ValueError(f"data set {values['dataset']!r} is not known")
     if odd := [key for key, value in values["options"].items() if not isinstance(value, Option)]:
         raise ValueError(f"option {odd[0]} is not a number or a text")
+    counts = {key: values[key] for key in ("n_constraints", "fold", "n_clusters", "steps")}
+    counts |= {f"data.{key}": data[key] for key in ("train", "test")}
+    if odd := [key for key, value in counts.items() if type(value) is not int]:
+        raise ValueError(f"{odd[0]} is not a whole number")
+    if "half" in content:
+        _percent("half.scores.test", content["half"]["scores"]["test"])
     return Result(
         path,
         Cell(**{**values, "options": tuple(sorted(values["options"].items()))}),
-        content["start"]["name"],
-        content["start"]["weights"],
-        {
-            split: {metric: 100 * content["scores"][split][metric] for metric in METRICS}
-            for split in ("test", "train+test")
-        },
-        current_arguments(content["arguments"], path),
-        content["settings"],
-        content["seconds"],
+        str(start["name"]),
+        str(start["weights"]),
+        {split: _percent(f"scores.{split}", content["scores"][split]) for split in ("test", "train+test")},
+        current_arguments(dict(content["arguments"]), path),
+        dict(content["settings"]),
+        float(content["seconds"]),
         None if peak is None else float(peak),
-        content["environment"],
-        content["data"],
+        dict(content["environment"]),
+        data,
     )
+
+
+def _percent(place: str, scores: Mapping[str, Any]) -> dict[str, float]:
+    """The scores in percent; one out of its bounds raises."""
+    for metric, lowest in _LOWEST.items():
+        value = scores[metric]
+        if type(value) not in (int, float) or not lowest - _ROUNDING <= value <= 1 + _ROUNDING:
+            raise ValueError(f"{place}.{metric} is {reprlib.repr(value)}, not a number from {lowest:g} to 1")
+    return {metric: 100 * scores[metric] for metric in METRICS}
 
 
 def _check_alike(first: Result, second: Result) -> None:

@@ -1,5 +1,6 @@
 """Runs cells: one training, one JSON; finished cells are skipped, interrupted ones go on from their checkpoint."""
 
+import copy
 import functools
 import time
 from collections import Counter
@@ -19,14 +20,7 @@ from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, agreement, predict, scores
 from constraintmatch.methods import Context, Trained, ViewChoice
-from constraintmatch.models.cluster_model import (
-    ClusterModel,
-    build_model,
-    load_model,
-    model_folder,
-    save_model,
-    unfilled_model,
-)
+from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, model_folder, save_model
 from constraintmatch.paper.grids import PAIRED, Cell
 from constraintmatch.paper.model_cards import write_card
 from constraintmatch.paper.results import FORMAT, FREE_SETTINGS, METRICS, read_content
@@ -37,16 +31,7 @@ from constraintmatch.training.loop import NonFinite, choose_device
 from constraintmatch.training.run_folder import is_finished as run_is_finished
 from constraintmatch.training.run_folder import write_result
 
-__all__ = [
-    "Place",
-    "cell_constraints",
-    "cell_states",
-    "is_finished",
-    "run_cell",
-    "run_cells",
-    "run_missing",
-    "train_cell",
-]
+__all__ = ["Place", "cell_pairs", "cell_states", "is_finished", "run_cell", "run_cells", "run_missing", "train_cell"]
 
 # A supervised training begins with random weights and is no part of the paper's search: the field's usual setting.
 SUPERVISED = {"lr": 0.1, "weight_decay": 5e-4, "schedule": "cosine"}
@@ -196,7 +181,7 @@ def run_cell(cell: Cell, place: Place) -> dict[str, Any]:
     return result
 
 
-def cell_constraints(cell: Cell, images: ImageSet) -> Constraints | None:
+def cell_pairs(cell: Cell, images: ImageSet) -> Constraints | None:
     """Fold i is sample i of the constraints, with the cell's share of wrong ones; None for methods without them."""
     if not cell.n_constraints:
         return None
@@ -232,7 +217,7 @@ def _train(cell: Cell, start: ClusterModel, place: Place) -> Trained:
     )
     views = ViewChoice(flip=row.flip, without=tuple(sorted(row.without)))
     config = make_config(cell.method, _options(cell, place), start=start, views=views)
-    trained = train(images, cell_constraints(cell, images), config, context)
+    trained = train(images, cell_pairs(cell, images), config, context)
     trained.model.to(device)  # a finished run comes from its folder
     return trained
 
@@ -315,9 +300,9 @@ def _images(dataset: str, split: str, data_dir: Path | None) -> ImageSet:
 def _rounded(model: ClusterModel) -> ClusterModel:
     """The model as a half-precision folder gives it back."""
     weights = {name: value.half() if value.is_floating_point() else value for name, value in model.state_dict().items()}
-    rounded = unfilled_model(model.config)
+    rounded = copy.deepcopy(model)
     rounded.load_state_dict(weights)
-    return rounded.to(model.device)
+    return rounded
 
 
 def _scores(model: ClusterModel, images: ImageSet) -> dict[str, float]:

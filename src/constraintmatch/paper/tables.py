@@ -6,10 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import read_json
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.paper.figures import Drawing, drawing
 from constraintmatch.paper.grids import GRIDS, HEAD_FIRST, MERGED_FIRST, PAPER_SETS, Cell
@@ -35,7 +32,6 @@ __all__ = [
     "TITLES",
     "figure_numbers",
     "for_terminal",
-    "gallery_texts",
     "markdown",
     "not_run",
     "number",
@@ -68,10 +64,6 @@ def part_text(
     name: str, results_folder: Path | str, sets: Sequence[str] | None = None, steps: int | None = None
 ) -> str:
     """One table or figure as Markdown; a figure as its numbers, from trainings of this number of steps."""
-    if name == "gallery":
-        return "\n\n".join(gallery_texts(results_folder))
-    if name not in GRIDS:
-        raise InputError(f"unknown table or figure {name!r}; known are {', '.join(GRIDS)}, gallery")
     rows, chosen = find_rows(read_results(results_folder)), tuple(sets or GRIDS[name].sets)
     if name in TABLES:
         return TABLES[name](rows, chosen)
@@ -94,26 +86,6 @@ def figure_numbers(shown: Drawing) -> str:
     table = markdown([f"{shown.metric.upper()} in %", *(f"{x:,g}" for x in places)], lines)
     across = ", ".join(f"{level.label} {spread(level.summary)}" for level in shown.levels)
     return table + (f"\n\nFor comparison: {across}." if across else "")
-
-
-def gallery_texts(folder: Path | str) -> list[str]:
-    """The galleries among the results: pictures, notes and pairs."""
-    contents = [read_json(path) for path in sorted(Path(folder).glob("*.json"))]
-    return [_gallery(content) for content in contents if content["kind"] == "gallery"] or [not_run("gallery")]
-
-
-def _gallery(content: Mapping[str, Any]) -> str:
-    place, note = f"figures/{content['name']}", content["note"]
-    lines = []
-    for pair in content["pairs"]:
-        sure = " and ".join(f"{value:.2f}" for value in pair["confidence"])
-        lines.append([f"{pair['link']:.2f}", *pair["predicted"], *pair["true"], sure])
-    table = markdown(["pseudo-constraint", "says", "says", "is", "is", "confidence"], lines, 6)
-    share = ""
-    if n := content.get("pairs_of_wrong", 0):
-        right = 100 * content["right_pairs"] / n
-        share = f"\n\nOf the {n:,} pairs of such images {right:.1f} % have the right pseudo-constraint."
-    return f"![{note}]({place}.png)\n\n{note} ([SVG]({place}.svg)):\n\n{table}{share}"
 
 
 # Forms

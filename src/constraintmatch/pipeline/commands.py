@@ -10,22 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from constraintmatch._internal import files
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import (
-    check_folder,
-    check_target,
-    read_json,
-    write_atomically,
-    write_error,
-    write_json,
-)
-from constraintmatch._internal.progress import Reporter, watched
+from constraintmatch._internal.progress import QUIET, Reporter, watched
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation import metrics as evaluation
 from constraintmatch.evaluation.metrics import Predictions
-from constraintmatch.evaluation.report import check_run, why_no_report, write_report
+from constraintmatch.evaluation.report import check_run, write_report
 from constraintmatch.methods import Context, Trained
 from constraintmatch.methods.preparation import check_images
 from constraintmatch.models.cluster_model import load_model, model_folder, save_model
@@ -54,13 +47,13 @@ Rows = list[tuple[str, str]]  # of a table that a command prints
 
 
 def predict_images(
-    model: Path | str, source: Path | str, *, device: str | None = None, reporter: Reporter | None = None, **how: Any
+    model: Path | str, source: Path | str, *, device: str | None = None, reporter: Reporter = QUIET, **how: Any
 ) -> tuple[Data, Predictions]:
     """The images, opened at the model's size, and their clusters; the model is a model folder or a run folder.
 
     `how` is for `open_data`, here and below.
     """
-    place, reporter = choose_device(device), reporter or Reporter()
+    place = choose_device(device)
     network = load_model(model)
     if network.config.n_clusters == 0:
         raise InputError(f"{model}: has no clusters yet (it comes from a pretext task); train it first")
@@ -80,7 +73,7 @@ def write_clusters(path: Path | str, names: Sequence[str], predictions: Predicti
             writer.writerow(("name", "cluster", "confidence"))
             writer.writerows(zip(names, predictions.clusters.tolist(), confidence, strict=True))
 
-    write_atomically(path, write)
+    files.write_atomically(path, write)
 
 
 def evaluate_model(
@@ -130,17 +123,13 @@ def evaluation_rows(found: Mapping[str, Any], *, short: bool = False) -> Rows:
 
 
 def write_run_report(
-    run: Path | str,
-    source: Path | str | None = None,
-    *,
-    pictures: Path | str | None = None,
-    reporter: Reporter | None = None,
+    run: Path | str, source: Path | str | None = None, *, pictures: Path | str | None = None, reporter: Reporter = QUIET
 ) -> Path:
     """Write report.html again from a run folder and its images, or other images."""
-    run, reporter = Path(run), reporter or Reporter()
+    run = Path(run)
     check_run(run)
     model_folder(run)
-    record = read_json(run / "run.json")
+    record = files.read_json(run / "run.json")
     for key in ("request", "data"):
         record = record.get(key) if isinstance(record, dict) else None
     record = record if isinstance(record, dict) else {}
@@ -149,7 +138,7 @@ def write_run_report(
         raise InputError(
             f"{run}: the run does not say where its images are; name them: constraintmatch report {run} DATA"
         )
-    check_target(run / "report.html")
+    files.check_target(run / "report.html")
     how = {"split": record.get("split") or "train", "data_dir": record.get("data_dir")}
     how["class_folders"] = record.get("class_folders", "auto")
     how["pictures"] = pictures or (record.get("pictures") if source is None else None)
@@ -172,7 +161,7 @@ def check_sort_folder(folder: Path, source: Path | str, out: Path | None = None)
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder}: not an empty folder; choose another --sort-into")
-    check_folder(folder)
+    files.check_folder(folder)
     place, other = folder.resolve(), None if out is None else out.resolve()
     if other is not None and (place in (other, *other.parents) or other in place.parents):
         raise InputError(f"{out}: is in {folder} or above it, and only sorted images go there; choose another --out")
@@ -194,7 +183,7 @@ def sort_images(data: Data, predictions: Predictions, folder: Path, *, link: boo
     except BaseException as error:
         for begun in folder.glob("cluster-*/"):
             shutil.rmtree(begun, ignore_errors=True)
-        if isinstance(error, OSError) and (found := write_error(error, folder)):
+        if isinstance(error, OSError) and (found := files.write_error(error, folder)):
             raise found from None
         raise
 
@@ -247,12 +236,8 @@ def finish_training(plan: Plan, trained: Trained) -> Rows:
         found["warnings"].append("The paper's recipe is not safe with wrong pairs; leave --recipe out.")
     found["verdict"] = _verdict(trained.log, images, out)
     write_clusters(out / "clusters.csv", images.names, predictions)
-    write_json(out / "evaluation.json", found)
-    report = why_no_report(out) or write_report(out, images, predictions, constraints=plan.pairs)
-    return _training_rows(out, found, str(report))
-
-
-def _training_rows(out: Path, found: Mapping[str, Any], report: str) -> Rows:
+    files.write_json(out / "evaluation.json", found)
+    report = write_report(out, images, predictions, constraints=plan.pairs)
     kept = []
     if verdict := found["verdict"]:
         kept = [("kept", f"{verdict['kept']}: {verdict['why']}")]
@@ -261,7 +246,7 @@ def _training_rows(out: Path, found: Mapping[str, Any], report: str) -> Rows:
     return [
         ("clusters", f"{out / 'clusters.csv'} ({found['images']:,} images in {found['clusters']} clusters)"),
         ("model", str(out / "model")),
-        ("report", report),
+        ("report", str(report)),
         *kept,
         *evaluation_rows(found, short=True),
         ("next", f"constraintmatch predict {shlex.quote(str(out))} NEW_IMAGES --out new.csv"),
@@ -284,7 +269,7 @@ def pretrain_model(
     request: Train,
     stages: Sequence[str] = (),
     recipe: Mapping[str, Mapping[str, Any]] | None = None,
-    reporter: Reporter | None = None,
+    reporter: Reporter = QUIET,
     *,
     chain: str | None = None,
     pretext: str | None = None,
@@ -296,7 +281,6 @@ def pretrain_model(
     """
     chosen = chain_stages(chain or ("scan" if request.data in DATASETS else "own"), stages, pretext)
     assert request.out is not None
-    reporter = reporter or Reporter()
     plan = plan_pretraining(request, reporter)
     data = plan.data
     if data.images.embedded and not (stages or chain or pretext):

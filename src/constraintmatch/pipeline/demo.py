@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.progress import Reporter
+from constraintmatch._internal.progress import QUIET, Reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, embed, predict, scores
-from constraintmatch.evaluation.report import why_no_report, write_report
+from constraintmatch.evaluation.report import write_report
 from constraintmatch.methods import Context, ViewChoice
 from constraintmatch.methods.heads import regression_head
 from constraintmatch.methods.propagate import Frozen
@@ -51,12 +51,12 @@ METRICS = ("acc", "nmi", "ari")
 Found = dict[str, list[dict[str, float]]]
 
 
-def run_demo(out: Path, *, seed: int = 0, reporter: Reporter | None = None) -> str:
+def run_demo(out: Path, *, seed: int = 0, reporter: Reporter = QUIET) -> str:
     """The demo's table, the place of its report and what to try next, as text; all that it made is under `out`."""
     _clear(out)
     images, test = load_dataset("digits", "train"), load_dataset("digits", "test")
     assert images.labels is not None
-    context = Context(out, reporter=reporter or Reporter(), data={"name": "digits"})
+    context = Context(out, reporter=reporter, data={"name": "digits"})
     start = _start(images, seed, context.within("start"))
     found: Found = {name: [] for name in TITLES}
     found["start"] = [_scores(test, predict(start, test))]
@@ -69,7 +69,7 @@ def run_demo(out: Path, *, seed: int = 0, reporter: Reporter | None = None) -> s
             found[name].append(_scores(test, predict(model, test)))
         found["chosen"].append(_scores(test, predict(_asked(start, images, own), test)))
     last = out / f"constraintmatch-{N_SAMPLES - 1}"
-    page = why_no_report(last) or write_report(last, images, predict(model, images), constraints=pairs)
+    page = write_report(last, images, predict(model, images), constraints=pairs)
     settings = {"pairs": N_PAIRS, "answers": BUDGETS[-1], "samples": N_SAMPLES, "seed": seed}
     recipes = {"start_recipe": START, "training": TRAINING, "free": FREE}
     write_result(out / "demo.json", {**settings, **recipes, **found})

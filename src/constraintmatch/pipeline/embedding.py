@@ -12,7 +12,7 @@ from torch import Tensor
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_new_folder, check_target, write_atomically
-from constraintmatch._internal.progress import Reporter, watched
+from constraintmatch._internal.progress import QUIET, Reporter, watched
 from constraintmatch.data.datasets import DATASETS, DataSet
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed
@@ -24,6 +24,7 @@ from constraintmatch.training.loop import choose_device
 
 __all__ = ["embed_images", "join", "join_folders", "write_embeddings"]
 
+Device = torch.device | str | None
 MEASURED = 10_000  # images by which the features of the networks are brought to one length
 
 
@@ -34,7 +35,7 @@ def embed_images(
     *,
     side: int | None = None,
     device: str | None = None,
-    reporter: Reporter | None = None,
+    reporter: Reporter = QUIET,
     **how: Any,
 ) -> NDArray[np.float32]:
     """The embeddings (n, d) of the images, which are written to `out` with names and labels.
@@ -43,7 +44,7 @@ def embed_images(
     `side`, or of the side that it was made for. Of a data set without a split the training images are taken; `how` is
     for `open_data`.
     """
-    place, reporter = choose_device(device), reporter or Reporter()
+    place = choose_device(device)
     if out.suffix != ".npz":
         raise InputError(f"{out}: embeddings are written as .npz; give --out a name that ends with .npz")
     check_target(out)
@@ -87,11 +88,7 @@ def _network(model: str, side: int | None, row: DataSet | None) -> ClusterModel:
 
 
 def join(
-    models: Sequence[ClusterModel],
-    images: ImageSet,
-    *,
-    device: torch.device | str | None = None,
-    reporter: Reporter | None = None,
+    models: Sequence[ClusterModel], images: ImageSet, *, device: Device = None, reporter: Reporter = QUIET
 ) -> ClusterModel:
     """One model of two networks or more. It places images as the first one does, until its head is trained.
 
@@ -114,7 +111,7 @@ def join(
             own = torch.tensor(model.config.std)
             backbone.gain[number] = torch.tensor(first.std) / own
             backbone.offset[number] = (torch.tensor(first.mean) - torch.tensor(model.config.mean)) / own
-        measured = [_measure(model, sample, device, reporter or Reporter()) for model in models]
+        measured = [_measure(model, sample, device, reporter) for model in models]
         backbone.centre.copy_(torch.cat([centre for centre, _ in measured]))
         backbone.stretch.copy_(torch.cat([torch.full_like(centre, stretch) for centre, stretch in measured]))
         if joined.head is not None and models[0].head is not None:  # on its part of the features, as they are now
@@ -133,7 +130,7 @@ def join_folders(
     *,
     half: bool = False,
     device: str | None = None,
-    reporter: Reporter | None = None,
+    reporter: Reporter = QUIET,
     **how: Any,
 ) -> ClusterModel:
     """The model that `join` makes of model or run folders, written to the new model folder `out`."""
@@ -149,9 +146,7 @@ def join_folders(
     return joined
 
 
-def _measure(
-    model: ClusterModel, images: ImageSet, device: torch.device | str | None, reporter: Reporter
-) -> tuple[Tensor, float]:
+def _measure(model: ClusterModel, images: ImageSet, device: Device, reporter: Reporter) -> tuple[Tensor, float]:
     """The mean of a network's features (d,), and what brings them to length 1 around it."""
     with watched(reporter, f"measuring {model.config.backbone}", len(images)) as progress:
         features = torch.from_numpy(embed(model, images, device=device, progress=progress))

@@ -85,19 +85,16 @@ class PretrainPlan:
 
 
 def plan_pretraining(request: Train, reporter: Reporter) -> PretrainPlan:
-    """The images opened, the model given or built, the views chosen; nothing written."""
-    if request.out is not None:
-        _check_start_folder(request.out)
+    """The images opened, the model given or built, the views chosen; nothing written.
+
+    An InputError unless the folder is free or holds an earlier start: the model of a run would be overwritten.
+    """
+    if (out := request.out) is not None:
+        check_folder(out)
+        held = {entry.name for entry in out.iterdir() if not entry.name.startswith(".")} if out.exists() else set()
+        if odd := sorted(held - {*ORDER, "model"}) or (sorted(held) if held == {"model"} else []):
+            raise InputError(f"{out}: not empty ({odd[0]} is there) and not an earlier start; choose another --out")
     return _open_start(request, reporter)
-
-
-def _check_start_folder(out: Path) -> None:
-    """An InputError unless the folder is free or holds an earlier start: the model of a run would be overwritten."""
-    check_folder(out)
-    held = {entry.name for entry in out.iterdir() if not entry.name.startswith(".")} if out.exists() else set()
-    odd = sorted(held - {*ORDER, "model"}) or (sorted(held) if held == {"model"} else [])
-    if odd:
-        raise InputError(f"{out}: not empty ({odd[0]} is there) and not an earlier start; choose another --out")
 
 
 def plan_training(request: Train, reporter: Reporter) -> Plan:
@@ -111,13 +108,16 @@ def plan_training(request: Train, reporter: Reporter) -> Plan:
     start = _open_start(request, reporter)
     data, config = start.data, _configure(method, request, start)
     pairs, held_out = _open_pairs(request, data, config, reporter) if request.pairs else (None, None)
+    model, test = request.model and os.path.abspath(request.model), request.test  # noqa: PTH100
+    test = test if test is None or test in DATASETS else os.path.abspath(test)  # noqa: PTH100
     context = Context(
         out=out,
         resume=request.resume,
         reporter=reporter,
         held_out=data.held_out,
         held_out_constraints=held_out if data.held_out is None else None,
-        data=data.record | _start_record(request),
+        # with what --from-run needs to make the same start
+        data={**data.record, "start": {"model": model, "pretrained": request.pretrained}, "test": test},
     )
     plan = Plan(data, pairs, held_out, config, context)
     rehearse(config, data.images, pairs=pairs is not None)  # before the start is made
@@ -171,12 +171,10 @@ def _out_folder(request: Train) -> Path:
 def _default_out(parent: Path, source: str, resume: bool) -> Path:
     """runs/NAME, or the first free of runs/NAME-2, runs/NAME-3, …; with `resume` the last that is taken."""
     name = Path(os.path.abspath(source)).name or "run"  # noqa: PTH100
-    out, number = parent / name, 1
-    last = out
-    while out.exists():
-        number += 1
-        last, out = out, parent / f"{name}-{number}"
-    return last if resume else out
+    places = [parent / name]
+    while places[-1].exists():
+        places.append(parent / f"{name}-{len(places) + 1}")
+    return places[-2] if resume and len(places) > 1 else places[-1]
 
 
 # The start
@@ -300,13 +298,6 @@ def _open_pairs(
     if request.from_run is not None and aside.is_file():
         held_out = Constraints.read(aside, names=data.images.names)
     return pairs, held_out
-
-
-def _start_record(request: Train) -> dict[str, Any]:
-    """What `--from-run` needs to make the same start."""
-    model = None if request.model is None else os.path.abspath(request.model)  # noqa: PTH100
-    test = request.test if request.test is None or request.test in DATASETS else os.path.abspath(request.test)  # noqa: PTH100
-    return {"start": {"model": model, "pretrained": request.pretrained}, "test": test}
 
 
 def _say_plan(plan: Plan, out: Path, *, automatic: bool) -> None:

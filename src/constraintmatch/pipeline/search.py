@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
-from constraintmatch._internal.progress import Reporter, say_error
+from constraintmatch._internal.progress import QUIET, Reporter, say_error
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, STEPS, load_dataset
 from constraintmatch.data.image_set import ImageSet
@@ -63,12 +63,11 @@ class Search:
     settings: Mapping[str, Any] = field(default_factory=dict)  # how to train: device, compile …
 
 
-def search(request: Search, reporter: Reporter | None = None) -> tuple[dict[str, Any], Rows]:
+def search(request: Search, reporter: Reporter = QUIET) -> tuple[dict[str, Any], Rows]:
     """The finished search, as `request.out` gets it, with its trials, the best first; and as rows of a table.
 
     The same request again, at the same time or later, takes part in the search or shows it.
     """
-    reporter = reporter or Reporter()
     trials.load_optuna()
     if request.out is not None:
         check_target(request.out)
@@ -84,7 +83,8 @@ def search(request: Search, reporter: Reporter | None = None) -> tuple[dict[str,
                 tried = trials.work(study, space, partial(_train, plan), runs=runs, reporter=reporter)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("stopped; the same command goes on with what is left") from None
-    steps, full_steps = plan.config.settings.steps, _full_steps(request, len(plan.data.images))
+    steps, fitting = plan.config.settings.steps, training_size(len(plan.data.images), cpu=False)["steps"]
+    full_steps = STEPS if request.data in DATASETS else int(fitting)
     best = tried[0] if tried and tried[0]["loss"] is not None else None
     found = {
         "format": FORMAT,
@@ -180,10 +180,6 @@ def _base_options(request: Search, n_images: int, cpu: bool) -> dict[str, Any]:
     return {name: value for name, value in chosen.items() if name in known or name == "steps"} | {"seed": 0}
 
 
-def _full_steps(request: Search, n_images: int) -> int:
-    return STEPS if request.data in DATASETS else int(training_size(n_images, cpu=False)["steps"])
-
-
 def _protocol(request: Search, plan: Plan, space: Space, base: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same for trials to be compared, as JSON gives it back."""
     judged, judges = plan.context.held_out, plan.held_out_pairs
@@ -277,11 +273,8 @@ def _set_flags(trial: Mapping[str, Any]) -> str:
 
 def _next_commands(request: Search, plan: Plan, base: Mapping[str, Any], best: Mapping[str, Any]) -> Rows:
     """The commands that train as the best trial did, with all of the pairs."""
-    data, where, bound = (
-        shlex.quote(request.data),
-        {"data_dir": request.data_dir},
-        request.method == "fully_constrained",
-    )
+    where, bound = {"data_dir": request.data_dir}, request.method == "fully_constrained"
+    data = shlex.quote(request.data)
     shared = {name: value for name, value in request.settings.items() if name not in best["settings"]}
     if plan.config.settings.steps > base["steps"]:  # fewer than `train` takes are for the search alone
         shared["steps"] = plan.config.settings.steps

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from scipy.sparse import issparse
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
-from constraintmatch._internal.progress import Reporter
+from constraintmatch._internal.progress import QUIET, Reporter, watched
 from constraintmatch.constraints import graph
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.constraints.pairs_file import names_in
@@ -66,7 +65,7 @@ def open_data(
     data_dir: Path | str | None = None,
     pictures: Path | str | None = None,
     class_folders: ClassFolders = "auto",
-    reporter: Reporter | None = None,
+    reporter: Reporter = QUIET,
     **how: Any,
 ) -> Data:
     """The images of a folder, of a .npy or .npz file, or of a data set by name (`./digits` means a folder).
@@ -75,21 +74,28 @@ def open_data(
     its training images, with the test images held out. `how` has the side, max_side, channels and strict of
     `load_images`; `max_side` bounds a side that is not asked for, and a data set keeps its own.
     """
-    reporter = reporter or Reporter()
     if str(source) in DATASETS:
         if pictures is not None:
             raise InputError(f"--pictures goes with embeddings; {source} has images of its own")
-        return _open_dataset(DATASETS[str(source)], how.get("side"), how.get("channels"), split, data_dir, reporter)
+        return _open_dataset(DATASETS[str(source)], how, split, data_dir, reporter)
     path = Path(os.path.abspath(source))  # noqa: PTH100 (resolve would follow links)
     if not path.exists():
         raise InputError(f"{path}: no such folder; name one that exists, or a data set: {', '.join(DATASETS)}")
-    with _decoding(reporter) as progress:
+    with watched(reporter, "reading images") as progress:
         images = load_images(path, class_folders=class_folders, progress=progress, **how)
     record: dict[str, Any] = {"kind": "file" if path.is_file() else "folder", "name": path.name, "source": str(path)}
     record |= {"side": images.side, "channels": images.channels, "class_folders": class_folders}
     if pictures is not None:
+        if not images.embedded:
+            raise InputError(f"{path}: has images, which are shown themselves; --pictures goes with embeddings")
         record["pictures"] = os.path.abspath(pictures)  # noqa: PTH100
-        images = _with_pictures(path, images, Path(pictures), class_folders, reporter)
+        with watched(reporter, "reading images") as progress:
+            shown = ImageSet.from_folder(pictures, class_folders=class_folders, progress=progress)
+        _say_skipped(shown, reporter)
+        try:
+            images = images.with_pictures(shown)
+        except InputError as error:
+            raise error.at(f"{path} and {pictures}") from None
     _say_skipped(images, reporter)
     return Data(images, None, None, record)
 
@@ -107,52 +113,19 @@ def open_at(
     return open_data(source, side=side, channels=channels, **how)
 
 
-def _with_pictures(
-    path: Path, images: ImageSet, folder: Path, class_folders: ClassFolders, reporter: Reporter
-) -> ImageSet:
-    if not images.embedded:
-        raise InputError(f"{path}: has images, which are shown themselves; --pictures goes with embeddings")
-    with _decoding(reporter) as progress:
-        pictures = ImageSet.from_folder(folder, class_folders=class_folders, progress=progress)
-    _say_skipped(pictures, reporter)
-    try:
-        return images.with_pictures(pictures)
-    except InputError as error:
-        raise error.at(f"{path} and {folder}") from None
-
-
 def _open_dataset(
-    row: DataSet,
-    side: int | None,
-    channels: int | None,
-    split: str | None,
-    data_dir: Path | str | None,
-    reporter: Reporter,
+    row: DataSet, how: Mapping[str, Any], split: str | None, data_dir: Path | str | None, reporter: Reporter
 ) -> Data:
+    side, channels = how.get("side"), how.get("channels")
     if side not in (None, row.side) or channels not in (None, row.channels):
         size = f"{row.side} px and {row.channels} channel(s)"
         raise InputError(f"{row.name} has images of {size}, not {side or row.side} px and {channels or row.channels}")
     folder = None if data_dir is None else os.path.abspath(data_dir)  # noqa: PTH100
-    with _decoding(reporter) as progress:
+    with watched(reporter, "reading images") as progress:
         images = load_dataset(row.name, split or "train", folder, progress=progress)
         held_out = load_dataset(row.name, "test", folder, progress=progress) if split is None else None
     record = {"kind": "dataset", "name": row.name, "source": row.name, "split": split, "data_dir": folder}
     return Data(images, held_out, row, record | {"side": row.side, "channels": row.channels})
-
-
-@contextmanager
-def _decoding(reporter: Reporter) -> Iterator[Callable[[int, int], None]]:
-    """Shows the decoding of a folder's files; nothing when the cache serves."""
-
-    def progress(done: int, total: int) -> None:
-        if done == 0:
-            reporter.start("reading images", total)
-        reporter.update(done)
-
-    try:
-        yield progress
-    finally:
-        reporter.stop()
 
 
 def _say_skipped(images: ImageSet, reporter: Reporter, limit: int = 10) -> None:
@@ -177,7 +150,7 @@ def open_pairs(
     close: bool = False,
     holdout: float = 0.0,
     seed: int = 0,
-    reporter: Reporter | None = None,
+    reporter: Reporter = QUIET,
 ) -> tuple[Constraints, Constraints | None]:
     """The pairs of a file over these images, without contradictions, and the share `holdout` of them, set aside first.
 
@@ -188,7 +161,7 @@ def open_pairs(
         kept = read.resolve(on_conflict, names=images.names)
     except InputError as error:
         raise error.at(path) from None
-    if len(kept) < len(read) and reporter is not None:
+    if len(kept) < len(read):
         reporter.say(f"{len(read) - len(kept):,} of {len(read):,} pairs contradict others and are left out")
     held_out = None
     if holdout:

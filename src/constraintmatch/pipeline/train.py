@@ -2,48 +2,38 @@
 
 import hashlib
 import inspect
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import read_json
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.metrics import (
-    embed,
-    knn_accuracy,
-    nearest_neighbours,
-    neighbour_consistency,
-    predict,
-    scores,
-)
+from constraintmatch.evaluation import metrics
 from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
 from constraintmatch.methods.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pipeline.config import ORDER, STAGES, Recipe, TrainConfig, make_config, method_arguments
 from constraintmatch.training.loop import choose_device
-from constraintmatch.training.run_folder import is_finished, open_run, read_log, write_result
+from constraintmatch.training.run_folder import open_run, read_log
 
 __all__ = ["pairs_hash", "pretrain", "rehearse", "rehearse_stages", "stage_summary", "train", "weights_hash"]
 
+_ALONE = Context()  # nothing is kept, and nobody watches
 _QUICK: dict[str, Any] = {"device": "cpu", "compile": False, "cuda_graph": False, "bf16": False, "tensorboard": False}
 _SHARED = ("seed", "device", "bf16", "channels_last", "compile", "cuda_graph")  # settings that the start shares
 
 
-def train(
-    images: ImageSet,
-    constraints: Constraints | None,
-    config: TrainConfig,
-    context: Context = Context(),  # noqa: B008 (frozen)
-) -> Trained:
+def train(images: ImageSet, constraints: Constraints | None, config: TrainConfig, context: Context = _ALONE) -> Trained:
     """The trained model and its log; with a folder `context.out` the run is kept there, continued, or loaded."""
-    if config.stages:
-        config = replace(config, start=_make_start(images, config, context), stages=())
+    if config.stages:  # they are kept under `start` in the run folder
+        asked: dict[str, Any] = {"stages": config.stages, "recipe": config.stage_options, "views": config.views}
+        asked["settings"] = {key: getattr(config.settings, key) for key in _SHARED}
+        place = replace(context.within("start"), held_out_constraints=None)
+        start = pretrain(config.start, images, config.n_clusters, context=place, **asked)
+        config = replace(config, start=start, stages=())
     method = METHODS[config.method]
     given: dict[str, Any] = {**config.arguments, "settings": config.settings, "views": config.views}
     if "constraints" in inspect.signature(method).parameters:
@@ -54,8 +44,9 @@ def train(
     if context.out is None:
         trained, log = method(config.start, images, **given, context=context)
         return Trained(_note(trained, request, log), log)
-    how: dict[str, Any] = {"resume": context.resume, "since": _defaults(config.method), "how": config.settings.how()}
-    with open_run(context.out, request, **how) as run:
+    known = {f"arguments.{key}": parameter.default for key, parameter in method_arguments(config.method).items()}
+    since = {key: value for key, value in known.items() if value is not inspect.Parameter.empty}  # of older requests
+    with open_run(context.out, request, resume=context.resume, since=since, how=config.settings.how()) as run:
         if run.finished:
             return Trained(load_model(run.model), read_log(run.path))
         if "constraints" in given:
@@ -68,20 +59,6 @@ def train(
         save_model(_note(trained, request, log), run.model)
     run.checkpoint.unlink(missing_ok=True)  # not before the run is noted as finished: it would begin again
     return Trained(trained, log)
-
-
-def _make_start(images: ImageSet, config: TrainConfig, context: Context) -> ClusterModel:
-    """The start after its stages, which are kept under `start` in the run folder."""
-    settings = {key: getattr(config.settings, key) for key in _SHARED}
-    place = replace(context.within("start"), held_out_constraints=None)
-    how: dict[str, Any] = {"stages": config.stages, "recipe": config.stage_options, "views": config.views}
-    return pretrain(config.start, images, config.n_clusters, settings=settings, context=place, **how)
-
-
-def _defaults(name: str) -> dict[str, Any]:
-    """The values that a request without an argument means: it is older than the argument."""
-    known = {f"arguments.{key}": parameter.default for key, parameter in method_arguments(name).items()}
-    return {key: value for key, value in known.items() if value is not inspect.Parameter.empty}
 
 
 def _request(
@@ -143,13 +120,11 @@ def pretrain(
     recipe: Recipe | None = None,
     settings: Mapping[str, Any] | None = None,
     views: ViewChoice | None = None,
-    context: Context = Context(),  # noqa: B008 (frozen)
-    results: Path | None = None,
+    context: Context = _ALONE,
 ) -> ClusterModel:
     """The model after the stages; `recipe` has options of each stage, `settings` of all. Finished stages are loaded.
 
-    A stage may come again: its second folder is `stage-2`. With `results`, a folder and the beginning of a name, each
-    stage leaves `results-stage.json`: settings, scores, seconds, environment.
+    A stage may come again: its second folder is `stage-2`.
     """
     if unknown := [stage for stage in stages if stage not in ORDER]:
         raise InputError(f"unknown stage {unknown[0]!r}; known are {', '.join(ORDER)}")
@@ -162,25 +137,13 @@ def pretrain(
         options = {**(recipe or {}).get(stage, {}), **finds, **(settings or {})}
         config = make_config(stage, options, start=model, views=views)
         place = replace(context.within(folder), resume=True)  # of the same command
-        target = None if results is None else results.with_name(f"{results.name}-{folder}.json")
-        before, began, again = found, time.monotonic(), place.out is not None and is_finished(place.out)
-        model, log = train(images, None, config, place)
-        if again and target is not None and target.is_file():
-            found = read_json(target)["scores"]  # as it was measured then
-            continue
+        model = train(images, None, config, place).model
         model.to(choose_device(config.settings.device))  # a finished stage comes from its folder
-        found = stage_summary(model, images, context.held_out)
+        before, found = found, stage_summary(model, images, context.held_out)
         if found.get("acc", 1.0) < before.get("acc", 0.0) - 0.01:
             context.reporter.say(f"{folder}: warning: ACC fell from {before['acc']:.3f} to {found['acc']:.3f}")
         if found:
             context.reporter.say(f"{folder}: " + ", ".join(f"{key} {value:.3g}" for key, value in found.items()))
-        if target is not None:
-            asked = {key: config.arguments[key] for key in options if key in config.arguments}
-            how = config.settings.request() | {"steps": log[-1]["step"]}  # which follow from the epochs
-            request = {"stage": stage, "data": dict(context.data), "arguments": asked, "settings": how}
-            spent = {"seconds": round(time.monotonic() - began, 1), "training_seconds": log[-1]["seconds"]}
-            curve = [entry for entry in log if entry["kind"] == "evaluation"]
-            write_result(target, {**request, "scores": found, **spent, "curve": curve})
     return model
 
 
@@ -190,11 +153,11 @@ def stage_summary(model: ClusterModel, images: ImageSet, held_out: ImageSet | No
     if model.config.n_clusters == 0:
         return _judge_features(model, images, target)
     sample = images.take(spread(len(images), 2_000))
-    near = nearest_neighbours(embed(model, sample), 20)
-    predictions = predict(model, sample)
+    near = metrics.nearest_neighbours(metrics.embed(model, sample), 20)
+    predictions = metrics.predict(model, sample)
     shares = np.bincount(predictions.clusters, minlength=model.config.n_clusters) / len(sample)
     found = {
-        "neighbour_consistency": neighbour_consistency(near, predictions.clusters),
+        "neighbour_consistency": metrics.neighbour_consistency(near, predictions.clusters),
         "mean_confidence": float(predictions.confidence.mean()),
         "over_0.99": float((predictions.confidence > 0.99).mean()),
         "smallest_cluster": float(shares.min()),
@@ -202,7 +165,7 @@ def stage_summary(model: ClusterModel, images: ImageSet, held_out: ImageSet | No
         "empty_clusters": float((shares == 0).sum()),
     }
     if target is not None and target.labels is not None:
-        found |= scores(target.labels, predict(model, target))
+        found |= metrics.scores(target.labels, metrics.predict(model, target))
     return found
 
 
@@ -210,11 +173,11 @@ def _judge_features(model: ClusterModel, images: ImageSet, target: ImageSet | No
     """After a pretext task there are no clusters yet; where labels are known, how often neighbours share them."""
     if images.labels is None:
         return {}
-    features = embed(model, images)
-    near = nearest_neighbours(features, 20, device=model.device)
-    found = {"neighbour_acc": neighbour_consistency(near, images.labels)}
+    features = metrics.embed(model, images)
+    near = metrics.nearest_neighbours(features, 20, device=model.device)
+    found = {"neighbour_acc": metrics.neighbour_consistency(near, images.labels)}
     if target is not None and target.labels is not None:
-        found["knn_acc"] = knn_accuracy(features, images.labels, embed(model, target), target.labels)
+        found["knn_acc"] = metrics.knn_accuracy(features, images.labels, metrics.embed(model, target), target.labels)
     return found
 
 

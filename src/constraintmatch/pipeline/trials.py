@@ -7,13 +7,13 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -243,7 +243,8 @@ def _connect(place: str) -> Any:
     if file is not None:
         check_target(file)
         file.parent.mkdir(parents=True, exist_ok=True)
-    url = _with_driver(place) if file is None else f"sqlite:///{file}"
+    # the driver of the extra `postgres`: which one a bare URL means depends on SQLAlchemy's version
+    url = re.sub(r"^postgres(ql)?://", "postgresql+psycopg2://", place) if file is None else f"sqlite:///{file}"
     # a worker waits for the others' writes, and notices when the server has hung up
     how: dict[str, Any] = {"pool_pre_ping": True} if file is None else {"connect_args": {"timeout": 60}}
     how = {"engine_kwargs": how, "heartbeat_interval": BEAT, "grace_period": GRACE}
@@ -264,15 +265,6 @@ def _connect(place: str) -> Any:
                 raise InputError(f"{_shown(place)}: no storage for a search ({said}); {fix}") from None
             time.sleep(0.25)
     raise AssertionError
-
-
-def _with_driver(url: str) -> str:
-    """The URL with a PostgreSQL driver that is there; which one a bare URL means depends on SQLAlchemy's version."""
-    scheme, mark, rest = url.partition("://")
-    if scheme not in ("postgresql", "postgres"):
-        return url
-    driver = next((name for name in ("psycopg", "psycopg2") if find_spec(name)), "psycopg")
-    return f"postgresql+{driver}{mark}{rest}"
 
 
 def _sqlite_file(place: str) -> Path | None:

@@ -22,11 +22,11 @@ from constraintmatch.training.batches import batches_ahead
 from constraintmatch.training.run_folder import RunFolder, read_log
 from constraintmatch.training.step import Stepper
 
-__all__ = ["SCHEDULES", "Interrupted", "NonFinite", "TrainSettings", "choose_device", "fit"]
+__all__ = ["SCHEDULES", "Interrupted", "NonFinite", "Surroundings", "TrainSettings", "choose_device", "fit"]
 
 B = TypeVar("B")
+Batches = Callable[[int], B]
 Loss = Callable[[Callable[..., Tensor], B], dict[str, Tensor]]
-Evaluate = Callable[[], Mapping[str, Any]]
 
 # The share of the learning rate at progress t / T in [0, 1].
 SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -123,47 +123,54 @@ def choose_device(name: str | None = None) -> torch.device:
     return device
 
 
+@dataclass(frozen=True)
+class Surroundings(Generic[B]):
+    """What is around a training: where it is kept, who watches it, what judges it, what stops it.
+
+    `measure(batch)` adds values to each log line, `evaluate()` to the lines of `evaluate_every` and of the end.
+    `keep_best` names a value of the evaluations: the module ends with the weights that had the highest one, not with
+    the last. With a `tolerance` it ends with the latest weights that were not lower than the highest by more than that
+    share, or by more than the slack that the evaluation names (`…_slack`). The weights at the beginning are judged too:
+    a stage that only does harm leaves them. An evaluation that says `fallen` takes the kept weights back and lowers the
+    rate; the second one ends the training. With a run folder the loop resumes from its checkpoint. `stop` is asked
+    after every step: when it says True, or a signal comes, a checkpoint is written and `Interrupted` is raised.
+    """
+
+    title: str = "training"
+    run: RunFolder | None = None
+    reporter: Reporter = field(default_factory=Reporter)
+    stop: Callable[[], bool] = lambda: False
+    prefetch: bool = False
+    measure: Callable[[B], Mapping[str, float]] | None = None
+    evaluate: Callable[[], Mapping[str, Any]] | None = None
+    keep_best: str | None = None
+    tolerance: float = 0.0
+
+
+_ALONE = Surroundings[Any]()  # nothing is kept, and nobody watches
+
+
 def fit(
-    module: nn.Module,
-    next_batch: Callable[[int], B],
-    loss: Loss[B],
-    settings: TrainSettings,
-    *,
-    title: str = "training",
-    run: RunFolder | None = None,
-    measure: Callable[[B], Mapping[str, float]] | None = None,
-    evaluate: Evaluate | None = None,
-    keep_best: str | None = None,
-    tolerance: float = 0.0,
-    prefetch: bool = False,
-    reporter: Reporter | None = None,
-    stop: Callable[[], bool] = lambda: False,
+    module: nn.Module, next_batch: Batches[B], loss: Loss[B], settings: TrainSettings, around: Surroundings[B] = _ALONE
 ) -> list[dict[str, Any]]:
     """Train `module` in place and give back the log.
 
     `next_batch(step)` is a pure function of the step; `loss(network, batch)` gives named terms that are summed, where
-    `network` is the module, compiled where that pays. `measure(batch)` adds values to each log line, `evaluate()` to
-    the lines of `evaluate_every` and of the end. `keep_best` names a value of the evaluations: the module ends with the
-    weights that had the highest one, not with the last. With a `tolerance` it ends with the latest weights that were
-    not lower than the highest by more than that share, or by more than the slack that the evaluation names (`…_slack`).
-    The weights at the beginning are judged too: a stage that only does harm leaves them. An evaluation that says
-    `fallen` takes the kept weights back and lowers the rate; the second one ends the training. With a run folder the
-    loop resumes from its checkpoint. `stop` is asked after every step: when it says True, or a signal comes, a
-    checkpoint is written and `Interrupted` is raised.
+    `network` is the module, compiled where that pays.
     """
     device = choose_device(settings.device)
     settings = settings.resolve(device)
     layout = torch.channels_last if settings.channels_last else torch.preserve_format
     module.to(device=device, memory_format=layout).train()  # type: ignore[call-overload]
     stepper = _make_stepper(module, loss, settings, device)
-    history = _History(title, stepper, settings, run, reporter or Reporter(), measure, evaluate, keep_best, tolerance)
-    if prefetch or settings.cuda_graph:
-        stream = None if prefetch else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    history = _History(stepper, settings, around)
+    if around.prefetch or settings.cuda_graph:
+        stream = None if around.prefetch else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         next_batch = batches_ahead(next_batch, settings.steps, stream=stream)
     search = {"benchmark": device.type == "cuda", "benchmark_limit": torch.backends.cudnn.benchmark_limit}
     cudnn = torch.backends.cudnn.flags(enabled=True, **search, allow_tf32=True)
     with cudnn, history.open() as first, _stop_signals() as signalled:
-        if keep_best and first == 0:
+        if around.keep_best and first == 0:
             history.evaluate_at(0)
         for step in range(first, settings.steps):
             if history.falls > 1:
@@ -171,7 +178,7 @@ def fit(
             batch = next_batch(step)
             stepper(batch, history.rate(step))
             history.note(step + 1, batch)
-            history.save_when_due(step + 1, stopped=signalled.is_set() or stop())
+            history.save_when_due(step + 1, stopped=signalled.is_set() or around.stop())
     return history.log
 
 
@@ -192,15 +199,9 @@ def _make_stepper(module: nn.Module, loss: Loss[B], settings: TrainSettings, dev
 class _History(Generic[B]):
     """What a training has come to: its log, its checkpoint, and the weights to keep with their scores."""
 
-    title: str
     stepper: Stepper[B]
     settings: TrainSettings
-    run: RunFolder | None
-    reporter: Reporter
-    measure: Callable[[B], Mapping[str, float]] | None
-    evaluate: Evaluate | None
-    keep_best: str | None
-    tolerance: float
+    around: Surroundings[B]
     log: list[dict[str, Any]] = field(default_factory=list)
     kept: dict[str, Tensor] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)  # step and score of the kept weights, and the highest score
@@ -214,15 +215,15 @@ class _History(Generic[B]):
     def open(self) -> Iterator[int]:
         """The step to begin with; at the end the module has the weights that are kept."""
         first = self._resume()
-        if self.settings.tensorboard and self.run is not None:
-            self.writer = _tensorboard(self.run, first)
-        self.reporter.start(self.title, self.settings.steps, first)
-        earlier = read_log(self.run.path) if self.run is not None else []
+        if self.settings.tensorboard and self.around.run is not None:
+            self.writer = _tensorboard(self.around.run, first)
+        self.around.reporter.start(self.around.title, self.settings.steps, first)
+        earlier = read_log(self.around.run.path) if self.around.run is not None else []
         self.began = time.monotonic() - (float(earlier[-1].get("seconds", 0.0)) if earlier else 0.0)
         try:
             yield first
         finally:
-            self.reporter.stop()
+            self.around.reporter.stop()
             if self.writer is not None:
                 self.writer.close()
         self.stepper.keep_average()
@@ -241,10 +242,10 @@ class _History(Generic[B]):
             self._check_finite(self.stepper.first_bad())
             terms = self.stepper.read_means()
             values = {"loss": sum(terms.values())} | {f"loss_{name}": value for name, value in terms.items()}
-            measured = self.measure(batch) if self.measure else {}
+            measured = self.around.measure(batch) if self.around.measure else {}
             self._log(done, {**values, "lr": self.rate(done - 1), **measured})
         elif done % 10 == 0:
-            self.reporter.update(done)
+            self.around.reporter.update(done)
         every = self.settings.evaluate_every
         if last or (every and done % every == 0):
             self.evaluate_at(done)
@@ -259,26 +260,28 @@ class _History(Generic[B]):
 
     def evaluate_at(self, done: int) -> None:
         """Log the evaluation and keep the weights if they are the best; go back if they have fallen."""
-        if self.evaluate is None:
+        if self.around.evaluate is None:
             return
         with self.stepper.averaged():
-            values = self.evaluate()
-            if self.keep_best is not None and not (values.get("fallen") and self.best):
-                self._keep(done, float(values[self.keep_best]), float(values.get(f"{self.keep_best}_slack", 0.0)))
+            values = self.around.evaluate()
+            if self.around.keep_best is not None and not (values.get("fallen") and self.best):
+                self._keep(
+                    done, float(values[self.around.keep_best]), float(values.get(f"{self.around.keep_best}_slack", 0.0))
+                )
         self._log(done, values, kind="evaluation")
         if values.get("fallen") and 0 < done < self.settings.steps:
             self.falls += 1
             self.stepper.restart(self.kept)
             back = self.best["step"]
             then = f"goes on with {CALMER:g} times the rate" if self.falls == 1 else "ends here"
-            self.reporter.say(
-                f"step {done:,}: {self.keep_best} has fallen; the training goes back to step {back:,} and {then}"
+            self.around.reporter.say(
+                f"step {done:,}: {self.around.keep_best} has fallen; the training goes back to step {back:,} and {then}"
             )
             self._log(done, {"back_to": back}, kind="back")
 
     def _keep(self, done: int, score: float, slack: float) -> None:
         highest = max(score, self.best.get("highest", score))
-        if not self.best or score >= highest - (self.tolerance * abs(highest) + slack):
+        if not self.best or score >= highest - (self.around.tolerance * abs(highest) + slack):
             self.best = {"step": done, "score": score, "highest": highest}
             self.kept = {name: value.detach().clone() for name, value in self.stepper.module.state_dict().items()}
 
@@ -287,27 +290,28 @@ class _History(Generic[B]):
             return
         step, score, highest = (self.best[name] for name in ("step", "score", "highest"))
         where = "was highest" if score == highest else f"was still near its highest, {highest:.3g}"
-        said = f"{self.title}: kept the weights of step {step:,}, where {self.keep_best} {where} ({score:.3g})"
-        self.reporter.say(f"{said}; a tolerance of 1 keeps the last ones" if self.tolerance else said)
-        self._log(self.settings.steps, {"kept_step": step, f"kept_{self.keep_best}": score}, kind="kept")
+        last = "; a tolerance of 1 keeps the last ones" if self.around.tolerance else ""
+        said = f"kept the weights of step {step:,}, where {self.around.keep_best} {where} ({score:.3g}){last}"
+        self.around.reporter.say(f"{self.around.title}: {said}")
+        self._log(self.settings.steps, {"kept_step": step, f"kept_{self.around.keep_best}": score}, kind="kept")
 
     def _log(self, done: int, values: Mapping[str, Any], kind: str = "training") -> None:
         entry = {"step": done, "kind": kind, **values, "seconds": round(time.monotonic() - self.began, 3)}
         self.log.append(entry)
         numbers = {key: value for key, value in values.items() if type(value) in (int, float) and "slack" not in key}
-        if self.run is not None:
-            self.run.log(entry)
+        if self.around.run is not None:
+            self.around.run.log(entry)
         if self.writer is not None:
             for key, value in numbers.items():
                 self.writer.add_scalar(f"{kind}/{key}", value, done)
         if kind == "evaluation":  # a warning is not said again while it only changes its numbers
             words = {re.sub(r"[\d.,]+", "", warning): warning for warning in values.get("warnings", ())}
             for warning in (words[key] for key in words if key not in self.warned):
-                self.reporter.say(f"step {done:,}: {warning}")
+                self.around.reporter.say(f"step {done:,}: {warning}")
             self.warned = set(words)
         else:
             numbers.pop("lr", None)
-        self.reporter.update(done, numbers)
+        self.around.reporter.update(done, numbers)
 
     def _check_finite(self, bad: tuple[int, str] | None) -> None:
         """Nothing, or an error that names the step and the term."""
@@ -321,7 +325,7 @@ class _History(Generic[B]):
         tensors = self.stepper.state()
         if not all(bool(torch.isfinite(value).all()) for value in tensors.values() if value.is_floating_point()):
             self._check_finite((done, "weights"))
-        if self.run is None:
+        if self.around.run is None:
             return
         from safetensors.torch import save_file
 
@@ -329,12 +333,12 @@ class _History(Generic[B]):
         copies = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
         metadata = {"step": str(done), "terms": "\n".join(self.stepper.terms), "falls": str(self.falls)}
         metadata |= {f"best_{name}": repr(value) for name, value in self.best.items()}
-        write_atomically(self.run.checkpoint, lambda path: save_file(copies, path, metadata))
+        write_atomically(self.around.run.checkpoint, lambda path: save_file(copies, path, metadata))
         self.saved = done
 
     def _resume(self) -> int:
         """The step to go on from; 0 without a checkpoint."""
-        run = self.run
+        run = self.around.run
         if run is None or not run.checkpoint.is_file():
             if run is not None:
                 run.cut_log(0)
