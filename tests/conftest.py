@@ -31,10 +31,6 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()  # pytest and Python look for cycles at the end: what was imported has none of the tests'
-
-
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting() -> Iterator[None]:
     """Nothing waits for the disk, git or a GPU that is not there; the digits and the command line are made once."""
