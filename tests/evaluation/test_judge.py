@@ -212,7 +212,7 @@ def test_a_model_is_better_the_more_pairs_it_has_right() -> None:
     weak, strong = fuzzy(LABELS)[by.rows], sure(LABELS)[by.rows]
     verdict = by.compare(by.losses(weak), by.losses(strong))
     assert verdict.gain > 0.1
-    assert verdict.surely > 0
+    assert verdict.surely(CAUTION) > 0
     back = by.compare(by.losses(strong), by.losses(weak))
     assert back.has_fallen
     assert back.gain == pytest.approx(-verdict.gain)
@@ -228,14 +228,14 @@ def test_a_collapsed_model_is_judged_worse(collapsed: str) -> None:
     }[collapsed]
     verdict = by.compare(by.losses(p[by.rows]), by.losses(after[by.rows]))
     assert verdict.gain < 0
-    assert verdict.surely < 0
+    assert verdict.surely(CAUTION) < 0
     assert verdict.has_fallen
 
 
 def test_wrong_links_do_not_make_a_right_model_look_worse_than_a_weak_one() -> None:
     by = Judge(judge(400).pairs.flip(0.2, seed=1))
     weak, strong = fuzzy(LABELS)[by.rows], sure(LABELS, confidence=0.9999)[by.rows]
-    assert by.compare(by.losses(weak), by.losses(strong)).surely > 0
+    assert by.compare(by.losses(weak), by.losses(strong)).surely(CAUTION) > 0
     assert tuple(by.rates(strong)) == pytest.approx((0.2, 0.2), abs=0.06)
 
 
@@ -246,7 +246,7 @@ def test_a_verdict_is_the_weighted_mean_and_its_error() -> None:
     gains = before - after
     assert verdict.gain == pytest.approx(gains.mean())
     assert verdict.error == pytest.approx(gains.std() / 2)
-    assert verdict.surely == pytest.approx(gains.mean() - CAUTION * gains.std() / 2)
+    assert verdict.surely(CAUTION) == pytest.approx(gains.mean() - CAUTION * gains.std() / 2)
     doubled = pairs.take([0, 1, 2, 3])
     doubled.weight[:] = 7  # the unit of the weights is nobody's business
     assert tuple(Judge(doubled).compare(before, after)) == pytest.approx(tuple(verdict))

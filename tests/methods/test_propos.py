@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,8 +14,9 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed, predict, scores
 from constraintmatch.methods import Context, Trained
+from constraintmatch.methods.angular import spherical_k_means
 from constraintmatch.methods.pretext import OnlineAndTarget, byol
-from constraintmatch.methods.propos import propos, spherical_k_means
+from constraintmatch.methods.propos import propos
 from constraintmatch.methods.scan import linear_scan
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_projection
 from constraintmatch.training.loop import Interrupted, TrainSettings
@@ -38,45 +38,6 @@ def run(images: ImageSet, **arguments: Any) -> Trained:
 
 def weights(model: ClusterModel) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def cones(n: int, k: int, width: int = 16, seed: int = 0) -> tuple[Tensor, np.ndarray]:
-    """Points of length 1 around k directions, and which one."""
-    rng = np.random.default_rng(seed)
-    labels = np.arange(n) % k
-    points = 4 * rng.normal(size=(k, width))[labels] + rng.normal(size=(n, width))
-    return F.normalize(torch.from_numpy(points).float(), dim=-1), labels
-
-
-# K-means on the sphere
-
-
-@pytest.mark.parametrize("k", [2, 5])
-def test_k_means_finds_groups_that_are_apart(k: int) -> None:
-    points, labels = cones(200, k)
-    assert adjusted_rand_score(labels, spherical_k_means(points, k, seed=0).numpy()) == 1
-
-
-def test_no_move_of_a_point_makes_the_clusters_tighter() -> None:
-    """At a fixed point each point is nearest to the mean direction of its own cluster."""
-    points = F.normalize(torch.randn(150, 3, generator=torch.Generator().manual_seed(0)), dim=-1)
-    found = spherical_k_means(points, 4, seed=0)
-    centres = torch.stack([F.normalize(points[found == k].mean(0), dim=-1) for k in range(4)])
-    assert ((points @ centres.T).argmax(1) == found).float().mean() > 0.98
-
-
-def test_k_means_goes_on_from_clusters_that_are_right_and_keeps_their_numbers() -> None:
-    points, labels = cones(90, 3)
-    begin = torch.from_numpy((labels + 1) % 3)
-    begin[:5] = 0  # nearly right
-    assert np.array_equal(spherical_k_means(points, 3, seed=0, begin=begin).numpy(), (labels + 1) % 3)
-
-
-def test_every_cluster_has_a_point_even_of_equal_ones() -> None:
-    points = F.normalize(torch.ones(12, 4), dim=-1)
-    assert len(spherical_k_means(points, 3, seed=0)) == 12
-    far, _ = cones(6, 6)
-    assert sorted(spherical_k_means(far, 6, seed=1).tolist()) == list(range(6))
 
 
 # What it learns

@@ -15,7 +15,7 @@ from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.judge import Judge, hide_images
 from constraintmatch.evaluation.metrics import predict, scores
 from constraintmatch.methods import METHODS, Context, Trained, safe_recipe
-from constraintmatch.methods.safe_recipe import calm_head
+from constraintmatch.methods.safe_recipe import TAUGHT, calm_head
 from constraintmatch.models.cluster_model import ClusterModel, build_model
 from constraintmatch.training.loop import TrainSettings
 from constraintmatch.training.run_folder import open_run, read_log
@@ -129,7 +129,7 @@ def test_only_what_held_out_pairs_were_asked_about_is_kept(blobs: ImageSet) -> N
     _, held_out = hide_images(RIGHT)
     judge = Judge(held_out)
     before, after = (judge.losses(predict(model, blobs).probabilities[judge.rows]) for model in (begun, found))
-    assert judge.compare(before, after).surely > 0
+    assert judge.compare(before, after).surely(TAUGHT) > 0
     assert acc(found, blobs) > acc(begun, blobs)
 
 
@@ -222,3 +222,39 @@ def test_a_head_that_is_unsure_stays_as_it_is(blobs: ImageSet) -> None:
 def test_an_unknown_recipe_is_refused(blobs: ImageSet) -> None:
     with pytest.raises(InputError, match="unknown recipe 'brave'; known are safe, paper"):
         train(start(blobs), blobs, RIGHT, recipe="brave")
+
+
+# Pairs of embeddings
+
+
+def test_a_head_learns_no_pairs_that_somebody_chose(blobs: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between images that look alike: a head that learns them places the others worse."""
+    begun = start(blobs)
+    everything = Constraints.sample(blobs.labels, 4_000, seed=5)
+    p = predict(begun, blobs).probabilities
+    order = np.argsort(-(p[everything.left] * p[everything.right]).sum(1))
+    chosen = everything.take(np.concatenate([order[everything.link[order] == link][:150] for link in (0, 1)]))
+    monkeypatch.setattr(safe_recipe, "build_training", None)  # it would be called
+    assert train(begun, blobs, chosen).log[-1]["why"].startswith("the pairs were chosen")
+    with pytest.raises(TypeError, match="not callable"):
+        train(begun, blobs, everything.take(np.arange(300)))
+
+
+def test_many_pairs_at_random_may_teach_a_head_through_angles(blobs: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    taught: list[int] = []
+    teach = safe_recipe.angular_head
+
+    def spy(features: Any, pairs: Constraints, *rest: Any, **more: Any) -> Any:
+        taught.append(len(pairs))
+        return teach(features, pairs, *rest, **more)
+
+    monkeypatch.setattr(safe_recipe, "angular_head", spy)
+    monkeypatch.setattr(safe_recipe, "known_groups", lambda _: [])  # they would teach it too
+    begun, many = start(blobs, wrong=3.0), Constraints.sample(blobs.labels, 600, seed=3)
+    found, log = train(begun, blobs, many, settings=replace(SETTINGS, lr=1e-9))
+    assert log[-1]["kept"] == "the head alone"
+    assert acc(found, blobs) > acc(begun, blobs) + 0.2
+    assert taught == [len(hide_images(many.merged())[0]), len(many.merged())]  # judged first, then it learns all
+    taught.clear()
+    train(begun, blobs, Constraints.sample(blobs.labels, 60, seed=3))
+    assert taught == []

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from constraintmatch.training import losses
 from constraintmatch.training.losses import (
     all_pairs_loss,
+    angular_loss,
     balanced_confident_cross_entropy,
     confident,
     cosine_loss,
@@ -551,6 +552,32 @@ def test_cosine_loss_runs_from_zero_to_four() -> None:
     torch.testing.assert_close(cosine_loss(z, other), (2 - 2 * F.cosine_similarity(z, other)).mean())
 
 
+def test_angular_loss_is_its_definition() -> None:
+    """By the angles, with the cannot-link's −log(1 − (1 + cos 2θ) / 2) as published."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(40, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    link = (torch.arange(40) % 3 == 0).double()
+    terms: dict[float, list[float]] = {0.0: [], 1.0: []}
+    for a, b, same in zip(left.numpy(), right.numpy(), link.tolist(), strict=True):
+        theta = math.acos(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+        near = -math.log(1 - (1 + math.cos(2 * theta)) / 2) if theta < math.pi / 2 else 0.0
+        terms[same].append(-math.log((1 + math.cos(theta)) / 2) if same else near)
+    expected = np.mean(terms[1.0]) + np.mean(terms[0.0])
+    assert 0.0 in terms[0.0]
+    assert float(angular_loss(left, right, link)) == pytest.approx(expected, abs=1e-9)
+    torch.testing.assert_close(angular_loss(3 * left, right / 7, link), angular_loss(left, right, link))
+
+
+def test_angular_loss_is_finite_for_equal_opposite_and_zero_vectors_and_zero_for_none() -> None:
+    a = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0], [1.0, 0.0]], requires_grad=True)
+    b = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+    for link in (torch.zeros(4), torch.ones(4)):
+        loss = angular_loss(a, b, link)
+        assert torch.isfinite(loss)
+        assert torch.isfinite(torch.autograd.grad(loss, a)[0]).all()
+    assert angular_loss(torch.zeros(0, 2), torch.zeros(0, 2), torch.zeros(0)) == 0
+
+
 def test_prototype_loss_is_its_definition() -> None:
     """Written out in NumPy; the third of four clusters has no row."""
     generator = torch.Generator().manual_seed(0)
@@ -603,6 +630,7 @@ SMOOTH = {
     "nt_xent": lambda x: nt_xent(x, Q, temperature=0.5),
     "scan_loss": lambda x: scan_loss(x.softmax(-1), Q),
     "balanced_confident_cross_entropy": lambda x: balanced_confident_cross_entropy(x, Q, min_confidence=0.5),
+    "angular_loss": lambda x: angular_loss(x, Q, (torch.arange(len(x)) % 2).to(x.dtype)),
     "cosine_loss": lambda x: cosine_loss(x, Q),
     "prototype_loss": lambda x: prototype_loss(x, Q, torch.arange(len(x)) % 3, 4, 0.5),
 }
@@ -656,6 +684,7 @@ FUNCTIONS = {
     "nt_xent": lambda b: nt_xent(b.logits, b.q, temperature=0.1),
     "scan_loss": lambda b: scan_loss(b.p, b.q),
     "balanced_confident_cross_entropy": lambda b: balanced_confident_cross_entropy(b.logits, b.q, min_confidence=0.5),
+    "angular_loss": lambda b: angular_loss(b.logits, b.q, (torch.arange(len(b.q), device=b.q.device) % 2).float()),
     "cosine_loss": lambda b: cosine_loss(b.logits, b.q),
     "prototype_loss": lambda b: prototype_loss(b.logits, b.q, torch.arange(len(b.q), device=b.q.device) % 3, 4, 0.5),
 }

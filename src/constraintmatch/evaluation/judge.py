@@ -63,6 +63,10 @@ class Verdict(NamedTuple):
     gain: float
     error: float
 
+    def surely(self, caution: float) -> float:
+        """The gain that can be counted on, less this many standard errors."""
+        return self.gain - caution * self.error
+
     @property
     def has_fallen(self) -> bool:
         """Whether the other model is clearly better."""

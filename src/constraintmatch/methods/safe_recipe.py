@@ -115,7 +115,7 @@ class _SafeTraining:
         said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {len(self.judge.pairs):,} held-out pairs"
         beginning = verdict if first is self.start else self.judge.compare(self._losses(self.start), after)
         caution = SURER if self.images.embedded else CAUTION
-        if min(one.gain - caution * one.error for one in (verdict, beginning)) > LEAST_GAIN:
+        if min(verdict.surely(caution), beginning.surely(caution)) > LEAST_GAIN:
             step = next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"])
             return self._keep(self.network, f"the network of step {step:,}", f"better than {name} by {said}", log, step)
         kept = first if first is self.start else self._refine(first)
@@ -140,7 +140,7 @@ class _SafeTraining:
         for teach in self._teachers:
             taught = teach(self.task.constraints)
             verdict = self.judge.compare(before, self._losses(taught))
-            better = verdict.gain > (LEADING if self.leads else TAUGHT) * verdict.error
+            better = verdict.surely(LEADING) > 0 if self.leads else verdict.surely(TAUGHT) > LEAST_GAIN
             if better and (found is self.start or verdict.gain > best):
                 best, found, self._teacher = verdict.gain, taught, teach
         return found
