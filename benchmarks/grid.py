@@ -9,6 +9,7 @@ draws. Finished curves are not run again.
 """
 
 import argparse
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -55,9 +56,13 @@ def main() -> None:
     ways = {way: WRONG[way] for way in asked.ways.split(",")}
     jobs = [(way, wrong, sample) for sample in range(asked.samples) for way in ways for wrong in ways[way]]
     print(f"start {100 * done['start']:.1f}; {len(jobs)} curves, {len(known)} of them before", flush=True)
-    with ProcessPoolExecutor(asked.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    fresh = multiprocessing.get_context("spawn")  # a fork of a process that has used CUDA cannot use it
+    with ProcessPoolExecutor(asked.workers, fresh, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         going = [pool.submit(curve, task, job, asked.budgets) for job in jobs if job not in known]
         for one in as_completed(going):
+            if one.exception() is not None:
+                print(f"a curve failed: {one.exception()}", flush=True)
+                continue
             done["curves"].append(one.result())
             print(one.result(), flush=True)
             sizes = {"data": asked.name, "images": len(task[1]), "test_images": len(task[2])}

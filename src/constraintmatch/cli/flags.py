@@ -108,7 +108,9 @@ _ARGUMENTS = {
     "most_images": Setting("Use at most this number of images.", low=2, whole=True),
     "n_neighbours": _count("Neighbours of an image."),
     "n_tries": _count("Linear heads to try on the frozen features."),
-    "noise": Setting("How far from a projection a prediction begins, as a share of its length.", low=0),
+    "noise": Setting(
+        "How far from a projection a prediction begins, as a share of the standard deviation over images.", low=0
+    ),
     "pairs_per_step": _count("Constrained pairs in a step.", "1/3 of the images in a step"),
     "predictor_rate": _positive("Learning rate of the predictor, as a multiple of lr."),
     "projection": _count("Width of the projection head."),

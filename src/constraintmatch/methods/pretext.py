@@ -177,10 +177,11 @@ class OnlineAndTarget(nn.Module):
     def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Predictions of the online network, its projections and, without a graph, those of the target: (3, n, d).
 
-        With `noise` (n, d) the predictions are from points around the projections, at this share of their length.
+        With `noise` (n, d) the predictions are from points around the projections. Its unit is the standard deviation
+        of each number over the images: at first projections are nearly the same, and more noise would hide them.
         """
         online = self.online(images)
-        around = online if noise is None else online + noise * online.detach().norm(dim=-1, keepdim=True)
+        around = online if noise is None else online + noise * online.detach().float().std(dim=0, correction=0)
         prediction = self.predictor(around)
         with torch.no_grad():
             target = self.target(images)
