@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation import metrics
+from constraintmatch.evaluation import metrics, neighbours
 from constraintmatch.evaluation.metrics import (
     Predictions,
     accuracy,
@@ -430,8 +430,8 @@ def test_knn_accuracy_agrees_with_scikit_learn(monkeypatch: pytest.MonkeyPatch) 
     oracle = KNeighborsClassifier(20, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.1))
     expected = np.mean(oracle.fit(unit(features), labels).predict(unit(test_features)) == test_labels)
     assert 0.5 < expected < 1
-    for block in (2**22, 1):
-        monkeypatch.setattr(metrics, "_BLOCK", block)
+    for block in (2**25, 1):
+        monkeypatch.setattr(neighbours, "BLOCK", block)
         assert knn_accuracy(features, labels, test_features, test_labels) == pytest.approx(expected)
 
 

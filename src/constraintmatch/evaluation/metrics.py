@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from constraintmatch._internal.errors import InputError
+from constraintmatch.evaluation.neighbours import nearest_blocks, nearest_neighbours, unit_rows
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,7 @@ __all__ = [
 ]
 
 BATCH = 500  # images in one pass
-_BLOCK = 2**22  # numbers in one block of pairs or similarities: 16 MiB in fp32
+_BLOCK = 2**22  # numbers in one block of pairs: 16 MiB in fp32
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,23 +231,6 @@ def pseudo_quality(guess: Any, keep: Any, links: Any, labels: Any) -> dict[str, 
     }
 
 
-def nearest_neighbours(
-    features: NDArray[np.float32], k: int, *, device: torch.device | str = "cpu", chunk: int = 2000
-) -> NDArray[np.int64]:
-    """The k rows nearest to each row (n, k) by cosine, itself left out, nearest first; fewer where there are fewer."""
-    import torch
-
-    if len(features) < 2:
-        raise InputError("neighbours need at least two images")
-    unit = _unit(features, device)
-    parts = []
-    for start in range(0, len(unit), chunk):
-        cosines = unit[start : start + chunk] @ unit.T
-        cosines.diagonal(start).fill_(-torch.inf)
-        parts.append(cosines.topk(min(k, len(unit) - 1), dim=1).indices.cpu())
-    return torch.cat(parts).numpy()
-
-
 def knn_accuracy(
     features: ArrayLike,
     labels: ArrayLike,
@@ -260,15 +244,14 @@ def knn_accuracy(
     import torch
 
     labels, test_labels = _whole(labels, "label"), _whole(test_labels, "label")
-    known, asked = _unit(features, device), _unit(test_features, device)
+    known, asked = unit_rows(features, device), unit_rows(test_features, device)
     for given, of in ((labels, known), (test_labels, asked)):
         if len(given) != len(of):
             raise InputError(f"{len(given):,} labels for {len(of):,} images: give one for each")
     votable = torch.as_tensor(labels, device=device)
     named = []
-    for block in torch.split(asked, max(1, _BLOCK // max(1, len(known)))):
-        cosine, nearest = (block @ known.T).topk(min(k, len(known)), dim=1)
-        votes = torch.zeros(len(block), _count(labels), device=device)
+    for cosine, nearest in nearest_blocks(asked, known, k):
+        votes = torch.zeros(len(cosine), _count(labels), device=device)
         votes.scatter_add_(1, votable[nearest], ((cosine - cosine[:, :1]) / 0.1).exp())
         named.append(votes.argmax(1).cpu().numpy())
     return float(np.mean(np.concatenate(named) == test_labels))
@@ -378,12 +361,3 @@ def _constraint_loss(constraints: Constraints, probabilities: NDArray[np.float32
         left, right, link, weights = (torch.from_numpy(np.array(array, np.float32)) for array in arrays)
         total += float(pair_loss(left, right, link, weights, mean=False))
     return total / weight if weight > 0 else None
-
-
-def _unit(values: ArrayLike, device: torch.device | str) -> torch.Tensor:
-    """Rows of length 1."""
-    import torch
-
-    array = np.asarray(values, np.float32)
-    rows = torch.from_numpy(array if array.flags.writeable else array.copy())  # torch warns of read-only arrays
-    return torch.nn.functional.normalize(rows.to(device), dim=-1)

@@ -1,6 +1,6 @@
 """Label spreading along neighbours: a cluster head from a few groups of known images, in seconds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -57,9 +57,9 @@ def propagate(
 
     It is made for answers to "which of these?", which give one group for each kind. If the pairs separate fewer than
     two groups (pairs at random), the model stays unchanged. Labels spread over at most `most_images` images, with those
-    of the groups among them. In small sets an image has fewer neighbours: a tenth of the mean size of a cluster.
-    `reach` is how far labels spread at most: with up to 10,000 images, known ones decide between it and a fifth of its
-    steps.
+    of the groups among them; a million takes minutes (docs/speed.md). In small sets an image has fewer neighbours: a
+    tenth of the mean size of a cluster. `reach` is how far labels spread at most: with up to 10,000 images, known ones
+    decide between it and a fifth of its steps.
     """
     check_least("propagate", n_neighbours=(n_neighbours, 1), most_images=(most_images, 2))
     check_reach(reach)
@@ -72,6 +72,7 @@ def propagate(
     rows = _choose_rows(groups, len(images), most_images)
     inside = [np.searchsorted(rows, group) for group in groups]
     frozen = Frozen.of(model, images.take(rows), device=device)
+    frozen.say = context.reporter.say
     placed = teach_groups(model, frozen, inside, n_neighbours=n_neighbours, reach=reach, most_images=len(rows))
     seen = Predictions(frozen.probabilities(placed)) if len(rows) == len(images) else None
     entry = {"step": 1, "kind": "evaluation", **evaluate_now(placed, images, context, seen), "seconds": 0.0}
@@ -83,6 +84,7 @@ class Frozen:
 
     def __init__(self, features: NDArray[np.float32], *, device: torch.device | str = "cpu") -> None:
         self.features, self.device = features, device
+        self.say: Callable[[str], None] | None = None  # gets the recall where neighbours are not exact
         self._graph: tuple[int, csr_array] | None = None  # the last one, and its number of neighbours
         self._part: tuple[NDArray[np.int64], Frozen] | None = None  # the last one, and its rows
 
@@ -104,7 +106,7 @@ class Frozen:
     def graph(self, n_neighbours: int) -> csr_array:
         """The `neighbour_graph` of the features."""
         if self._graph is None or self._graph[0] != n_neighbours:
-            near = nearest_neighbours(self.features, n_neighbours, device=self.device)
+            near = nearest_neighbours(self.features, n_neighbours, device=self.device, say=self.say)
             self._graph = n_neighbours, neighbour_graph(self.features, near)
         return self._graph[1]
 
