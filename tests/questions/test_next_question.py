@@ -1,5 +1,7 @@
 """Questions: what answers say, what is never asked, who stands for a kind, and that choosing is worth it."""
 
+import hashlib
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from constraintmatch._internal.errors import InputError
+from constraintmatch.questions import belief as belief_module
 from constraintmatch.questions import next_question
 from constraintmatch.questions.answers import (
     MAX_SHOWN,
@@ -592,3 +595,76 @@ def test_more_groups_than_clusters_are_held_against_each_other() -> None:
     wider = Belief.of(features, np.pad(probabilities, ((0, 0), (0, 1))))  # five clusters: five groups are welcome
     grouped = implied_groups(answers, 120) >= 0
     assert not grouped[[question.image for question in ask(wider, answers)]].any()
+
+
+# Large sets
+
+
+def many(n: int, width: int = 32) -> tuple[Belief, NDArray[np.int64]]:
+    """Images of twenty kinds, quickly made; the model is unsure of most."""
+    random, labels = generator(n), np.arange(n) % 20
+    features = random.standard_normal((n, width), dtype=np.float32)
+    features += 1.5 * random.standard_normal((20, width), dtype=np.float32)[labels]
+    shares = random.random((n, 20), dtype=np.float32)
+    shares[np.arange(n), labels] += 1
+    return Belief.of(features, shares / shares.sum(1, keepdims=True)), labels
+
+
+@contextmanager
+def large_from(n: int, *, candidates: int) -> Iterator[None]:
+    """Sets of more than n images count as large, and have this many candidates."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (belief_module, next_question):
+            patch.setattr(module, "ALL_COMPARED", n)
+            patch.setattr(module, "CANDIDATES", candidates)
+        yield
+
+
+@pytest.mark.parametrize("choose", ["recommended", "uncertain", "random"])
+@pytest.mark.parametrize("kind", ["which", "pair"])
+@pytest.mark.parametrize("model", [True, False], ids=["model", "features"])
+def test_candidates_that_are_all_images_give_the_questions_of_a_small_set(
+    choose: Any, kind: Any, model: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(belief_module, "_BLOCK", 400)
+    belief, labels = blobs([30, 25, 20, 15], model=model)
+    oracle = LabelOracle(labels, error=0.1, unsure=0.1)
+    with limits(width=2):
+        small = ask(belief, oracle.answer, 40, choose=choose, kind=kind)
+        about = [question_about(belief, small, image, kind=kind) for image in range(90)]
+        with large_from(10, candidates=200):
+            again = Belief(belief.features, belief.probabilities)
+            assert ask(again, oracle.answer, 40, choose=choose, kind=kind) == small
+            assert [question_about(again, small, image, kind=kind) for image in range(90)] == about
+
+
+def test_few_candidates_are_the_least_certain_and_some_at_equal_steps() -> None:
+    belief, labels = many(2_000)
+    answers = ask(belief, LabelOracle(labels, error=0).answer, 30)
+    with large_from(500, candidates=100):
+        uncertain = next_questions(belief, answers, 20, choose="uncertain")
+        recommended = next_questions(belief, answers, 20)
+        shuffled = next_questions(belief, answers, 20, choose="random")
+    assert uncertain == next_questions(belief, answers, 20, choose="uncertain")
+    assert shuffled == next_questions(belief, answers, 20, choose="random")
+    assert len({question.image for question in recommended}) == 20
+
+
+def test_what_is_asked_of_3000_images_stays() -> None:
+    belief, labels = many(3_000)
+    answers = ask(belief, LabelOracle(labels, error=0.05, unsure=0.05).answer, 120, batch=20)
+    images = np.array([answer.question.image for answer in answers], "<i8")
+    assert hashlib.sha256(images.tobytes()).hexdigest()[:16] == "2540a0d7ae3436aa"
+
+
+def test_a_hundred_questions_among_200000_images_need_little_memory_and_no_densities_of_all() -> None:
+    belief, labels = many(200_000, width=16)
+    oracle = LabelOracle(labels, error=0)
+    tracemalloc.start()
+    try:
+        answers = [oracle.answer(question) for question in next_questions(belief, [], 100)]
+        assert len(next_questions(belief, answers, 100)) == 100
+        assert tracemalloc.get_traced_memory()[1] < 160 * 2**20  # two blocks of 64 MiB, whatever the number of images
+    finally:
+        tracemalloc.stop()
+    assert "density" not in vars(belief)

@@ -3,6 +3,9 @@
 Must-links join a group of images; a cluster of the model only suggests a group. A cluster may hold two groups: the
 second is found when the answer is "none of these" for all exemplars. Two clusters may be one group: then answers link
 their exemplars, and one image is shown for both.
+
+Up to 65,536 images, all are compared. In larger sets only candidates are: the work and the memory beside the features
+and probabilities do not grow with the number of pairs, and hardly with the number of images.
 """
 
 from collections.abc import Iterator
@@ -15,11 +18,25 @@ from numpy.typing import ArrayLike, NDArray
 from constraintmatch._internal.errors import InputError
 from constraintmatch.questions.answers import Known
 
-__all__ = ["Belief", "Exemplars", "affinity", "excluded_exemplars", "find_exemplars", "ranks", "spread"]
+__all__ = [
+    "ALL_COMPARED",
+    "CANDIDATES",
+    "Belief",
+    "Exemplars",
+    "affinity",
+    "at_equal_steps",
+    "blocks",
+    "excluded_exemplars",
+    "find_exemplars",
+    "ranks",
+    "spread",
+]
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
+ALL_COMPARED = 2**16  # images of a set in which all are compared; the published curves have up to 50,000
+CANDIDATES = 20_000  # images that are compared in a larger set
 _SAMPLE = 10_000  # larger sets are compared with this many of their images: all 50,000 would take five times as long
 _NEIGHBOURS = 20  # of an image, for its density
 _BLOCK = 2**24  # similarities at a time: 64 MiB
@@ -43,12 +60,12 @@ class Belief:
     def of(cls, features: ArrayLike, probabilities: ArrayLike | None = None) -> "Belief":
         """A belief from features of any length and scale; a row of zeros stays one."""
         given = np.asarray(features, np.float32)
-        if given.ndim != 2 or not np.isfinite(given).all():
+        if given.ndim != 2 or not _all_finite(given):
             raise InputError(f"features must be finite numbers of shape (images, width), not of shape {given.shape}")
         shares = None if probabilities is None else np.asarray(probabilities, np.float32)
         if shares is not None and (shares.ndim != 2 or len(shares) != len(given) or not shares.shape[1]):
             raise InputError(f"probabilities of shape {shares.shape} do not fit {len(given):,} images' features")
-        if shares is not None and not np.isfinite(shares).all():
+        if shares is not None and not _all_finite(shares):
             raise InputError("the probabilities are not all finite numbers; look at the model's training")
         return cls(_unit(given), shares)
 
@@ -64,14 +81,22 @@ class Belief:
     def centrality(self) -> Floats:
         """The cosine (n,) of each image with the mean of its likeliest cluster, in which sure images count more."""
         assert self.probabilities is not None
-        clusters, found = self.clusters, np.empty(len(self), np.float32)
-        for cluster in range(self.probabilities.shape[1]):
-            rows = np.flatnonzero(clusters == cluster)
-            own = self.features[rows]
-            mean = self.probabilities[rows, cluster] @ own
+        found = np.empty(len(self), np.float32)
+        for cluster, rows in enumerate(self.members):
+            parts = [rows[part] for part in _steps(len(rows), ALL_COMPARED)]
+            mean = sum((self.probabilities[part, cluster] @ self.features[part] for part in parts), np.float32(0))
             length = np.linalg.norm(mean)
-            found[rows] = own @ (mean / (length if length > 0 else np.float32(1)))
+            for part in parts:
+                found[part] = self.features[part] @ (mean / (length if length > 0 else np.float32(1)))
         return found
+
+    @cached_property
+    def members(self) -> list[Rows]:
+        """The rows of each cluster of the model, in rising order."""
+        assert self.probabilities is not None
+        clusters = self.probabilities.argmax(1)
+        ends = np.cumsum(np.bincount(clusters, minlength=self.probabilities.shape[1]))
+        return np.split(np.argsort(clusters, kind="stable"), ends[:-1])
 
     @cached_property
     def density(self) -> Floats:
@@ -80,26 +105,57 @@ class Belief:
         It is exact up to 10,000 images. In larger sets every image is compared with 10,000 of them at equal steps, and
         with proportionally fewer nearest ones.
         """
+        return self._density(np.arange(len(self)))
+
+    def density_at(self, rows: Rows) -> Floats:
+        """The density of some rows. In a set of more than 65,536 images it is found for no others."""
+        if len(self) <= ALL_COMPARED:
+            return np.asarray(self.density[rows])
+        new = np.unique(rows[np.isnan(self._found[rows])])
+        self._found[new] = self._density(new)
+        return np.asarray(self._found[rows])
+
+    @cached_property
+    def _found(self) -> Floats:
+        """The densities (n,) that were asked for; others are NaN."""
+        return np.full(len(self), np.nan, np.float32)
+
+    def _density(self, rows: Rows) -> Floats:
         features, n = self.features, len(self)
-        reference = np.linspace(0, n - 1, min(n, _SAMPLE)).astype(np.int64)
+        reference = at_equal_steps(n, _SAMPLE)
         nearest = min(max(round(_NEIGHBOURS * len(reference) / max(n, 1)), 1), len(reference) - 1)
-        density = np.zeros(n, np.float32)
+        density = np.zeros(len(rows), np.float32)
         if nearest < 1:
             return density
         others = np.ascontiguousarray(features[reference].T)
         itself = np.full(n, -1, np.int64)
         itself[reference] = np.arange(len(reference))
-        for rows in _blocks(n, len(reference)):
-            similar = features[rows] @ others
-            own = itself[rows]
+        for part in blocks(len(rows), len(reference)):
+            similar = features[rows[part]] @ others
+            own = itself[rows[part]]
             similar[np.flatnonzero(own >= 0), own[own >= 0]] = -np.inf
-            density[rows] = np.partition(similar, -nearest, axis=1)[:, -nearest:].mean(1)
+            if nearest == 1:
+                density[part] = similar.max(1)
+            else:
+                density[part] = np.partition(similar, -nearest, axis=1)[:, -nearest:].mean(1)
         return density
 
 
+def at_equal_steps(n: int, most: int) -> Rows:
+    """At most so many of the numbers below n, at equal steps."""
+    return np.linspace(0, n - 1, min(n, most)).astype(np.int64)
+
+
+def _all_finite(values: Floats) -> bool:
+    return all(bool(np.isfinite(values[rows]).all()) for rows in blocks(len(values), max(values.shape[-1], 1)))
+
+
 def _unit(rows: Floats) -> Floats:
-    length = np.linalg.norm(rows, axis=1, keepdims=True)
-    return np.asarray(rows / np.where(length > 0, length, np.float32(1)), np.float32)
+    unit = np.empty(rows.shape, np.float32)
+    for part in blocks(len(rows), max(rows.shape[1], 1)):
+        length = np.linalg.norm(rows[part], axis=1, keepdims=True)
+        np.divide(rows[part], np.where(length > 0, length, np.float32(1)), out=unit[part])
+    return unit
 
 
 def ranks(values: Floats) -> Floats:
@@ -116,7 +172,7 @@ def spread(features: Floats, score: Floats, n: int, *, taken: Floats, weight: fl
     at that step; so it counts as much for the first row as for the last.
     """
     closest = np.full(len(features), -1, np.float32)
-    for rows in _blocks(len(features), max(len(taken), 1)) if len(taken) else ():
+    for rows in blocks(len(features), max(len(taken), 1)) if len(taken) else ():
         closest[rows] = (features[rows] @ taken.T).max(1)
     free = np.ones(len(features), bool)
     chosen: list[int] = []
@@ -130,8 +186,12 @@ def spread(features: Floats, score: Floats, n: int, *, taken: Floats, weight: fl
     return np.array(chosen, np.int64)
 
 
-def _blocks(n: int, width: int) -> Iterator[slice]:
-    step = max(_BLOCK // width, 1)
+def blocks(n: int, width: int) -> Iterator[slice]:
+    """Slices of n rows, each of at most 2^24 numbers if a row has this width."""
+    return _steps(n, max(_BLOCK // width, 1))
+
+
+def _steps(n: int, step: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, n, step))
 
 
@@ -183,27 +243,31 @@ def affinity(belief: Belief, exemplars: Exemplars, rows: Rows | None = None) -> 
     return fit
 
 
-def excluded_exemplars(known: Known, exemplars: Exemplars) -> NDArray[np.bool_]:
-    """Which exemplars are known to be of another kind than an image, (n, g)."""
-    of_component = np.zeros((len(known.size), len(exemplars)), bool)
-    for at, component in enumerate(known.component[exemplars.image].tolist()):
-        of_component[list(known.apart.get(component, ())), at] = True
-    return np.asarray(of_component[known.component])
+def excluded_exemplars(known: Known, exemplars: Exemplars, rows: Rows) -> NDArray[np.bool_]:
+    """Which exemplars are known to be of another kind than an image of the rows (m,), (m, g)."""
+    apart = [sorted(known.apart.get(component, ())) for component in known.component[exemplars.image].tolist()]
+    named = np.unique(np.array([one for others in apart for one in others], np.int64))
+    of_named = np.zeros((len(named) + 1, len(exemplars)), bool)  # the last row: a component that differs from none
+    for at, others in enumerate(apart):
+        of_named[np.searchsorted(named, others), at] = True
+    own = known.component[rows]
+    place = np.searchsorted(named, own)
+    place[~np.isin(own, named)] = len(named)
+    return np.asarray(of_named[place])
 
 
 def _suggest_images(belief: Belief, known: Known, groups: dict[int, None]) -> list[int]:
     """The most central image of each cluster in which no group has a typical member; without a model, dense images."""
     if belief.probabilities is None:
-        apart = spread(belief.features, ranks(belief.density), 0 if groups else _FIRST, taken=belief.features[:0])
-        return [int(row) for row in apart]
-    clusters, central = belief.probabilities.argmax(1), belief.centrality
-    placed = np.isin(known.component, list(groups))
-    images = []
-    for cluster in range(belief.probabilities.shape[1]):
-        members = np.flatnonzero(clusters == cluster)
-        if len(members) and not (placed[members] & (central[members] >= np.median(central[members]))).any():
-            images.append(int(members[np.argmax(central[members])]))
-    return images
+        rows = at_equal_steps(len(belief), CANDIDATES if len(belief) > ALL_COMPARED else len(belief))
+        score, features = ranks(belief.density_at(rows)), belief.features[rows]
+        return [int(row) for row in rows[spread(features, score, 0 if groups else _FIRST, taken=features[:0])]]
+    central, placed = belief.centrality, np.isin(known.component, list(groups))
+    return [
+        int(members[np.argmax(central[members])])
+        for members in belief.members
+        if len(members) and not (placed[members] & (central[members] >= np.median(central[members]))).any()
+    ]
 
 
 def _represent(belief: Belief, known: Known, groups: list[int]) -> Exemplars:
@@ -216,7 +280,7 @@ def _represent(belief: Belief, known: Known, groups: list[int]) -> Exemplars:
     belongs[home[members], np.arange(len(members))] = 1
     belongs /= belongs.sum(1, keepdims=True)
     centre = _unit(belongs @ belief.features[members])
-    typical = belief.density[members] + np.einsum("md,md->m", belief.features[members], centre[home[members]])
+    typical = belief.density_at(members) + np.einsum("md,md->m", belief.features[members], centre[home[members]])
     image = [members[np.argmax(np.where(own > 0, typical, -np.inf))] for own in belongs]
     profile = None if belief.probabilities is None else belongs @ belief.probabilities[members]
     return Exemplars(np.array(image, np.int64), home, centre, profile)

@@ -17,9 +17,13 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.rng import Purpose
 from constraintmatch.questions.answers import MAX_SHOWN, Answer, Known, Question, find_known, implied_groups
 from constraintmatch.questions.belief import (
+    ALL_COMPARED,
+    CANDIDATES,
     Belief,
     Exemplars,
     affinity,
+    at_equal_steps,
+    blocks,
     excluded_exemplars,
     find_exemplars,
     ranks,
@@ -50,10 +54,15 @@ class _Scene:
     belief: Belief
     known: Known
     exemplars: Exemplars
-    fit: Floats  # (n, g) how well an image fits an exemplar; -inf: excluded, or an answer was "unsure" recently
+    rows: Rows  # (m,) the images that are looked at, in rising order: all, or the candidates of a large set
+    fit: Floats  # (m, g) how well each fits an exemplar; -inf: excluded, or an answer was "unsure" recently
     askable: NDArray[np.bool_]  # (n,) images that a question may be about
     width: int  # exemplars in one question
     waiting: Sequence[Question]
+
+    def fit_of(self, rows: Rows) -> Floats:
+        """The fit of some of the images that are looked at."""
+        return np.asarray(self.fit[np.searchsorted(self.rows, rows)])
 
 
 def next_questions(
@@ -74,6 +83,9 @@ def next_questions(
     chooses images that are hard, representative and diverse. When all are placed, it compares the exemplars that are
     still unsettled. Small batches (5 to 10) find new kinds sooner, because each answer decides what is shown next.
 
+    In a set of more than 65,536 images only candidates are compared with each other, about 20,000: the images with the
+    least margin between two exemplars, as many at equal steps, and those of earlier questions.
+
     `candidates` are the rows that a question may be about; exemplars come from all. `waiting` are questions without an
     answer yet: they do not come again. An image with the answer "unsure" rests for a while. `seed` is for "random".
     """
@@ -84,12 +96,16 @@ def next_questions(
         return []
     if choose == "random" and kind == "pair":
         return list(islice(_random_pairs(known, askable, _pairs_in(waiting), seed), n))
-    scene = _look(belief, known, askable, kind, waiting)
-    if choose == "random":
-        return _questions(scene, _random_order(scene, seed)[:n])
+    exemplars = find_exemplars(belief, known)
+    order = _random_order(known, seed) if choose == "random" else None
+    rows = _candidates(belief, known, exemplars, askable, n, order)
+    scene = _look(belief, known, exemplars, rows, askable, kind, waiting)
+    if order is not None:
+        rows = _open_rows(scene)
+        return _questions(scene, rows[np.argsort(order[rows], kind="stable")[:n]])
     if choose == "uncertain":
         rows = _open_rows(scene)
-        return _questions(scene, rows[np.argsort(_margin(scene.fit[rows]), kind="stable")[:n]])
+        return _questions(scene, rows[np.argsort(_margin(scene.fit_of(rows)), kind="stable")[:n]])
     everybody = range(len(scene.exemplars))
     if warm_up := _introductions(scene, n, everybody, enough=scene.width):
         return warm_up
@@ -103,7 +119,9 @@ def question_about(belief: Belief, answers: Sequence[Answer], image: int, *, kin
     if not 0 <= image < len(belief):
         raise InputError(f"image {image} does not exist (the set has {len(belief):,} images)")
     _check(belief, 1, kind, "recommended")
-    scene = _look(belief, find_known(answers, len(belief), soon=0), np.ones(len(belief), bool), kind, ())
+    known, askable = find_known(answers, len(belief), soon=0), np.ones(len(belief), bool)
+    rows = np.arange(len(belief)) if len(belief) <= ALL_COMPARED else np.array([image])
+    scene = _look(belief, known, find_exemplars(belief, known), rows, askable, kind, ())
     home = int(scene.exemplars.home[image])
     if home < 0:
         return next(iter(_questions(scene, np.array([image]))), None)
@@ -148,16 +166,51 @@ def _askable(known: Known, candidates: ArrayLike | None, waiting: Sequence[Quest
     return askable
 
 
-def _look(belief: Belief, known: Known, askable: NDArray[np.bool_], kind: Kind, waiting: Sequence[Question]) -> _Scene:
-    exemplars = find_exemplars(belief, known)
-    fit = affinity(belief, exemplars)
-    fit[excluded_exemplars(known, exemplars)] = -np.inf
+def _candidates(
+    belief: Belief, known: Known, exemplars: Exemplars, askable: NDArray[np.bool_], n: int, order: Rows | None
+) -> Rows:
+    """The images that are looked at: all of a small set; else the first in a given order, or those that are worth it.
+
+    These are the images of earlier questions, those with the least margin, and as many at equal steps, because the
+    images of one doubtful place should not be all that there is to choose from.
+    """
+    if len(belief) <= ALL_COMPARED:
+        return np.arange(len(belief))
+    rows, half = np.flatnonzero(askable & (exemplars.home < 0)), max(n, CANDIDATES // 2)
+    if order is not None:
+        return np.sort(rows[np.argsort(order[rows], kind="stable")[: 2 * half]])
+    margin = np.empty(len(rows), np.float32)
+    for part in blocks(len(rows), max(len(exemplars), belief.features.shape[1])):
+        margin[part] = _margin(_fit(belief, known, exemplars, rows[part]))
+    hard = rows[np.argsort(margin, kind="stable")[:half]]
+    asked = rows[np.isin(known.component[rows], known.component[list(known.asked)])]
+    return np.unique(np.concatenate([hard, rows[at_equal_steps(len(rows), half)], asked]))
+
+
+def _look(
+    belief: Belief,
+    known: Known,
+    exemplars: Exemplars,
+    rows: Rows,
+    askable: NDArray[np.bool_],
+    kind: Kind,
+    waiting: Sequence[Question],
+) -> _Scene:
+    fit, width = _fit(belief, known, exemplars, rows), 1 if kind == "pair" else MAX_SHOWN
+    return _Scene(belief, known, exemplars, rows, fit, askable, width, waiting)
+
+
+def _fit(belief: Belief, known: Known, exemplars: Exemplars, rows: Rows) -> Floats:
+    """How well some images, in rising order, fit each exemplar: the affinity, or -inf where a question may not ask."""
+    fit = affinity(belief, exemplars, None if len(rows) == len(belief) else rows)
+    fit[excluded_exemplars(known, exemplars, rows)] = -np.inf
     number = {image: at for at, image in enumerate(exemplars.image.tolist())}
     for pair in known.unsure:
         for one, other in (pair, pair[::-1]):
-            if other in number:
-                fit[one, number[other]] = -np.inf
-    return _Scene(belief, known, exemplars, fit, askable, 1 if kind == "pair" else MAX_SHOWN, waiting)
+            at = int(np.searchsorted(rows, one))
+            if other in number and at < len(rows) and rows[at] == one:
+                fit[at, number[other]] = -np.inf
+    return fit
 
 
 def _pair(one: int, other: int) -> tuple[int, int]:
@@ -170,7 +223,8 @@ def _pairs_in(questions: Sequence[Question]) -> Pairs:
 
 def _open_rows(scene: _Scene) -> Rows:
     """Images that a question may be about, in no exemplar's group and with an exemplar left; one for each component."""
-    rows = np.flatnonzero(scene.askable & (scene.exemplars.home < 0) & np.isfinite(scene.fit).any(1))
+    free = scene.askable[scene.rows] & (scene.exemplars.home[scene.rows] < 0)
+    rows = scene.rows[free & np.isfinite(scene.fit).any(1)]
     return np.sort(rows[np.unique(scene.known.component[rows], return_index=True)[1]])
 
 
@@ -194,21 +248,20 @@ def _questions(scene: _Scene, rows: Rows) -> list[Question]:
     """
     made = []
     size = scene.known.size[scene.known.component[scene.exemplars.image]]
-    for row in rows.tolist():
-        likeliest = np.argsort(-scene.fit[row], kind="stable")[: scene.width]
-        left = likeliest[np.isfinite(scene.fit[row, likeliest])]
+    for row, fit in zip(rows.tolist(), scene.fit_of(rows), strict=True):
+        likeliest = np.argsort(-fit, kind="stable")[: scene.width]
+        left = likeliest[np.isfinite(fit[likeliest])]
         shown = scene.exemplars.image[left[np.argsort(-size[left], kind="stable")]]
         if len(shown):
             made.append(Question(row, tuple(shown.tolist())))
     return made
 
 
-def _random_order(scene: _Scene, seed: int) -> Rows:
-    """Open images in a random order that stays the same from call to call, those without a question first."""
-    place = rng.permutation(rng.stream(seed, Purpose.QUESTIONS), len(scene.belief))
-    place[list(scene.known.asked)] += len(place)
-    rows = _open_rows(scene)
-    return np.asarray(rows[np.argsort(place[rows], kind="stable")])
+def _random_order(known: Known, seed: int) -> Rows:
+    """The place of each image in a random order that stays the same from call to call, asked ones last."""
+    place = rng.permutation(rng.stream(seed, Purpose.QUESTIONS), len(known.component))
+    place[list(known.asked)] += len(place)
+    return place
 
 
 def _random_pairs(known: Known, askable: NDArray[np.bool_], taken: Pairs, seed: int) -> Iterator[Question]:
@@ -288,8 +341,8 @@ def _follow_ups(scene: _Scene, rows: Rows, n: int) -> Rows:
 
     There is one for each exemplar that they seemed to fit best: if one is of a new kind, its neighbours are asked next.
     """
-    n_left = np.isfinite(scene.fit[rows]).sum(1)
-    order = rows[np.lexsort((-scene.belief.density[rows], n_left))]
+    n_left = np.isfinite(scene.fit_of(rows)).sum(1)
+    order = rows[np.lexsort((-scene.belief.density_at(rows), n_left))]
     seemed = affinity(scene.belief, scene.exemplars, order).argmax(1)
     first = np.sort(np.unique(seemed, return_index=True)[1])
     return np.asarray(order[first[:n]])
@@ -297,7 +350,7 @@ def _follow_ups(scene: _Scene, rows: Rows, n: int) -> Rows:
 
 def _hard_dense_spread(scene: _Scene, rows: Rows, again: Rows, n: int) -> Rows:
     """Images between two exemplars' groups, in dense places, far from each other and from all asked ones."""
-    score = ranks(-_margin(scene.fit[rows])) + ranks(scene.belief.density[rows])
+    score = ranks(-_margin(scene.fit_of(rows))) + ranks(scene.belief.density_at(rows))
     best = np.sort(np.argsort(-score, kind="stable")[:_POOL])
     waiting = [question.image for question in scene.waiting]
     before = np.unique(np.array([*scene.known.asked, *waiting, *again, *scene.exemplars.image], np.int64))
