@@ -25,6 +25,7 @@ BELIEVED = 4  # the model's belief weighs as much as this many known images of a
 SMALL = 0.5  # a group under this share of the mean size may be a mistake
 FOLDS = 5  # parts of the known images, each hidden once
 RELATIVE, MOST_ITERATIONS = 1e-4, 500  # of the solution by conjugate gradients
+NUMBERS = 2**25  # in one array of the work on many images, 128 MiB; up to 65,536 images and 512 clusters, all at once
 SEEN = 0.5  # with less than this share of the probability in its likeliest cluster, a group is seen elsewhere
 
 
@@ -103,13 +104,24 @@ def neighbour_graph(features: Floats, near: Rows) -> sp.csr_array:
     A weight falls with the cosine distance, by 1/e over the mean distance of neighbours; W is symmetric.
     """
     n, m = near.shape
-    unit = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
-    distance = np.stack([1 - np.einsum("nd,nd->n", unit, unit[near[:, column]]) for column in range(m)], axis=1)
+    distance = np.empty((n, m), np.float32)
+    length = np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
+    step = max(1, NUMBERS // max(1, features.shape[1]))
+    for part in (slice(start, start + step) for start in range(0, n, step)):
+        unit = features[part] / length[part]
+        for column in range(m):
+            other = near[part, column]
+            distance[part, column] = 1 - np.einsum("nd,nd->n", unit, features[other] / length[other])
     weight = np.exp(-distance / max(float(distance.mean()), 1e-12)).astype(np.float32)
-    one_way = sp.csr_array((weight.ravel(), (np.repeat(np.arange(n), m), near.ravel())), shape=(n, n))
-    both = one_way.maximum(one_way.T)
+    small = np.int32 if n * m <= np.iinfo(np.int32).max else np.int64
+    ends = np.arange(0, n * m + 1, m, dtype=small)
+    one_way = sp.csr_array((weight.ravel(), near.ravel().astype(small), ends), shape=(n, n))
+    one_way.sum_duplicates()
+    both = sp.csr_array(one_way.maximum(one_way.T))
     root = (1 / np.sqrt(np.maximum(both.sum(1), 1e-12))).astype(np.float32)
-    return sp.csr_array(both.multiply(root[:, None]).multiply(root[None]))
+    both.data *= np.repeat(root, np.diff(both.indptr))
+    both.data *= root[both.indices]
+    return both
 
 
 def check_reach(reach: float) -> None:
@@ -126,7 +138,10 @@ def spread_labels(graph: sp.csr_array, first: Floats, *, reach: float = 0.99) ->
     separate cluster has the same mass at any size.
     """
     check_reach(reach)
-    found = np.maximum(_solve(graph, first, reach), 0)
+    found, step = np.empty_like(first), max(1, NUMBERS // max(1, len(first)))
+    for start in range(0, first.shape[1], step):  # columns do not depend on each other
+        columns = slice(start, start + step)
+        found[:, columns] = np.maximum(_solve(graph, np.ascontiguousarray(first[:, columns]), reach), 0)
     mass = found.sum(0)
     found /= np.where(mass > 0, mass, 1)
     return np.asarray(found / np.where(found.sum(1) > 0, found.sum(1), 1)[:, None], np.float32)
