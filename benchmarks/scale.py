@@ -29,7 +29,7 @@ from constraintmatch.evaluation.neighbours import nearest_blocks, nearest_in_lis
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import next_questions
 from constraintmatch.questions.rounds import LabelOracle
-from constraintmatch.training.run_folder import write_result
+from constraintmatch.training.run_folder import environment, write_result
 
 WIDTH, KINDS, DIRECTIONS, NEAR = 128, 20, 16, 20
 TASKS = ("exact", "flat", "lists", "spread", "questions")
@@ -148,13 +148,21 @@ def measure(task: str, n: int, asked: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--task", task, "--rows", str(n), "--limit", str(asked.limit)]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(asked.threads))
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | threads)
-    return {"task": task, "rows": n, **json.loads(done.stdout.splitlines()[-1])}
+    return {"task": task, "rows": n, **json.loads(done.stdout.splitlines()[-1]), "commit": environment()["commit"]}
+
+
+def kept(path: Path, tasks: list[str]) -> list[dict[str, Any]]:
+    """The lines of an earlier result that are not measured again."""
+    before = json.loads(path.read_text(encoding="utf-8"))
+    commit = before["environment"]["commit"]
+    return [{"commit": commit, **row} for row in before["rows"] if row["task"] not in tasks]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="10000,100000,1000000")
     parser.add_argument("--task", choices=TASKS, help="one task, in this process; prints JSON")
+    parser.add_argument("--tasks", help="some of the tasks; other lines of --out stay, each with its commit")
     parser.add_argument("--limit", type=float, default=120, help="seconds of exact search; beyond, a part is scaled")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
@@ -163,16 +171,20 @@ def main() -> None:
     if asked.task:
         print(json.dumps(globals()[asked.task](sizes[0], asked.limit)))
         return
-    tasks = [task for task in TASKS if task not in ("flat", "lists") or find_spec("faiss")]
+    tasks = [
+        task
+        for task in (asked.tasks.split(",") if asked.tasks else TASKS)
+        if task not in ("flat", "lists") or find_spec("faiss")
+    ]
     print(f"{'rows':>10}  {'task':11}{'s':>10}{'MiB':>8}{'ours / FAISS flat':>19}")
-    found: list[dict[str, Any]] = []
+    found = kept(asked.out, tasks) if asked.tasks and asked.out else []
     for n in sizes:
         took: dict[str, float] = {}
         for task in tasks:
             row = measure(task, n, asked)
             found.append(row)
             took[task] = row["seconds"]
-            ratio = f"{took['exact'] / row['seconds']:.2f}" if task == "flat" else ""
+            ratio = f"{took['exact'] / row['seconds']:.2f}" if task == "flat" and "exact" in took else ""
             seconds = f"{'~' if row['part'] < 1 else ''}{row['seconds']:,.1f}"
             print(f"{n:10,}  {task:11}{seconds:>10}{row['mib']:8,}{ratio:>19}  {row.get('said', '')}", flush=True)
     if asked.out:

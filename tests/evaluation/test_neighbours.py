@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from scripts import script
 
 from constraintmatch.evaluation import neighbours
 from constraintmatch.evaluation.metrics import knn_accuracy
@@ -147,5 +148,19 @@ def test_many_rows_on_a_cpu_go_to_faiss(faiss: Any, monkeypatch: pytest.MonkeyPa
 def test_without_faiss_many_rows_are_compared_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours, "MOST_EXACT", 40)
     monkeypatch.setattr(neighbours, "find_spec", lambda _: None)
-    features = points(60)
-    assert np.array_equal(nearest_neighbours(features, 5), brute_force(features, 5))
+    features, said = points(60), list[str]()
+    assert np.array_equal(nearest_neighbours(features, 5, say=said.append), brute_force(features, 5))
+    assert said == ["neighbours: all 60 rows are compared, which may take hours; FAISS (extra scale) takes minutes"]
+
+
+# The benchmark
+
+
+def test_the_benchmark_scales_what_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark = script("benchmarks", "scale")
+    asked: list[int] = []
+    clock = iter(np.cumsum([0, 2.0, 0, 2.0]))
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(clock))
+    assert benchmark.asked_part(3_000, 6, asked.append) == 3_000  # 2 ms a row
+    assert benchmark.asked_part(1_000_000, 60, asked.append) == 7_500
+    assert asked == [64, 1_000] * 2

@@ -40,7 +40,8 @@ def nearest_neighbours(
     """The k rows nearest to each row (n, k) by cosine, itself left out, nearest first; fewer where there are fewer.
 
     It is exact up to 131,072 rows, on a GPU, and where FAISS is missing; else `nearest_in_lists`, which tells its
-    recall to `say`. Beside the features and the result, it holds the rows at length 1 and 128 MiB; FAISS holds a copy.
+    recall to `say`. Beside the features and the result, it holds the rows at length 1, which FAISS copies, and two
+    blocks of 128 MiB.
     """
     import torch
 
@@ -49,6 +50,8 @@ def nearest_neighbours(
     unit, few = unit_rows(features, device), min(k, len(features) - 1)
     if len(unit) > MOST_EXACT and unit.device.type == "cpu" and find_spec("faiss") is not None:
         return nearest_in_lists(unit.numpy(), few, say=say)
+    if len(unit) > MOST_EXACT and unit.device.type == "cpu" and say is not None:
+        say(f"neighbours: all {len(unit):,} rows are compared, which may take hours; FAISS (extra scale) takes minutes")
     return torch.cat([near.cpu() for _, near in nearest_blocks(unit, unit, few, chunk=chunk, itself=False)]).numpy()
 
 
@@ -57,8 +60,8 @@ def nearest_blocks(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Cosines and numbers (b, k) of the known rows nearest to b of the asked ones, nearest first; b is at most `chunk`.
 
-    Rows have length 1. No more than 128 MiB of cosines exist at a time: the best of one block of known rows meet those
-    of the next. Without `itself`, asked and known rows are the same, and none is its own neighbour.
+    Rows have length 1. A block has at most 128 MiB of cosines: the best of one block of known rows meet those of the
+    next. Without `itself`, asked and known rows are the same, and none is its own neighbour.
     """
     import torch
 

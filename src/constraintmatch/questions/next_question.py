@@ -97,6 +97,11 @@ def next_questions(
     if choose == "random" and kind == "pair":
         return list(islice(_random_pairs(known, askable, _pairs_in(waiting), seed), n))
     exemplars = find_exemplars(belief, known)
+    everybody = range(len(exemplars))
+    if choose == "recommended":  # the warm-up looks at no other images
+        scene = _look(belief, known, exemplars, np.arange(0), askable, kind, waiting)
+        if warm_up := _introductions(scene, n, everybody, enough=scene.width):
+            return warm_up
     order = _random_order(known, seed) if choose == "random" else None
     rows = _candidates(belief, known, exemplars, askable, n, order)
     scene = _look(belief, known, exemplars, rows, askable, kind, waiting)
@@ -106,9 +111,6 @@ def next_questions(
     if choose == "uncertain":
         rows = _open_rows(scene)
         return _questions(scene, rows[np.argsort(_margin(scene.fit_of(rows)), kind="stable")[:n]])
-    everybody = range(len(scene.exemplars))
-    if warm_up := _introductions(scene, n, everybody, enough=scene.width):
-        return warm_up
     doubles = _doubles(scene, -(-n // 10))
     images = _questions(scene, _recommend(scene, n - len(doubles)))
     return [*doubles, *images] or _introductions(scene, n, everybody)
