@@ -401,6 +401,28 @@ def speed_table() -> str:
     return "\n".join(lines)
 
 
+def scale_table() -> str:
+    """Seconds and added memory of neighbours, label spreading and questions, by the number of images."""
+    found = json.loads((ROOT / "results" / "scale.json").read_text(encoding="utf-8"))
+    heads = ("exact, s", "MiB", "exact / FAISS flat", "FAISS lists, s", "MiB", "recall")
+    heads += ("label spreading, s", "MiB", "100 questions, s", "MiB")
+    lines = [f"| images | {' | '.join(heads)} |", "|--:|" + "--:|" * len(heads)]
+    for n in sorted({row["rows"] for row in found["rows"]}):
+        own = {row["task"]: row for row in found["rows"] if row["rows"] == n}
+        cost = {
+            task: [f"{'~' * (row['part'] < 1)}{row['seconds']:,.1f}", f"{row['mib']:,}"] for task, row in own.items()
+        }
+        ratio = f"{own['exact']['seconds'] / own['flat']['seconds']:.2f}" if "flat" in own else "–"
+        recall = own["lists"]["said"].split("recall ")[1].split()[0] if "lists" in own else "–"
+        lists = cost.get("lists", ["–", "–"])
+        cells = [*cost["exact"], ratio, *lists, recall, *cost["spread"], *cost["questions"]]
+        lines.append(f"| {n:,} | {' | '.join(cells)} |")
+    where = found["environment"]
+    data = f"{found['width']} numbers a row, {found['neighbours']} neighbours"
+    note = f"{found['threads']} threads, {where['platform']}, {data}. With ~ a part was measured and scaled."
+    return "\n".join([*lines, "", note])
+
+
 def speed_line() -> str:
     """A step and a whole training of ConstraintMatch, in one sentence."""
     speed = json.loads((ROOT / "results" / "speed-h200.json").read_text(encoding="utf-8"))
@@ -498,6 +520,7 @@ def filled(text: str) -> str:
         "stage table": stage_table,
         "pretext table": pretext_table,
         "speed table": speed_table,
+        "scale table": scale_table,
         "speed line": speed_line,
         "decisions list": decisions_list,
         "reproduction table": lambda: reproduction_part(ROOT / "results" / "paper"),
