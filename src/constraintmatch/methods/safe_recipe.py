@@ -41,6 +41,7 @@ KNOWN = 0.5  # the answers lead if they separate at least this share of the kind
 TAUGHT = 1.0  # standard errors by which the head alone must be better than the start
 LEADING = -2.0  # the same where the answers lead: they are cross-checked, so refuse only a clearly worse head
 IMPLIED = 0.5  # pairs are answers to questions if they have at least this share of the must-links that groups imply
+EACH = 2  # or this many must-links for each known image: a draw of a large closure has them, pairs at random have not
 ALIKE = 0.9  # one head may replace another if they agree on at least this share of the images
 AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
 SURER = (
@@ -97,8 +98,8 @@ class _SafeTraining:
             why = f"{held}; to judge a training takes {LEAST} of each, so nothing more was trained"
             model = self._teach(self.pairs) if self.leads else self.start
             return self._keep(model, self._name(model), why)
-        if self.leads and self.first is not self.start and self.images.embedded:
-            model = self._refine(self.first)
+        if self.leads and self.images.embedded:
+            model = self.first if self.first is self.start else self._refine(self.first)
             said = "do not place known images better" if model is self.start else "separate the kinds"
             return self._keep(model, self._name(model), f"the answers {said}")
         if self.images.embedded and self._are_chosen:
@@ -130,8 +131,10 @@ class _SafeTraining:
         groups = known_groups(self.pairs)
         if len(groups) < max(2, KNOWN * self.start.config.n_clusters):
             return False
-        inside = np.isin(self.pairs.left, np.concatenate(groups)) & (self.pairs.link > 0.5)
-        return bool(inside.sum() >= IMPLIED * sum(len(rows) * (len(rows) - 1) // 2 for rows in groups))
+        known = np.concatenate(groups)
+        inside = np.isin(self.pairs.left, known) & (self.pairs.link > 0.5)
+        implied = sum(len(rows) * (len(rows) - 1) // 2 for rows in groups)
+        return bool(inside.sum() >= min(IMPLIED * implied, EACH * len(known)))
 
     @cached_property
     def first(self) -> ClusterModel:
