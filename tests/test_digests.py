@@ -99,6 +99,7 @@ LOSSES: dict[str, tuple[dict[str, Any], list[float]]] = {
     "supervised": ({"images_per_step": 20, "settings": SHORT}, [1.10636, 0.736119, 0.333013]),
     "simclr": ({**STAGE, "projection": 8}, [4.66727, 4.12434, 4.2282]),
     "byol": ({**STAGE, "hidden": 16, "projection": 8}, [2.29857, 2.11428, 1.62104]),
+    "propos": ({**STAGE, "n_clusters": 3, "hidden": 16, "projection": 8, "noise": 0.5}, [2.3116, 2.13858, 1.70176]),
     "scan": ({**STAGE, "n_clusters": 4, "n_neighbours": 5, "n_tries": 0}, [-5.49736, -5.50752, -5.46799]),
     "self_label": ({**STAGE, "min_confidence": 0.35}, [0.988847, 0.82781, 0.705547]),
     "neighbour_label": ({**STAGE, "min_confidence": 0.35, "n_neighbours": 5}, [1.91307, 1.40553, 1.09998]),

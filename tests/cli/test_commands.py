@@ -386,7 +386,7 @@ def test_a_chain_is_chosen_by_its_name(folder: Path, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "s").glob("[!.]*")} == {"simclr", "linear_scan", "model"}
     mistaken = refused(*words, "--out", tmp_path / "t", "--set", "simclr.epochs=2")
     assert "settings of simclr, which does not run; the stages are byol, linear_scan, neighbour_label" in mistaken
-    assert "known are scan, byol, own, short" in refused(*words, "--out", tmp_path / "t", "--chain", "propos")
+    assert "known are scan, byol, propos, own, short" in refused(*words, "--out", tmp_path / "t", "--chain", "swav")
     assert not (tmp_path / "t").exists()
 
 

@@ -1,5 +1,7 @@
 """Known groups carried along neighbours, held against dense linear algebra and images whose kinds are plain."""
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.constraints.propagation import known_groups, n_found, neighbour_graph, seeds, spread_labels
+from constraintmatch.constraints.propagation import find_hidden, known_groups, neighbour_graph, seeds, spread_labels
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import nearest_neighbours, predict, scores
 from constraintmatch.methods import METHODS, Context
@@ -198,7 +200,7 @@ def test_hidden_known_images_are_found_as_by_dense_algebra() -> None:
     graph = neighbour_graph(features, nearest_neighbours(features, 8))
     groups = [np.flatnonzero(labels == kind)[:15] for kind in range(3)]
     first, rows = seeds(groups, np.eye(3, dtype=np.float32)[labels]), np.concatenate(groups)
-    counts = {reach: n_found(graph, first, rows, reach) for reach in (0.99, 0.5)}
+    counts = {reach: int(find_hidden(graph, first, rows, reach).sum()) for reach in (0.99, 0.5)}
     assert counts == {reach: n_found_densely(graph.toarray(), first, rows, reach) for reach in (0.99, 0.5)}
     assert 20 < min(counts.values()) < max(counts.values()) < 45
 
@@ -321,3 +323,18 @@ def test_the_scores_of_the_log_are_those_of_a_pass_over_the_images() -> None:
     images = shades()
     placed, log = METHODS["propagate"](model_of(), images, known(), settings=CPU)
     assert log[-1]["acc"] == scores(images.labels, predict(placed, images))["acc"]
+
+
+def test_what_known_images_gain_is_weighed_by_how_sure_the_model_is_of_others() -> None:
+    """Eight unsure known images gain two; where the model is sure nobody asked, and a change counts against it."""
+    gain = importlib.import_module("constraintmatch.methods.propagate")._gain
+    n, known = 100, np.arange(8)
+    sure = np.linspace(0.5, 0.99, n).astype(np.float32)
+    probabilities = np.stack([sure, 1 - sure], 1)
+    truth, hits = np.array([1, 1, 0, 0, 0, 0, 0, 0]), np.ones(8, bool)
+    same = np.tile(np.array([1.0, 0.0], np.float32), (n, 1))
+    assert gain(probabilities, same, known, hits, truth) == pytest.approx(2 / (8 + 2) / 5)
+    other = same.copy()
+    other[90:] = other[90:, ::-1]  # half of the surest fifth
+    expected = (2 / (8 + 2) - 2 * (6 / 8) * 0.5 / 2) / 5
+    assert gain(probabilities, other, known, hits, truth) == pytest.approx(expected)

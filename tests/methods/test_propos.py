@@ -149,6 +149,7 @@ def test_impossible_arguments_get_one_line(stripes: ImageSet, change: dict[str, 
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("combined", [False, True], ids=["plain kernels", "combined kernels"])
 @pytest.mark.parametrize("fast", [{"compile": False, "cuda_graph": False}, {"cuda_graph": False}, {}])
 def test_a_gpu_learns_the_same_without_prototypes_as_byol(

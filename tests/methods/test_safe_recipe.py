@@ -258,3 +258,16 @@ def test_many_pairs_at_random_may_teach_a_head_through_angles(blobs: ImageSet, m
     taught.clear()
     train(begun, blobs, Constraints.sample(blobs.labels, 60, seed=3))
     assert taught == []
+
+
+def test_answers_lead_however_many_pairs_they_imply(blobs: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that 120 known images imply, and an even draw of a third of it; pairs at random do not lead."""
+    known = np.arange(120)
+    left, right = (known[side] for side in np.triu_indices(120, 1))
+    closure = Constraints.from_arrays(left, right, (LABELS[left] == LABELS[right]).astype(np.float32), n_images=N)
+    some = closure.take(np.random.default_rng(0).permutation(len(closure))[: len(closure) // 3])
+    monkeypatch.setattr(safe_recipe, "build_training", None)  # it would be called
+    for pairs in (closure, some):
+        assert train(start(blobs), blobs, pairs).log[-1]["why"].startswith("the answers")
+    with pytest.raises(TypeError, match="not callable"):
+        train(start(blobs), blobs, RIGHT)

@@ -14,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 
-__all__ = ["check_reach", "known_groups", "n_found", "neighbour_graph", "seeds", "spread_labels"]
+__all__ = ["check_reach", "find_hidden", "known_groups", "neighbour_graph", "seeds", "spread_labels"]
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -164,15 +164,15 @@ def _solve(graph: sp.csr_array, first: Floats, reach: float) -> Floats:
     return found
 
 
-def n_found(graph: sp.csr_array, first: Floats, known: Rows, reach: float) -> int:
-    """How many known images, a fifth of them hidden at a time, the others find in their cluster.
+def find_hidden(graph: sp.csr_array, first: Floats, known: Rows, reach: float) -> NDArray[np.bool_]:
+    """Which known images, a fifth of them hidden at a time, the others find in their cluster.
 
-    `known` are rows with a share in `first` (n, k), ordered by kind.
+    `known` (m,) are rows with a share in `first` (n, k), ordered by kind.
     """
-    part, truth, found = np.arange(len(known)) % FOLDS, first[known].argmax(1), 0
+    part, truth, found = np.arange(len(known)) % FOLDS, first[known].argmax(1), np.zeros(len(known), bool)
     for number in range(FOLDS):
         hidden, rest = known[part == number], first.copy()
         rest[hidden] = 0
         shares = spread_labels(graph, rest, reach=reach)[hidden]
-        found += int(((shares.argmax(1) == truth[part == number]) & (shares.max(1) > 0)).sum())
+        found[part == number] = (shares.argmax(1) == truth[part == number]) & (shares.max(1) > 0)
     return found

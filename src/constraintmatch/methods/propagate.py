@@ -11,8 +11,8 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.constraints.propagation import (
     check_reach,
+    find_hidden,
     known_groups,
-    n_found,
     neighbour_graph,
     seeds,
     spread_labels,
@@ -38,6 +38,7 @@ __all__ = ["Frozen", "propagate", "teach_groups"]
 NEVER = -1e3  # bias of a cluster that stays empty
 NEARER = 5  # the shorter reach has this many times fewer steps
 JUDGED = 10_000  # both reaches are tried up to this many images; with more it takes minutes
+PARTS, FEW = 5, 2  # parts of the images by how sure the model is, and images of each for which the model is believed
 LEAST_NEAR = 5  # neighbours of an image in a small set
 
 
@@ -132,7 +133,7 @@ def teach_groups(
     """The model with a head that repeats what two groups or more say about the images, spread along neighbours.
 
     A cluster without answers and without images stays empty. With `cautious` the model comes back unchanged if it
-    places the known images as well as they place each other, hidden in turn.
+    places images as well as the known ones, hidden in turn, place each other (`_gain`).
     """
     rows, k = _choose_rows(groups, len(frozen), most_images), model.config.n_clusters
     part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
@@ -144,12 +145,14 @@ def teach_groups(
     known = known[first[known].max(1) > 0]  # with more groups than clusters, some have no cluster
     nearer = 1 - NEARER * (1 - reach)
     reaches = (nearer, reach) if len(rows) <= JUDGED and nearer >= 0 else (reach,)
+    hits = np.empty(0, bool)
     if cautious or len(reaches) > 1:
-        found = {one: n_found(graph, first, known, one) for one in reaches}
-        reach = max(found, key=found.__getitem__)
-        if cautious and found[reach] <= (probabilities[known].argmax(1) == first[known].argmax(1)).sum():
-            return model
+        found = {one: find_hidden(graph, first, known, one) for one in reaches}
+        reach = max(found, key=lambda one: int(found[one].sum()))
+        hits = found[reach]
     shares = spread_labels(graph, first, reach=reach)
+    if cautious and _gain(probabilities, shares, known, hits, first[known].argmax(1)) <= 0:
+        return model
     reached = np.flatnonzero(shares.max(1) > 0)
     chosen = np.union1d(known, reached[spread(len(reached), REPEATED)])
     used, clusters = np.unique(shares[chosen].argmax(1), return_inverse=True)
@@ -158,6 +161,29 @@ def teach_groups(
     weight, bias = torch.zeros(k, part.features.shape[1]), torch.full((k,), NEVER)
     weight[used], bias[used] = regression_head(part.features[chosen], clusters.astype(np.int64), len(used))
     return with_head(model, weight, bias)
+
+
+def _gain(
+    probabilities: NDArray[np.float32],
+    shares: NDArray[np.float32],
+    known: NDArray[np.int64],
+    hits: NDArray[np.bool_],
+    clusters: NDArray[np.int64],
+) -> float:
+    """How many images more, as a share of all, are right by the shares (n, k) than by the model's probabilities (n, k).
+
+    Questions are about images that the model is unsure of, so the known ones alone would favour any change. The images
+    are parted by how sure the model is, and each part counts alike: by its known images (their hidden hits against the
+    model's), and a few more for which the model is as often right as for all known ones, and the shares where both
+    agree.
+    """
+    before, sure = probabilities.argmax(1), probabilities.max(1)
+    part, order = np.empty(len(sure), np.int64), np.lexsort((np.random.default_rng(0).permutation(len(sure)), sure))
+    part[order] = np.arange(len(sure)) * PARTS // len(sure)  # equally sure images are in any part
+    right = before[known] == clusters
+    changed = np.bincount(part, shares.argmax(1) != before, minlength=PARTS) / np.bincount(part, minlength=PARTS)
+    n, better = (np.bincount(part[known], values, minlength=PARTS) for values in (None, hits * 1.0 - right))
+    return float(((better - FEW * right.mean() * changed) / (n + FEW)).mean())
 
 
 def _choose_rows(groups: Sequence[NDArray[np.int64]], n_images: int, most: int) -> NDArray[np.int64]:

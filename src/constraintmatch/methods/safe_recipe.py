@@ -18,7 +18,17 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.constraints.propagation import known_groups
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.judge import CAUTION, LEAST, LEAST_GAIN, Guard, Judge, Rates, hide_images, repeat_rate
+from constraintmatch.evaluation.judge import (
+    CAUTION,
+    LEAST,
+    LEAST_GAIN,
+    Guard,
+    Judge,
+    Rates,
+    Verdict,
+    hide_images,
+    repeat_rate,
+)
 from constraintmatch.evaluation.metrics import embed, predict
 from constraintmatch.methods.angular import angular_head
 from constraintmatch.methods.heads import calm_factor
@@ -41,6 +51,7 @@ KNOWN = 0.5  # the answers lead if they separate at least this share of the kind
 TAUGHT = 1.0  # standard errors by which the head alone must be better than the start
 LEADING = -2.0  # the same where the answers lead: they are cross-checked, so refuse only a clearly worse head
 IMPLIED = 0.5  # pairs are answers to questions if they have at least this share of the must-links that groups imply
+EACH = 2  # or this many must-links for each known image: a draw of a large closure has them, pairs at random have not
 ALIKE = 0.9  # one head may replace another if they agree on at least this share of the images
 AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
 SURER = (
@@ -97,8 +108,9 @@ class _SafeTraining:
             why = f"{held}; to judge a training takes {LEAST} of each, so nothing more was trained"
             model = self._teach(self.pairs) if self.leads else self.start
             return self._keep(model, self._name(model), why)
-        if self.leads and self.first is not self.start and self.images.embedded:
-            model = self._refine(self.first)
+        if self.leads and self.images.embedded:
+            refused = self._compare(self._teach(self.task.constraints)).surely(LEADING) < 0
+            model = self.start if refused else self._teach(self.pairs)
             said = "do not place known images better" if model is self.start else "separate the kinds"
             return self._keep(model, self._name(model), f"the answers {said}")
         if self.images.embedded and self._are_chosen:
@@ -113,7 +125,7 @@ class _SafeTraining:
         after = self._losses(self.network)
         verdict = self.judge.compare(self.network_losses, after)
         said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {len(self.judge.pairs):,} held-out pairs"
-        beginning = verdict if first is self.start else self.judge.compare(self._losses(self.start), after)
+        beginning = verdict if first is self.start else self._compare(self.network)
         caution = SURER if self.images.embedded else CAUTION
         if min(verdict.surely(caution), beginning.surely(caution)) > LEAST_GAIN:
             step = next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"])
@@ -130,16 +142,18 @@ class _SafeTraining:
         groups = known_groups(self.pairs)
         if len(groups) < max(2, KNOWN * self.start.config.n_clusters):
             return False
-        inside = np.isin(self.pairs.left, np.concatenate(groups)) & (self.pairs.link > 0.5)
-        return bool(inside.sum() >= IMPLIED * sum(len(rows) * (len(rows) - 1) // 2 for rows in groups))
+        known = np.concatenate(groups)
+        inside = np.isin(self.pairs.left, known) & (self.pairs.link > 0.5)
+        implied = sum(len(rows) * (len(rows) - 1) // 2 for rows in groups)
+        return bool(inside.sum() >= min(IMPLIED * implied, EACH * len(known)))
 
     @cached_property
     def first(self) -> ClusterModel:
         """The model that the network begins with: the start, or the start with the best of the taught heads."""
-        before, best, found = self._losses(self.start), 0.0, self.start
+        best, found = 0.0, self.start
         for teach in self._teachers:
             taught = teach(self.task.constraints)
-            verdict = self.judge.compare(before, self._losses(taught))
+            verdict = self._compare(taught)
             better = verdict.surely(LEADING) > 0 if self.leads else verdict.surely(TAUGHT) > LEAST_GAIN
             if better and (found is self.start or verdict.gain > best):
                 best, found, self._teacher = verdict.gain, taught, teach
@@ -231,7 +245,7 @@ class _SafeTraining:
         return Frozen.of(self.start, self.images, device=self.device)
 
     def _teach(self, pairs: Constraints) -> ClusterModel:
-        return teach_groups(self.start, self._frozen, known_groups(pairs), cautious=self.leads).to(self.device)
+        return teach_groups(self.start, self._frozen, known_groups(pairs), cautious=True).to(self.device)
 
     def _teach_angles(self, pairs: Constraints) -> ClusterModel:
         frozen, k = self._frozen, self.start.config.n_clusters
@@ -244,6 +258,10 @@ class _SafeTraining:
 
     def _losses(self, model: ClusterModel) -> NDArray[np.float64]:
         return self.judge.losses(self._predict(model, self.judge.rows))
+
+    def _compare(self, model: ClusterModel) -> Verdict:
+        """How much better than the start a model is on held-out pairs."""
+        return self.judge.compare(self._losses(self.start), self._losses(model))
 
     def _doubts(self, model: ClusterModel) -> NDArray[np.float64]:
         return self.all_pairs.doubts(self._predict(model, self.all_pairs.rows))
