@@ -172,18 +172,21 @@ def _gain(
 ) -> float:
     """How many images more, as a share of all, are right by the shares (n, k) than by the model's probabilities (n, k).
 
-    Questions are about images that the model is unsure of, so the known ones alone would favour any change. The images
-    are parted by how sure the model is, and each part counts alike: by its known images (their hidden hits against the
-    model's), and a few more for which the model is as often right as for all known ones, and the shares where both
-    agree.
+    The known images are right by the shares. Questions are about images that the model is unsure of, so for the others
+    the known ones alone would favour any change. The images are parted by how sure the model is, and each part counts
+    alike: by its known images (their hidden hits against the model's), and a few more for which the model is as often
+    right as for all known ones, and the shares where both agree.
     """
     before, sure = probabilities.argmax(1), probabilities.max(1)
     part, order = np.empty(len(sure), np.int64), np.lexsort((np.random.default_rng(0).permutation(len(sure)), sure))
     part[order] = np.arange(len(sure)) * PARTS // len(sure)  # equally sure images are in any part
     right = before[known] == clusters
-    changed = np.bincount(part, shares.argmax(1) != before, minlength=PARTS) / np.bincount(part, minlength=PARTS)
+    other = np.setdiff1d(np.arange(len(sure)), known)
+    moved = np.bincount(part[other], (shares.argmax(1) != before)[other], minlength=PARTS)
+    changed = moved / np.maximum(np.bincount(part[other], minlength=PARTS), 1)
     n, better = (np.bincount(part[known], values, minlength=PARTS) for values in (None, hits * 1.0 - right))
-    return float(((better - FEW * right.mean() * changed) / (n + FEW)).mean())
+    of_others = ((better - FEW * right.mean() * changed) / (n + FEW)).mean()
+    return float((len(other) * of_others + (~right).sum()) / len(sure))
 
 
 def _choose_rows(groups: Sequence[NDArray[np.int64]], n_images: int, most: int) -> NDArray[np.int64]:

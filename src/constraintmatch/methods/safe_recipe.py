@@ -245,7 +245,7 @@ class _SafeTraining:
         return Frozen.of(self.start, self.images, device=self.device)
 
     def _teach(self, pairs: Constraints) -> ClusterModel:
-        return teach_groups(self.start, self._frozen, known_groups(pairs), cautious=True).to(self.device)
+        return teach_groups(self.start, self._frozen, known_groups(pairs), cautious=self.leads).to(self.device)
 
     def _teach_angles(self, pairs: Constraints) -> ClusterModel:
         frozen, k = self._frozen, self.start.config.n_clusters
