@@ -61,10 +61,23 @@ def hidden_kinds() -> tuple[np.ndarray, np.ndarray]:
     return features.astype(np.float32), labels
 
 
+def taught(features: np.ndarray, pairs: Constraints, before: np.ndarray) -> tuple[Tensor, Tensor]:
+    head = angular_head(features, pairs, before, 4, seed=0)
+    assert head is not None
+    return head
+
+
+def test_features_that_are_all_the_same_teach_nothing() -> None:
+    labels = np.arange(40) % 4
+    assert (
+        angular_head(np.ones((40, 3), np.float32), Constraints.sample(labels, 200, seed=0), labels, 4, seed=0) is None
+    )
+
+
 def test_pairs_find_kinds_that_the_features_alone_do_not_show(hidden_kinds: tuple[np.ndarray, np.ndarray]) -> None:
     features, labels = hidden_kinds
     before = spherical_k_means(F.normalize(torch.from_numpy(features), dim=-1), 4, seed=0).numpy()
-    weight, bias = angular_head(features, Constraints.sample(labels, 3_000, seed=0), before, 4, seed=0)
+    weight, bias = taught(features, Constraints.sample(labels, 3_000, seed=0), before)
     found = (torch.from_numpy(features) @ weight.T + bias).argmax(1).numpy()
     assert adjusted_rand_score(labels, before) < 0.3
     assert adjusted_rand_score(labels, found) > 0.6
@@ -73,7 +86,7 @@ def test_pairs_find_kinds_that_the_features_alone_do_not_show(hidden_kinds: tupl
 def test_clusters_keep_the_numbers_that_they_had(hidden_kinds: tuple[np.ndarray, np.ndarray]) -> None:
     features, labels = hidden_kinds
     state = torch.random.get_rng_state()
-    weight, bias = angular_head(features, Constraints.sample(labels, 3_000, seed=0), (labels + 2) % 4, 4, seed=0)
+    weight, bias = taught(features, Constraints.sample(labels, 3_000, seed=0), (labels + 2) % 4)
     found = (torch.from_numpy(features) @ weight.T + bias).argmax(1).numpy()
     assert (found == (labels + 2) % 4).mean() > 0.8
     assert torch.equal(torch.random.get_rng_state(), state)  # nobody else's draws are changed
@@ -88,5 +101,5 @@ def test_pairs_without_weight_say_nothing(hidden_kinds: tuple[np.ndarray, np.nda
         n_images=600,
         weight=np.repeat([1.0, 0.0], 2_000).astype(np.float32),
     )
-    weight, bias = angular_head(features, both, labels, 4, seed=0)
+    weight, bias = taught(features, both, labels)
     assert ((torch.from_numpy(features) @ weight.T + bias).argmax(1).numpy() == labels).mean() > 0.8

@@ -24,13 +24,13 @@ MOST = 20_000  # images whose clusters the head repeats
 
 def angular_head(
     features: NDArray[np.float32], constraints: Constraints, before: NDArray[np.int64], n_clusters: int, *, seed: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     """Weights (k, d) and biases (k,) of a head that thousands of pairs teach, by an embedding between them and it.
 
     A small network turns the features so that must-links point the same way and cannot-links do not (`angular_loss`).
     K-means in that embedding finds the clusters, and the head repeats them. On frozen features of 20 kinds 10,000 pairs
-    are worth nine points so, and three by the pair loss (docs/findings.md). The clusters keep the numbers of those that
-    they overlap in `before` (n,).
+    are worth eight points so, and three by the pair loss (docs/findings.md). The clusters keep the numbers of those
+    that they overlap in `before` (n,). None if a cluster stays empty.
     """
     inputs = torch.from_numpy(features)
     inputs = 3 * (inputs - inputs.mean(0)) / (inputs - inputs.mean(0)).norm(dim=1).mean().clamp(min=1e-12)
@@ -39,6 +39,8 @@ def angular_head(
     with torch.no_grad():
         points = F.normalize(network(inputs[some]), dim=-1)
     found = spherical_k_means(points, n_clusters, seed=seed).numpy()
+    if len(np.unique(found)) < n_clusters:
+        return None
     table = np.zeros((n_clusters, n_clusters))
     np.add.at(table, (found, before[some]), 1)
     numbers = linear_sum_assignment(table, maximize=True)[1]
@@ -53,9 +55,9 @@ def _train_embedding(inputs: Tensor, constraints: Constraints, seed: int) -> nn.
         hidden, width = WIDTHS
         network = nn.Sequential(nn.Linear(inputs.shape[1], hidden), nn.ReLU(), nn.Linear(hidden, width))
     optimizer = torch.optim.AdamW(network.parameters(), lr=RATE, weight_decay=1e-4)
-    columns = (constraints.left, constraints.right, (constraints.link > 0.5).astype(np.float32), constraints.weight)
+    columns = (constraints.left, constraints.right, constraints.link, constraints.weight)
     left, right, link, weight = (torch.from_numpy(column.copy()) for column in columns)
-    kinds = [torch.nonzero((link == kind) & (weight > 0))[:, 0] for kind in (1, 0)]
+    kinds = [torch.nonzero(kind & (weight > 0))[:, 0] for kind in (link > 0.5, link < 0.5)]
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = RATE * (1 - step / STEPS)
@@ -66,7 +68,7 @@ def _train_embedding(inputs: Tensor, constraints: Constraints, seed: int) -> nn.
         rows = torch.cat(drawn)
         one, other = network(inputs[torch.cat((left[rows], right[rows]))]).chunk(2)
         optimizer.zero_grad()
-        angular_loss(one, other, link[rows]).backward()  # type: ignore[no-untyped-call]
+        angular_loss(one, other, link[rows].round()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return network
 

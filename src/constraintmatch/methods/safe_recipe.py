@@ -54,11 +54,9 @@ IMPLIED = 0.5  # pairs are answers to questions if they have at least this share
 EACH = 2  # or this many must-links for each known image: a draw of a large closure has them, pairs at random have not
 ALIKE = 0.9  # one head may replace another if they agree on at least this share of the images
 AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
-SURER = (
-    2.0  # standard errors by which a head that the pairs train on embeddings must be better: it has no views to learn
-)
+SURER = 2.0  # standard errors by which a head that pairs train on embeddings must be better: no views teach it
+CHOSEN = 3.0  # standard errors by which pairs must look more alike than pairs at random to count as chosen
 PER_CLUSTER = 5  # must-links for each cluster from which on pairs at random may teach a head through angles
-CHOSEN = 3.0  # the same by which pairs must look more alike than pairs at random to count as chosen
 DOUBTED = 12  # pairs that the verdict lists for a second look
 FEW_ANSWERS = 30  # an annotator with at least this many pairs gets an error rate of their own
 
@@ -164,10 +162,14 @@ class _SafeTraining:
         """The ways to teach a head with these pairs: along neighbours what groups say, or through angles."""
         pairs = self.task.constraints
         groups = len(known_groups(pairs)) > 1 and (self.leads or not self._are_doubtful())
-        many = pairs.n_must_links >= PER_CLUSTER * self.start.config.n_clusters and pairs.n_cannot_links > 0
-        angles = many and not self.leads and not self._are_chosen
+        angles = self._are_many(pairs) and not self.leads and not self._are_chosen
         ways: dict[Teacher, bool] = {self._teach: groups, self._teach_angles: angles}
         return [teach for teach, use in ways.items() if use]
+
+    def _are_many(self, pairs: Constraints) -> bool:
+        """Whether there are enough pairs, of both kinds and with a weight, to teach a head through angles."""
+        counts = pairs.take(pairs.weight > 0)
+        return counts.n_must_links >= PER_CLUSTER * self.start.config.n_clusters and counts.n_cannot_links > 0
 
     def _name(self, model: ClusterModel) -> str:
         return "the start" if model is self.start else "the head alone"
@@ -251,7 +253,7 @@ class _SafeTraining:
         frozen, k = self._frozen, self.start.config.n_clusters
         before = frozen.probabilities(self.start).argmax(1)
         head = angular_head(frozen.features, pairs, before, k, seed=derive_seed(self.settings.seed, "angles"))
-        return with_head(self.start, *head).to(self.device)
+        return self.start if head is None else with_head(self.start, *head).to(self.device)
 
     def _predict(self, model: ClusterModel, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         return predict(model, self.images.take(rows), device=self.device).probabilities
