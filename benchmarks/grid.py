@@ -109,8 +109,10 @@ def asked_models(
     def believe(model: ClusterModel) -> Belief:
         return image_belief(model, images)
 
+    beliefs = predict(start, images).probabilities
+
     def learn_answers(answers: tuple[Answer, ...]) -> ClusterModel:
-        return learn(closure_pairs(answers, len(images)))
+        return learn(closure_pairs(answers, len(images), beliefs))
 
     some = np.random.default_rng(sample).permutation(len(images))[len(images) // 10 :]  # so that samples differ
     kind: Kind = "which" if way == "which" else "pair"

@@ -177,3 +177,26 @@ def test_without_sure_images_there_are_no_anchors() -> None:
     assert add_anchors(said, np.full((3, 2), 0.5, np.float32)) is said
     probabilities = np.array([[1, 0], [0, 1], [1, 0]], np.float32)
     assert add_anchors(said, probabilities) is said  # one image is left, and it takes two
+
+
+def beliefs_of(labels: np.ndarray) -> np.ndarray:
+    return np.where(np.eye(4, dtype=bool)[labels], np.float32(0.85), np.float32(0.05))
+
+
+def purity(pairs: Constraints) -> float:
+    """The share of must-links that the labels confirm."""
+    must = pairs.link > 0.5
+    return float((LABELS[pairs.left[must]] == LABELS[pairs.right[must]]).mean())
+
+
+def test_a_start_that_is_mostly_right_outvotes_wrong_answers() -> None:
+    wrong = ask_until(BELIEF, [], 60, LabelOracle(LABELS, error=0.2, seed=3), Asking("pair", "recommended", batch=5))
+    stated, trusted = closure_pairs(wrong, 120), closure_pairs(wrong, 120, beliefs_of(LABELS))
+    assert purity(stated) < 0.9
+    assert purity(trusted) > 0.95
+    assert trusted.n_cannot_links > 0
+
+
+def test_a_start_that_is_mostly_wrong_does_not() -> None:
+    answers, mixed = answered(40), np.random.default_rng(0).permutation(LABELS)
+    assert closure_pairs(answers, 120, beliefs_of(mixed)).equals(closure_pairs(answers, 120))

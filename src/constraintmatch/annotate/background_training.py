@@ -174,7 +174,9 @@ class Learner:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()  # after a stop: it ends with its current step
         answers, settings = list(self.answers()), dict(self.learning.settings)
-        pairs = closure_pairs(answers, len(self.images))
+        start = self.start_model
+        beliefs = self.frozen.probabilities(start) if start.config.n_clusters else None
+        pairs = closure_pairs(answers, len(self.images), beliefs)
         if not len(pairs):
             return False
         self._training = watched = _Watched(reporter, len(answers))

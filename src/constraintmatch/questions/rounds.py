@@ -16,7 +16,8 @@ from constraintmatch._internal import rng
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.rng import Purpose
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.constraints.propagation import known_groups
+from constraintmatch.constraints.propagation import known_groups, seeds
+from constraintmatch.constraints.votes import likely_kinds
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import (
     NONE,
@@ -26,6 +27,7 @@ from constraintmatch.questions.answers import (
     confirm_merges,
     constraints_of,
     stated_constraints,
+    stated_links,
 )
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Choice, Kind, next_questions
@@ -44,12 +46,14 @@ __all__ = [
     "image_belief",
     "inform_start",
     "simulate",
+    "trusted_constraints",
 ]
 
 Rows = NDArray[np.int64]
 
 ANCHORS = 10_000  # pairs at most that hold a round to its start; there are as many as images
 SURE = 0.9  # the least confidence of an image in one of them
+MOSTLY = 0.5  # the start is right about most known images; a kind has most of the probability
 MOST_PAIRS = 1_000_000  # of the closure in one training; 1,400 images that are all settled have as many
 
 
@@ -100,13 +104,46 @@ class Asking:
     candidates: Rows | None = None  # the images that a question may be about; None: all
 
 
-def closure_pairs(answers: Sequence[Answer], n_images: int, *, most: int = MOST_PAIRS, seed: int = 0) -> Constraints:
-    """Pairs to train on, over n_images: all that the stated constraints imply, or an even draw of `most` of them.
+def trusted_constraints(answers: Sequence[Answer], beliefs: NDArray[np.float32] | None, n_images: int) -> Constraints:
+    """What to learn from the answers: what they state or, if the start is right about most of them, what is likeliest.
+
+    `beliefs` (n, k) are the start's. If it agrees with most of the images that the answers put into groups, one that
+    contradicts it may be a wrong answer, and both are weighed (`likely_kinds`). Else the answers know better.
+    """
+    said = confirm_merges(stated_constraints(answers, n_images))
+    groups = [] if beliefs is None else known_groups(said)
+    if beliefs is None or len(groups) < 2:
+        return said
+    placed = seeds(groups, beliefs)
+    known = np.concatenate(groups)
+    known = known[placed[known].max(1) > 0]
+    if (placed[known].argmax(1) == beliefs[known].argmax(1)).mean() <= MOSTLY:
+        return said
+    left, right, link = stated_links(answers)
+    rows, kinds = likely_kinds(Constraints.from_arrays(left, right, link, n_images=n_images), beliefs)
+    rows, kind = rows[kinds.max(1) > MOSTLY], kinds.argmax(1)[kinds.max(1) > MOSTLY]
+    _, first, number = np.unique(kind, return_index=True, return_inverse=True)
+    one, other = np.triu_indices(len(first), 1)
+    others = np.setdiff1d(np.arange(len(rows)), first)
+    ends = np.stack([np.concatenate([first[number[others]], first[one]]), np.concatenate([others, first[other]])])
+    same = np.repeat([1.0, 0.0], [len(others), len(one)])
+    return Constraints.from_arrays(*rows[ends], same, n_images=n_images)
+
+
+def closure_pairs(
+    answers: Sequence[Answer],
+    n_images: int,
+    beliefs: NDArray[np.float32] | None = None,
+    *,
+    most: int = MOST_PAIRS,
+    seed: int = 0,
+) -> Constraints:
+    """Pairs to train on, over n_images: all that the `trusted_constraints` imply, or an even draw of `most` of them.
 
     Cannot-links that only follow from the choice of another image are left out: one wrong link would spread over two
     groups. Must-links keep their natural share: with half must-links the pair loss merges clusters (docs/findings.md).
     """
-    said = confirm_merges(stated_constraints(answers, n_images))
+    said = trusted_constraints(answers, beliefs, n_images)
     view = said.component_constraints()
     sizes = np.bincount(view.component, minlength=1)
     within, between = sizes * (sizes - 1) // 2, sizes[view.cannot[:, 0]] * sizes[view.cannot[:, 1]]
@@ -212,7 +249,7 @@ def inform_start(start: "ClusterModel", frozen: "Frozen", answers: Sequence[Answ
     from constraintmatch.methods.propagate import teach_groups
 
     n = len(frozen)
-    groups = known_groups(confirm_merges(stated_constraints(answers, n)), constraints_of(answers, n))
+    groups = known_groups(trusted_constraints(answers, frozen.probabilities(start), n), constraints_of(answers, n))
     return teach_groups(start, frozen, groups) if len(groups) > 1 else copy.deepcopy(start)
 
 
