@@ -192,7 +192,7 @@ def purity(pairs: Constraints) -> float:
 def test_a_start_that_is_mostly_right_outvotes_wrong_answers() -> None:
     wrong = ask_until(BELIEF, [], 60, LabelOracle(LABELS, error=0.2, seed=3), Asking("pair", "recommended", batch=5))
     stated, trusted = closure_pairs(wrong, 120), closure_pairs(wrong, 120, beliefs_of(LABELS))
-    assert purity(stated) < 0.9
+    assert purity(stated) < 0.93
     assert purity(trusted) > 0.95
     assert trusted.n_cannot_links > 0
 

@@ -254,13 +254,13 @@ def bootstrap(
             assert batch.ramp is not None
             clusters = both.clusters[batch.rows]
             sides = zip(online.chunk(2), partner.chunk(2), strict=True)
-            apart = [contrast(mine, other, clusters, scatter.n_clusters, scatter.temperature) for mine, other in sides]
+            # not compiled: with torch 2.11 on an H200 its compiled gradient ruins the features (docs/findings.md)
+            apart = [prototype_loss(*side, clusters, scatter.n_clusters, scatter.temperature) for side in sides]
             terms["prototypes"] = batch.ramp * (apart[0] + apart[1]) / 2
         return terms
 
     more: dict[str, Any] = {}
     if scatter is not None:
-        contrast = bench.speed_up(prototype_loss)
         settings = replace(settings, evaluate_every=scatter.every * rows.steps_per_epoch)
         more = {"evaluate": partial(scatter.regroup, both, bench)}
     log = fit(both, next_batch, loss, settings, Surroundings(title=title, **more, **bench.surroundings(context)))

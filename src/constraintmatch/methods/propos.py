@@ -17,8 +17,7 @@ from constraintmatch.training.loop import TrainSettings
 
 __all__ = ["propos"]
 
-# As BYOL. Not compiled: compiled and captured, the first 400 steps on an H200 end in a collapse (docs/findings.md).
-PROPOS_SETTINGS = TrainSettings(lr=0.2, weight_decay=5e-4, schedule="cosine-warm", compile=False, cuda_graph=False)
+PROPOS_SETTINGS = TrainSettings(lr=0.2, weight_decay=5e-4, schedule="cosine-warm")  # as BYOL
 EVERY = 5  # epochs between two clusterings: each epoch, as published, costs a pass over the images
 SEEN = 1_000  # images in a batch of that pass
 
