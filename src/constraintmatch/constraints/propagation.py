@@ -1,7 +1,11 @@
-"""Label spreading (Zhou et al., 2003): what is known of a few images spreads to all along neighbours. No torch.
+"""What pairs say of images, and what spreads from them to all. No torch.
 
 Groups of images that must-links join become the seeds of clusters. The share of a seed reaches every image by steps
-from neighbour to neighbour and shrinks with each step. The equation is solved, not iterated.
+from neighbour to neighbour and shrinks with each step (label spreading, Zhou et al., 2003). The equation is solved, not
+iterated.
+
+If some pairs are wrong and a model is mostly right, belief propagation tells the kind of each image: the model's
+cluster is evidence of it, and so is each pair. A wrong "same" does not join two groups, as it does in the closure.
 """
 
 from collections.abc import Sequence
@@ -14,10 +18,20 @@ from scipy.optimize import linear_sum_assignment
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 
-__all__ = ["check_reach", "find_hidden", "known_groups", "neighbour_graph", "seeds", "spread_labels"]
+__all__ = [
+    "check_reach",
+    "find_hidden",
+    "known_groups",
+    "likely_kinds",
+    "neighbour_graph",
+    "pass_messages",
+    "seeds",
+    "spread_labels",
+]
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
 
 APART = 0.5  # a group must be known to differ from at least this share of the other groups
 SUREST = 0.25  # the share of a cluster's images, the surest ones, that carry what the model believes
@@ -26,6 +40,11 @@ SMALL = 0.5  # a group under this share of the mean size may be a mistake
 FOLDS = 5  # parts of the known images, each hidden once
 RELATIVE, MOST_ITERATIONS = 1e-4, 500  # of the solution by conjugate gradients
 NUMBERS = 2**25  # in one array of the work on many images, 128 MiB; up to 65,536 images and 512 clusters, all at once
+ROUNDS = 15  # of estimation
+SWEEPS = 3  # of messages in a round
+OWN, ANY = 60.0, 0.3  # images that say, before any pair, that a cluster is its own kind, or any other one
+EXPECTED = 0.05, 20.0  # the rate of wrong pairs that is expected before any is seen, and how many pairs that weighs
+MOST_WRONG = 0.4
 SEEN = 0.5  # with less than this share of the probability in its likeliest cluster, a group is seen elsewhere
 
 
@@ -176,3 +195,49 @@ def find_hidden(graph: sp.csr_array, first: Floats, known: Rows, reach: float) -
         shares = spread_labels(graph, rest, reach=reach)[hidden]
         found[part == number] = (shares.argmax(1) == truth[part == number]) & (shares.max(1) > 0)
     return found
+
+
+def likely_kinds(pairs: Constraints, probabilities: Floats) -> tuple[Rows, Doubles]:
+    """The images of the pairs (m,), and the probability of each kind (m, k), numbered as the clusters (n, k) are.
+
+    The rate of wrong pairs, and how the clusters differ from the kinds, are estimated on the way (EM).
+    """
+    rows, ends = np.unique(np.stack([pairs.left, pairs.right]), return_inverse=True)
+    ends, same = ends.reshape(2, -1), pairs.link > 0.5
+    seen, k = probabilities[rows].astype(float), probabilities.shape[1]
+    known = np.eye(k) * OWN + ANY
+    counts, error, messages = known, EXPECTED[0], np.zeros((2, len(same), k))
+    kinds = seen
+    for _ in range(ROUNDS):
+        prior = np.log(np.maximum(seen @ (counts / counts.sum(1, keepdims=True)), 1e-9))
+        kinds, wrong, messages = pass_messages(prior, ends, same, error, messages, SWEEPS)
+        rate, strength = EXPECTED
+        error = min((wrong.sum() + rate * strength) / (len(same) + strength), MOST_WRONG)
+        counts = seen.T @ kinds + known
+    return rows, kinds
+
+
+def pass_messages(
+    prior: Doubles, ends: Rows, same: NDArray[np.bool_], error: float, messages: Doubles, sweeps: int
+) -> tuple[Doubles, Doubles, Doubles]:
+    """The probability of each kind (m, k), that each pair is wrong (p,), and the messages (2, p, k), after some sweeps.
+
+    `prior` (m, k) are log-probabilities, `ends` (2, p) the two images of each pair, and a pair is wrong with `error`.
+    It is exact where the pairs form no cycle.
+    """
+    kinds, wrong = _normalise(prior), np.zeros(len(same))
+    for _ in range(sweeps):
+        total = prior.copy()
+        np.add.at(total, ends, messages)
+        kinds, cavity = _normalise(total), _normalise(total[ends] - messages)  # without what a pair itself said
+        fits = np.where(same[:, None], cavity[::-1], 1 - cavity[::-1])
+        messages = (messages + np.log((1 - error) * fits + error * (1 - fits))) / 2  # half a step: cycles settle
+        alike = (cavity[0] * cavity[1]).sum(1)
+        right = np.where(same, alike, 1 - alike)
+        wrong = error * (1 - right) / np.maximum((1 - error) * right + error * (1 - right), 1e-300)
+    return kinds, wrong, messages
+
+
+def _normalise(logs: Doubles) -> Doubles:
+    shares = np.exp(logs - logs.max(-1, keepdims=True))
+    return np.asarray(shares / shares.sum(-1, keepdims=True))

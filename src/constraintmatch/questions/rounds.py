@@ -16,8 +16,7 @@ from constraintmatch._internal import rng
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.rng import Purpose
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.constraints.propagation import known_groups, seeds
-from constraintmatch.constraints.votes import likely_kinds
+from constraintmatch.constraints.propagation import known_groups, likely_kinds, seeds
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import (
     NONE,
@@ -121,13 +120,14 @@ def trusted_constraints(answers: Sequence[Answer], beliefs: NDArray[np.float32] 
         return said
     left, right, link = stated_links(answers)
     rows, kinds = likely_kinds(Constraints.from_arrays(left, right, link, n_images=n_images), beliefs)
-    rows, kind = rows[kinds.max(1) > MOSTLY], kinds.argmax(1)[kinds.max(1) > MOSTLY]
-    _, first, number = np.unique(kind, return_index=True, return_inverse=True)
+    sure = kinds.max(1) > MOSTLY
+    rows = rows[sure]
+    _, first, number = np.unique(kinds.argmax(1)[sure], return_index=True, return_inverse=True)
     one, other = np.triu_indices(len(first), 1)
     others = np.setdiff1d(np.arange(len(rows)), first)
-    ends = np.stack([np.concatenate([first[number[others]], first[one]]), np.concatenate([others, first[other]])])
+    left, right = np.concatenate([first[number[others]], first[one]]), np.concatenate([others, first[other]])
     same = np.repeat([1.0, 0.0], [len(others), len(one)])
-    return Constraints.from_arrays(*rows[ends], same, n_images=n_images)
+    return Constraints.from_arrays(rows[left], rows[right], same, n_images=n_images)
 
 
 def closure_pairs(
