@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.methods import angular
 from constraintmatch.methods.angular import angular_head, spherical_k_means
 
 
@@ -50,11 +49,6 @@ def test_every_cluster_has_a_point_even_of_equal_ones() -> None:
 
 
 # A head from pairs
-
-
-@pytest.fixture(autouse=True)
-def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(angular, "STEPS", 100)
 
 
 @pytest.fixture(scope="module")
