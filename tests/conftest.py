@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def no_waiting() -> Iterator[None]:
     """Nothing waits for the disk, git or a GPU that is not there; the digits and the command line are made once.
 
-    Angles teach a head for 100 steps, not 1,500: enough for the few kinds of the tests, most of which only pass by.
+    Angles teach a head for 60 small steps, not 1,500: enough for the few kinds of the tests, most of which only pass by.
     """
     import torch
     import typer.testing
@@ -48,7 +48,8 @@ def no_waiting() -> Iterator[None]:
             patch.setattr(torch.cuda, "manual_seed_all", lambda _: None)
             patch.setattr(torch.xpu, "manual_seed_all", lambda _: None)
         patch.setattr("os.fsync", lambda _: None)
-        patch.setattr(angular, "STEPS", 100)
+        patch.setattr(angular, "STEPS", 60)
+        patch.setattr(angular, "BATCH", (32, 64))
         patch.setitem(DATASETS, "digits", replace(DATASETS["digits"], load=functools.cache(DATASETS["digits"].load)))
         patch.setattr(typer.testing, "_get_command", functools.cache(typer.testing._get_command))
         yield
