@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def no_waiting() -> Iterator[None]:
     """Nothing waits for the disk, git or a GPU that is not there; the digits and the command line are made once.
 
-    Angles teach a head for 60 small steps, not 1,500: enough for the few kinds of the tests, most of which only pass by.
+    Angles teach a head for 60 small steps, not 1,500: enough for few kinds; most tests only pass by.
     """
     import torch
     import typer.testing
