@@ -239,7 +239,7 @@ def _values(texts: list[str]) -> dict[str, tuple[float, ...]]:
     folders={
         "starts": flag(Path, "Folder with the starts: scan-cifar10 and so on. (weights)"),
         "results": flag(Path, "Folder for one JSON per cell. (results/paper)"),
-        "out": flag(Path, "Folder for the run folders. (runs/paper)"),
+        "runs": flag(Path, "Folder for the run folders. (runs/paper)", "--out"),
         "models": flag(Path, "Folder for the trained models, in half precision, with cards. (not kept)"),
     },
     settings=shared("device"),
@@ -272,9 +272,7 @@ def paper(
     from constraintmatch.paper import runner
     from constraintmatch.paper.grids import FOLDS, grid_cells
 
-    results = folders.get("results", Path("results/paper"))
-    runs, starts = folders.get("out", Path("runs/paper")), folders.get("starts", Path("weights"))
-    place = runner.Place(images.get("data_dir"), starts, results, runs, folders.get("models"), settings, reporter)
+    place = runner.Place(**images, **folders, settings=settings, reporter=reporter)
     cuts |= {name: words(cuts[name]) for name in ("sets", "methods") if name in cuts}
     if "folds" in cuts:
         cuts["folds"] = _numbers(cuts["folds"], "--folds", last=FOLDS - 1)
@@ -286,7 +284,7 @@ def paper(
         return
     runner.run_missing(chosen, place)
     for name in names:
-        _show(name, results, cuts.get("sets", ()), cuts.get("steps"), titled=len(names) > 1)
+        _show(name, place.results, cuts.get("sets", ()), cuts.get("steps"), titled=len(names) > 1)
 
 
 def _show(name: str, results: Path, sets: tuple[str, ...], steps: int | None, *, titled: bool) -> None:

@@ -31,7 +31,6 @@ __all__ = [
     "Predictions",
     "accuracy",
     "agreement",
-    "ari",
     "calibration_error",
     "cluster_quality",
     "cluster_sizes",
@@ -41,7 +40,6 @@ __all__ = [
     "match_clusters",
     "nearest_neighbours",
     "neighbour_consistency",
-    "nmi",
     "predict",
     "pseudo_quality",
     "scores",
@@ -124,20 +122,6 @@ def accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
     return float(np.mean(mapping[clusters] == labels))
 
 
-def nmi(labels: ArrayLike, clusters: ArrayLike) -> float:
-    """Normalized mutual information, over the arithmetic mean of the entropies."""
-    from sklearn.metrics import normalized_mutual_info_score as score
-
-    return float(np.clip(score(*_same_length(labels, clusters)), 0, 1))  # rounding can leave it above one
-
-
-def ari(labels: ArrayLike, clusters: ArrayLike) -> float:
-    """The adjusted Rand index: 0 on average for chance, 1 for the true partition, below 0 when worse than chance."""
-    from sklearn.metrics import adjusted_rand_score
-
-    return float(adjusted_rand_score(*_same_length(labels, clusters)))
-
-
 def calibration_error(confidence: ArrayLike, correct: ArrayLike, *, n_bins: int = 15) -> float:
     """ECE: Σ_b (n_b / n) |share right − mean confidence| over bins of equal width; a bin holds its upper edge."""
     confidence, correct = np.asarray(confidence, np.float64), np.asarray(correct, np.float64)
@@ -148,13 +132,15 @@ def calibration_error(confidence: ArrayLike, correct: ArrayLike, *, n_bins: int 
 
 def scores(labels: ArrayLike, predictions: Predictions) -> dict[str, float]:
     """`acc`, `nmi`, `ari` of the clusters against labels, and `ece` of the confidence in the matched clusters."""
+    from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
+
     labels, clusters = _same_length(labels, predictions.clusters)
     mapping = match_clusters(labels, clusters, predictions.n_clusters, _count(labels))
     correct = mapping[clusters] == labels
     return {
         "acc": float(correct.mean()),
-        "nmi": nmi(labels, clusters),
-        "ari": ari(labels, clusters),
+        "nmi": float(np.clip(normalized_mutual_info_score(labels, clusters), 0, 1)),  # rounding can leave it above one
+        "ari": float(adjusted_rand_score(labels, clusters)),
         "ece": calibration_error(predictions.confidence, correct),
     }
 
