@@ -18,13 +18,13 @@ from constraintmatch.paper.results import METRICS, TABLE_1, TABLE_3, Result, Row
 from constraintmatch.paper.tables import (
     DASH,
     NOT_YET,
-    TABLES,
     TITLES,
     figure_numbers,
     markdown,
     not_run,
     number,
     spread,
+    table,
 )
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def reproduction(results_folder: Path | str) -> str:
     shown = drawings(rows)
     parts = [HEAD, "## The start", START, _start_table(rows)]
     for name, numeral in {"table1": "I", "table2": "II", "table3": "III"}.items():
-        parts += [f"## Table {numeral}. {GRIDS[name].title}", *_remark(name), TABLES[name](rows)]
+        parts += [f"## Table {numeral}. {GRIDS[name].title}", *_remark(name), table(name, rows)]
     for name in FIGURES:
         parts += [f"## Figure. {GRIDS[name].title}", f"The paper: {CLAIMS[name]}", *_remark(name)]
         parts += [_figure(one) for one in shown if one.name == name] or [not_run(name)]
