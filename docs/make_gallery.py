@@ -167,17 +167,18 @@ def _draw_pair(places: Sequence["Axes"], pair: Mapping[str, Any], images: NDArra
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "sets", nargs="*", default=["cifar10"], choices=DATASETS, metavar="SET", help=", ".join(DATASETS)
-    )
+    parser.add_argument("sets", nargs="+", choices=DATASETS, metavar="SET", help=", ".join(DATASETS))
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--device")
     asked = parser.parse_args()
     folders = {"starts": ROOT / "weights", "results": ROOT / "results" / "paper", "runs": ROOT / "runs" / "paper"}
     settings = {} if asked.device is None else {"device": asked.device}
     place = Place(asked.data_dir, **folders, settings=settings, reporter=console_reporter())
-    for dataset in dict.fromkeys(asked.sets):
-        print(make_gallery(dataset, place, ROOT / "docs" / "figures").relative_to(ROOT))
+    try:
+        for dataset in dict.fromkeys(asked.sets):
+            print(make_gallery(dataset, place, ROOT / "docs" / "figures").relative_to(ROOT))
+    except InputError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

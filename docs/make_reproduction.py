@@ -165,7 +165,7 @@ def _gallery_texts(folder: Path | str) -> list[str]:
     """The galleries among the results: pictures, notes and pairs."""
     contents = [read_json(path) for path in sorted(Path(folder).glob("*.json"))]
     return [_gallery(content) for content in contents if content["kind"] == "gallery"] or [
-        f"{NOT_YET.capitalize()} (`python docs/make_gallery.py`)."
+        f"{NOT_YET.capitalize()} (`python docs/make_gallery.py SET`)."
     ]
 
 

@@ -373,7 +373,7 @@ def test_the_command_runs_a_cut_grid_and_shows_the_paper_beside_it(place: Place)
         ("table1 --sets digits --folds ٣", "--folds: '٣' is not a number or a range; write 0,3 or 0-2"),
         ("table1 --sets digits --folds 0-99999999", "--folds: '0-99999999' goes too far; there are 0 to 4"),
         (f"table1 --sets digits --folds {'9' * 5_000}", "is not a number or a range; write 0,3 or 0-2"),
-        ("gallery", "unknown table or figure 'gallery'; python docs/make_gallery.py makes it"),
+        ("gallery", "unknown table or figure 'gallery'; python docs/make_gallery.py SET makes it"),
         ("table1 --figures figures", "--figures is now the folder docs/figures of python docs/make_gallery.py"),
     ],
 )
