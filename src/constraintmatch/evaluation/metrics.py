@@ -1,31 +1,23 @@
 """How good is a clustering: predictions, neighbours, scores against labels, agreement with constraints, collapse.
 
 Every share and score is a fraction in [0, 1]; what cannot be said (no must-links, nothing selected) is None.
-The functions that need torch and scikit-learn import them.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import linear_sum_assignment
 
 from constraintmatch._internal.errors import InputError
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.neighbours import nearest_blocks, nearest_neighbours, unit_rows
-
-if TYPE_CHECKING:
-    import torch
-
-    from constraintmatch.constraints.constraint_set import Constraints
-    from constraintmatch.data.image_set import ImageSet
-    from constraintmatch.models.cluster_model import ClusterModel
-
-    Device = torch.device | str | None
-    Progress = Callable[[int, int], None] | None
-    Outputs = Callable[[torch.Tensor], list[torch.Tensor]]
+from constraintmatch.models.cluster_model import ClusterModel
+from constraintmatch.training.losses import pair_loss
 
 __all__ = [
     "Predictions",
@@ -45,6 +37,9 @@ __all__ = [
     "scores",
 ]
 
+Device = torch.device | str | None
+Progress = Callable[[int, int], None] | None
+Outputs = Callable[[torch.Tensor], list[torch.Tensor]]
 BATCH = 500  # images in one pass
 _BLOCK = 2**22  # numbers in one block of pairs: 16 MiB in fp32
 
@@ -105,8 +100,6 @@ def match_clusters(labels: ArrayLike, clusters: ArrayLike, n_clusters: int, n_cl
 
     With more clusters than classes the clusters left over are −1: their images count as errors.
     """
-    from scipy.optimize import linear_sum_assignment
-
     cells = np.asarray(clusters, np.int64) * n_classes + np.asarray(labels, np.int64)
     table = np.bincount(cells, minlength=n_clusters * n_classes).reshape(n_clusters, n_classes)
     rows, columns = linear_sum_assignment(table, maximize=True)
@@ -197,8 +190,6 @@ def pseudo_quality(guess: Any, keep: Any, links: Any, labels: Any) -> dict[str, 
     guess is (n, k), keep (n,), links (n, n), labels (n,). `pseudo_label_accuracy` of kept rows goes through their own
     matching. Pseudo-constraints are the links between kept images, self-pairs left out; must-links are those ≥ 1/2.
     """
-    import torch
-
     given = (torch.as_tensor(values).detach().cpu() for values in (guess, keep, links, labels))
     guess, keep, links, labels = (values.double().numpy() for values in given)  # NumPy has no bf16
     kept = np.flatnonzero(keep)
@@ -227,8 +218,6 @@ def knn_accuracy(
     device: torch.device | str = "cpu",
 ) -> float:
     """The share of test images that their k nearest images name rightly; each votes with exp(cosine / 0.1)."""
-    import torch
-
     labels, test_labels = _whole(labels, "label"), _whole(test_labels, "label")
     known, asked = unit_rows(features, device), unit_rows(test_features, device)
     for given, of in ((labels, known), (test_labels, asked)):
@@ -273,8 +262,6 @@ def _forward(
     model: ClusterModel, function: Outputs, images: ImageSet, device: Device, progress: Progress
 ) -> list[NDArray[np.float32]]:
     """The outputs of `function` on all images as fp32 arrays, joined; the images travel as channels-last views."""
-    import torch
-
     if device is not None:
         model.to(device)
     device = next(model.parameters(), torch.empty(0, device=device)).device
@@ -334,10 +321,6 @@ def _share(hits: NDArray[np.bool_], weight: NDArray[Any] | None = None) -> float
 
 def _constraint_loss(constraints: Constraints, probabilities: NDArray[np.float32]) -> float | None:
     """The weighted mean MCL of the constraints, in blocks of pairs; None without any."""
-    import torch
-
-    from constraintmatch.training.losses import pair_loss
-
     weight = float(constraints.weight.sum(dtype=np.float64))
     block, total = max(1, _BLOCK // probabilities.shape[1]), 0.0
     for start in range(0, len(constraints.left), block):
