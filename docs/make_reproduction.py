@@ -1,31 +1,35 @@
 """Writes docs/reproduction.md and docs/figures/ from results/paper/: python docs/make_reproduction.py"""
 
+import functools
+import hashlib
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from constraintmatch._internal.files import read_json, write_atomically
 from constraintmatch.data.datasets import DATASETS
-from constraintmatch.paper.figures import FIGURES, Drawing, drawing, new_figure, save_figure
+from constraintmatch.paper.figures import FIGURES, Drawing, drawing
 from constraintmatch.paper.grids import GRIDS, STEPS, Cell, grid_cells
 from constraintmatch.paper.results import METRICS, TABLE_1, TABLE_3, Result, Row, find_rows, published, read_results
 from constraintmatch.paper.tables import (
     DASH,
     NOT_YET,
-    TABLES,
     TITLES,
     figure_numbers,
     markdown,
     not_run,
     number,
     spread,
+    table,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 CLAIMS = {  # what the paper's text says of its figures, whose points it does not print
@@ -91,12 +95,12 @@ our start has linear heads found anew after self-labelling (decisions 027 and 02
 def write_reproduction(results_folder: Path | str, docs_folder: Path | str) -> Path:
     """The page's path; its figures go to `figures/` in the same folder, those whose results are gone are removed."""
     docs, text = Path(docs_folder), reproduction(results_folder)
-    shown = {one.stem: one for one in drawings(find_rows(read_results(results_folder)))}
+    shown = {stem(one): one for one in drawings(find_rows(read_results(results_folder)))}
     for one in shown.values():
         draw(one, docs / "figures")
-    for stem in {f"{name}-{dataset}" for name in FIGURES for dataset in GRIDS[name].sets} - shown.keys():
+    for gone in {f"{name}-{dataset}" for name in FIGURES for dataset in GRIDS[name].sets} - shown.keys():
         for suffix in (".png", ".svg"):
-            (docs / "figures" / f"{stem}{suffix}").unlink(missing_ok=True)
+            (docs / "figures" / f"{gone}{suffix}").unlink(missing_ok=True)
     write_atomically(docs / "reproduction.md", lambda temporary: temporary.write_text(text, encoding="utf-8"))
     return docs / "reproduction.md"
 
@@ -108,7 +112,7 @@ def reproduction(results_folder: Path | str) -> str:
     shown = drawings(rows)
     parts = [HEAD, "## The start", START, _start_table(rows)]
     for name, numeral in {"table1": "I", "table2": "II", "table3": "III"}.items():
-        parts += [f"## Table {numeral}. {GRIDS[name].title}", *_remark(name), TABLES[name](rows)]
+        parts += [f"## Table {numeral}. {GRIDS[name].title}", *_remark(name), table(name, rows)]
     for name in FIGURES:
         parts += [f"## Figure. {GRIDS[name].title}", f"The paper: {CLAIMS[name]}", *_remark(name)]
         parts += [_figure(one) for one in shown if one.name == name] or [not_run(name)]
@@ -121,6 +125,16 @@ def drawings(rows: Mapping[Cell, Row]) -> list[Drawing]:
     """Every figure that has points to show, set by set."""
     found = [drawing(name, rows, dataset) for name in FIGURES for dataset in GRIDS[name].sets]
     return [shown for shown in found if shown is not None]
+
+
+def stem(shown: Drawing) -> str:
+    """The name of its files, without suffix."""
+    return f"{shown.name}-{shown.dataset}"
+
+
+def digest(shown: Drawing) -> str:
+    """The digest of all that is shown. It is in the files: a test then finds a stale picture."""
+    return hashlib.sha256(repr(shown).encode()).hexdigest()[:16]
 
 
 def _remark(name: str) -> list[str]:
@@ -143,14 +157,16 @@ def _start_table(rows: Mapping[Cell, Row]) -> str:
 
 
 def _figure(shown: Drawing) -> str:
-    place, caption = f"figures/{shown.stem}", f"{shown.heading}; {shown.note}"
+    place, caption = f"figures/{stem(shown)}", f"{shown.heading}; {shown.note}"
     return f"![{caption}]({place}.png)\n\n{caption} ([SVG]({place}.svg)):\n\n{figure_numbers(shown)}"
 
 
 def _gallery_texts(folder: Path | str) -> list[str]:
     """The galleries among the results: pictures, notes and pairs."""
     contents = [read_json(path) for path in sorted(Path(folder).glob("*.json"))]
-    return [_gallery(content) for content in contents if content["kind"] == "gallery"] or [not_run("gallery")]
+    return [_gallery(content) for content in contents if content["kind"] == "gallery"] or [
+        f"{NOT_YET.capitalize()} (`python docs/make_gallery.py SET`)."
+    ]
 
 
 def _gallery(content: Mapping[str, Any]) -> str:
@@ -205,7 +221,7 @@ def draw(shown: Drawing, folder: Path | str) -> tuple[Path, Path]:
         if shown.paper:
             axes.plot([], [], "o", mfc="none", mec="#222222", ms=10, label="hollow: the paper's values")
         _dress(axes, shown)
-        return save_figure(figure, Path(folder) / shown.stem, shown.digest)
+        return save_figure(figure, Path(folder) / stem(shown), digest(shown))
 
 
 def _dress(axes: "Axes", shown: Drawing) -> None:
@@ -227,6 +243,44 @@ def _dress(axes: "Axes", shown: Drawing) -> None:
         axes.figure.legend(handles, labels, fontsize=9, edgecolor="none", loc="outside lower center", ncols=2)
     else:
         axes.legend(handles, labels, fontsize=9, edgecolor="none", framealpha=0.9)
+
+
+_STYLE: Any = {  # Any: the names that stubs of matplotlib allow differ by version
+    "svg.hashsalt": "constraintmatch",  # without it the ids in an SVG differ from one drawing to the next
+    "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters everywhere
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e3e3e3",
+    "axes.axisbelow": True,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+}
+
+
+@contextmanager
+def new_figure(size: tuple[float, float], layout: Literal["constrained"] | None = "constrained") -> Iterator["Figure"]:
+    """A figure without pyplot: no window, and no state is left."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # not what the user has set
+        matplotlib.rcParams.update(_STYLE)
+        figure = Figure(figsize=size, layout=layout)
+        FigureCanvasAgg(figure)
+        yield figure
+
+
+def save_figure(figure: "Figure", stem: Path, digest: str) -> tuple[Path, Path]:
+    """Both files, without a date or a version in them, with the digest of what they show."""
+    png, svg = stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.svg")
+    for path, about in ((png, {"Software": None}), (svg, {"Date": None, "Creator": None})):
+        how: Any = {"format": path.suffix[1:], "dpi": 120, "metadata": {**about, "Description": digest}}
+        write_atomically(path, functools.partial(figure.savefig, **how))
+    return png, svg
 
 
 # What ran, and what did not

@@ -33,9 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting() -> Iterator[None]:
-    """Nothing waits for the disk, git or a GPU that is not there; the digits and the command line are made once."""
+    """Nothing waits for the disk, git or a GPU that is not there; the digits and the command line are made once.
+
+    Angles teach a head for 60 small steps, not 1,500: enough for few kinds; most tests only pass by.
+    """
     import torch
     import typer.testing
+
+    from constraintmatch.methods import angular
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CONSTRAINTMATCH_COMMIT", "0123456789ab")
@@ -43,7 +48,11 @@ def no_waiting() -> Iterator[None]:
             patch.setattr(torch.cuda, "manual_seed_all", lambda _: None)
             patch.setattr(torch.xpu, "manual_seed_all", lambda _: None)
         patch.setattr("os.fsync", lambda _: None)
-        patch.setitem(DATASETS, "digits", replace(DATASETS["digits"], load=functools.cache(DATASETS["digits"].load)))
+        patch.setattr(angular, "STEPS", 60)
+        patch.setattr(angular, "BATCH", (32, 64))
+        digits = functools.cache(functools.partial(DATASETS["digits"].load, None))
+        once = replace(DATASETS["digits"], load=lambda _, part, __=None: digits(part))  # whoever watches
+        patch.setitem(DATASETS, "digits", once)
         patch.setattr(typer.testing, "_get_command", functools.cache(typer.testing._get_command))
         yield
 
@@ -56,9 +65,9 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoded images go to a folder of the test, never to the user's cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(next(caches)))
+def own_cache(caches: Iterator[Path]) -> None:
+    """Decoded images go to a folder of the test, never to the user's cache; a patch for each test would take longer."""
+    os.environ["XDG_CACHE_HOME"] = str(next(caches))
 
 
 @pytest.fixture(scope="module")

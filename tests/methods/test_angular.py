@@ -69,9 +69,8 @@ def taught(features: np.ndarray, pairs: Constraints, before: np.ndarray) -> tupl
 
 def test_features_that_are_all_the_same_teach_nothing() -> None:
     labels = np.arange(40) % 4
-    assert (
-        angular_head(np.ones((40, 3), np.float32), Constraints.sample(labels, 200, seed=0), labels, 4, seed=0) is None
-    )
+    same, pairs = np.ones((40, 3), np.float32), Constraints.sample(labels, 200, seed=0)
+    assert angular_head(same, pairs, labels, 4, seed=0) is None
 
 
 def test_pairs_find_kinds_that_the_features_alone_do_not_show(hidden_kinds: tuple[np.ndarray, np.ndarray]) -> None:

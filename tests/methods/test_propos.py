@@ -22,7 +22,7 @@ from constraintmatch.models.cluster_model import ClusterModel, build_model, with
 from constraintmatch.training.loop import Interrupted, TrainSettings
 from constraintmatch.training.run_folder import open_run, read_log
 
-pytestmark = pytest.mark.usefixtures("quick_heads_throughout")
+pytestmark = pytest.mark.usefixtures("narrow_networks", "quick_heads_throughout")
 
 QUICK = TrainSettings(device="cpu", lr=1.0, weight_decay=5e-4, schedule="cosine", log_every=1)
 SMALL = {"hidden": 64, "projection": 16, "target_momentum": 0.9}

@@ -30,7 +30,7 @@ from constraintmatch.paper.results import (
     published,
     read_results,
 )
-from constraintmatch.paper.tables import markdown, table1, table2, table3
+from constraintmatch.paper.tables import markdown, table
 
 OURS, THEIRS = Cell("cifar10", "constraintmatch", 10_000), Cell("cifar10", "constrained", 10_000)
 
@@ -335,7 +335,7 @@ def table_cells(text: str, first: str) -> list[str]:
 
 def test_a_line_has_ours_the_papers_and_the_difference(tmp_path: Path) -> None:
     contents = [content(replace(OURS, fold=fold), acc) for fold, acc in enumerate((0.93, 0.932))]
-    text = table1(find_rows(read_results(write(tmp_path, *contents))), ["cifar10"])
+    text = table("table1", find_rows(read_results(write(tmp_path, *contents))), ["cifar10"])
     rows = [line for line in text.splitlines() if line.startswith("| ConstraintMatch") and "93.10 ± 0.14" in line]
     cells = [cell.strip() for cell in rows[0].strip("|").split("|")]
     assert cells[:6] == ["ConstraintMatch", "10,000", "2", "93.10 ± 0.14", "93.17*", "-0.07"]
@@ -343,14 +343,14 @@ def test_a_line_has_ours_the_papers_and_the_difference(tmp_path: Path) -> None:
 
 def test_the_gain_over_the_start_stands_beside_the_papers(tmp_path: Path) -> None:
     cells = [Cell("cifar100-20", "scan"), replace(OURS, dataset="cifar100-20", n_clusters=20)]
-    text = table2(find_rows(read_results(write_cells(tmp_path, cells))), ["cifar100-20"])
+    text = table("table2", find_rows(read_results(write_cells(tmp_path, cells))), ["cifar100-20"])
     gain = text[text.index("Over the start") :]
     assert table_cells(gain, "ConstraintMatch")[:4] == ["ConstraintMatch", "10,000", "+17.00", "+11.25"]
 
 
 def test_overclustering_with_the_head_first_is_a_row_and_a_comparison_of_its_own(tmp_path: Path) -> None:
     cells = [cell for cell in grid_cells("table3", sets=["cifar10"], folds=[0, 1]) if cell.method != "scan"]
-    text = table3(find_rows(read_results(write_cells(tmp_path, cells))), ["cifar10"])
+    text = table("table3", find_rows(read_results(write_cells(tmp_path, cells))), ["cifar10"])
     for method, acc in (("Constrained", "50.05 ± 0.07"), ("ConstraintMatch", "57.05 ± 0.07")):
         assert (
             table_cells(text, method)[2:4] == table_cells(text, f"{method}, the head first (ours)")[2:4] == ["2", acc]
@@ -360,7 +360,7 @@ def test_overclustering_with_the_head_first_is_a_row_and_a_comparison_of_its_own
 
 
 def test_a_cut_row_is_marked_and_not_set_beside_the_papers(tmp_path: Path) -> None:
-    text = table1(find_rows(read_results(write_cells(tmp_path, [replace(OURS, steps=3_000)]))), ["cifar10"])
+    text = table("table1", find_rows(read_results(write_cells(tmp_path, [replace(OURS, steps=3_000)]))), ["cifar10"])
     cells = table_cells(text, "ConstraintMatch, cut (3,000 steps)")
     assert cells[1:6] == ["10,000", "1", "57.00", "–", "–"]
 
@@ -368,9 +368,9 @@ def test_a_cut_row_is_marked_and_not_set_beside_the_papers(tmp_path: Path) -> No
 def test_cut_variants_are_rows_of_their_own(tmp_path: Path) -> None:
     cells = grid_cells("table2", "table3", sets=["digits"], folds=[0], steps=3)
     rows = find_rows(read_results(write_cells(tmp_path, cells)))
-    plain = table_cells(table2(rows, ["digits"]), "Pseudo-labelling, cut (3 steps)")
+    plain = table_cells(table("table2", rows, ["digits"]), "Pseudo-labelling, cut (3 steps)")
     assert plain[2:4] == ["1", "53.00"]
-    wide = table3(rows, ["digits"])
+    wide = table("table3", rows, ["digits"])
     for said in ("the head first (ours)", "clusters merged first (ours)"):
         assert table_cells(wide, f"ConstraintMatch, {said}, cut (3 steps)")[2:6] == ["1", "57.00", "–", "–"]
         assert f"- 10,000 pairs, {said}, cut (3 steps), n = 1: ACC +7.00" in wide
@@ -379,7 +379,7 @@ def test_cut_variants_are_rows_of_their_own(tmp_path: Path) -> None:
 def test_a_smaller_copy_of_a_set_is_not_set_beside_the_papers_nor_mixed_with_the_set(tmp_path: Path) -> None:
     small = {"train": 270, "test": 60, "fingerprint": "ab"}
     rows = find_rows(read_results(write(tmp_path / "small", content(OURS, 0.9, data=small))))
-    text = table1(rows, ["cifar10"])
+    text = table("table1", rows, ["cifar10"])
     line = next(line for line in text.splitlines() if line.startswith("| ConstraintMatch") and "90.00" in line)
     assert [cell.strip() for cell in line.strip("|").split("|")][3:6] == ["90.00", "–", "–"]
     both = read_results(write(tmp_path / "both", content(OURS, data=small), content(replace(OURS, fold=1))))
@@ -403,15 +403,17 @@ def test_of_other_images_it_is_said_what_differs(tmp_path: Path, changes: dict[s
 
 
 def test_a_set_without_results_shows_the_papers_values() -> None:
-    text = table1({}, ["stl10"])
+    text = table("table1", {}, ["stl10"])
     assert "### STL-10, Test: not run here" in text
     assert table_cells(text, "Fully constrained") == ["Fully constrained", "all", "90.49", "80.94", "80.47"]
 
 
 def test_few_folds_are_said_to_prove_nothing(tmp_path: Path) -> None:
     cells = [replace(cell, fold=fold) for cell in (OURS, THEIRS) for fold in range(5)]
-    some = table1(find_rows(read_results(write_cells(tmp_path / "2", [c for c in cells if c.fold < 2]))), ["cifar10"])
-    full = table1(find_rows(read_results(write_cells(tmp_path / "5", cells))), ["cifar10"])
+    some = table(
+        "table1", find_rows(read_results(write_cells(tmp_path / "2", [c for c in cells if c.fold < 2]))), ["cifar10"]
+    )
+    full = table("table1", find_rows(read_results(write_cells(tmp_path / "5", cells))), ["cifar10"])
     assert "n = 2: ACC +7.00 (p = 0.250)" in some
     assert "the smallest p possible is 0.25: significance at 0.05 cannot be reached" in some
     assert "n = 5: ACC +7.00 (p = 0.031)" in full
@@ -422,13 +424,15 @@ def test_rows_from_other_starts_do_not_stand_in_one_table(tmp_path: Path) -> Non
     other = content(THEIRS, start={"name": "scan-cifar10", "weights": "ffff0000"})
     rows = find_rows(read_results(write(tmp_path, content(OURS), other)))
     with pytest.raises(InputError, match="so they are not compared; run one of them again"):
-        table1(rows, ["cifar10"])
-    assert "not run here" in table1(rows, ["cifar100-20"])
+        table("table1", rows, ["cifar10"])
+    assert "not run here" in table("table1", rows, ["cifar100-20"])
 
 
 def test_overclustering_does_not_take_rows_with_as_many_clusters_as_classes(tmp_path: Path) -> None:
     wide = Cell("cifar10", "constraintmatch", 10_000, n_clusters=50)
-    text = table3(find_rows(read_results(write(tmp_path, content(OURS, 0.9), content(wide, 0.88)))), ["cifar10"])
+    text = table(
+        "table3", find_rows(read_results(write(tmp_path, content(OURS, 0.9), content(wide, 0.88)))), ["cifar10"]
+    )
     assert table_cells(text, "ConstraintMatch")[2:5] == ["1", "88.00", "88.89"]
     assert "90.00" not in text
 
@@ -436,7 +440,9 @@ def test_overclustering_does_not_take_rows_with_as_many_clusters_as_classes(tmp_
 def test_every_cell_of_the_tables_finds_its_line(tmp_path: Path) -> None:
     cells = [cell for name in ("table1", "table2", "table3") for cell in grid_cells(name, sets=["cifar10"], folds=[0])]
     rows = find_rows(read_results(write_cells(tmp_path, cells)))
-    text = "\n".join((table1(rows, ["cifar10"]), table2(rows, ["cifar10"]), table3(rows, ["cifar10"])))
+    text = "\n".join(
+        (table("table1", rows, ["cifar10"]), table("table2", rows, ["cifar10"]), table("table3", rows, ["cifar10"]))
+    )
     assert "not run here" not in text
 
 

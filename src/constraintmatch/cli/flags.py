@@ -312,6 +312,7 @@ def _check_name(name: str, known: Sequence[str], title: str) -> None:
 
 _MOVED = {
     ("loop", "--error"): "--wrong",
+    ("paper", "--figures"): "the folder docs/figures of python docs/make_gallery.py",
     ("sample", "--flip"): "--wrong",
     ("sample", "--flip-only"): "--wrong-only",
     ("train", "--pseudo-error-rate"): "--error-rate",

@@ -14,7 +14,7 @@ from constraintmatch.cli.shared import Flags, Model, Sets, Source, command, flag
 __all__ = ["card", "embed", "evaluate", "import_scan", "join", "paper", "report", "sample", "search"]
 
 _LOOK, _RESEARCH = "Look and reuse", "For researchers"
-_NAMES = "One or more of table1, table2, table3, flip, links, selection, entropy, amount, noise and gallery."
+_NAMES = "One or more of table1, table2, table3, flip, links, selection, entropy, amount and noise."
 _SCAN_SETS = "Its data set: cifar10, cifar100-20, stl10, imagenet10 or imagenet-dogs."
 _GRID = "Other values of a setting, may be repeated: lr=0.03,0.01. (the paper's)"
 _DIGITS = 18  # Python refuses numbers of some thousands
@@ -239,9 +239,8 @@ def _values(texts: list[str]) -> dict[str, tuple[float, ...]]:
     folders={
         "starts": flag(Path, "Folder with the starts: scan-cifar10 and so on. (weights)"),
         "results": flag(Path, "Folder for one JSON per cell. (results/paper)"),
-        "out": flag(Path, "Folder for the run folders. (runs/paper)"),
+        "runs": flag(Path, "Folder for the run folders. (runs/paper)", "--out"),
         "models": flag(Path, "Folder for the trained models, in half precision, with cards. (not kept)"),
-        "figures": flag(Path, "Folder for the gallery's picture. (docs/figures)"),
     },
     settings=shared("device"),
     images=shared("data_dir"),
@@ -271,31 +270,21 @@ def paper(
       constraintmatch paper table1 --list
     """
     from constraintmatch.paper import runner
-    from constraintmatch.paper.gallery import gallery_sets, make_gallery
     from constraintmatch.paper.grids import FOLDS, grid_cells
 
-    results = folders.get("results", Path("results/paper"))
-    runs, starts = folders.get("out", Path("runs/paper")), folders.get("starts", Path("weights"))
-    place = runner.Place(images.get("data_dir"), starts, results, runs, folders.get("models"), settings, reporter)
+    place = runner.Place(**images, **folders, settings=settings, reporter=reporter)
     cuts |= {name: words(cuts[name]) for name in ("sets", "methods") if name in cuts}
     if "folds" in cuts:
         cuts["folds"] = _numbers(cuts["folds"], "--folds", last=FOLDS - 1)
     if "n_constraints" in cuts:
         cuts["n_constraints"] = _numbers(cuts["n_constraints"], "--constraints")
-    grids = [name for name in names if name != "gallery"]
-    chosen = grid_cells(*grids, **cuts) if grids else []
-    galleries = gallery_sets(cuts.get("sets")) if "gallery" in names else ()
+    chosen = grid_cells(*names, **cuts)
     if list_cells:
-        shown = [results / f"gallery-{dataset}.json" for dataset in galleries]
-        made = [("finished" if path.is_file() else "missing", path.stem) for path in shown]
-        print_rows([*made, *(runner.cell_states(chosen, place) if chosen else [])])
+        print_rows(runner.cell_states(chosen, place))
         return
     runner.run_missing(chosen, place)
-    for name in grids:
-        _show(name, results, cuts.get("sets", ()), cuts.get("steps"), titled=len(grids) > 1)
-    if galleries:
-        figures = folders.get("figures", Path("docs/figures"))
-        print_rows([("gallery", str(make_gallery(dataset, place, figures))) for dataset in galleries])
+    for name in names:
+        _show(name, place.results, cuts.get("sets", ()), cuts.get("steps"), titled=len(names) > 1)
 
 
 def _show(name: str, results: Path, sets: tuple[str, ...], steps: int | None, *, titled: bool) -> None:

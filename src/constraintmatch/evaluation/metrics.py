@@ -1,37 +1,28 @@
 """How good is a clustering: predictions, neighbours, scores against labels, agreement with constraints, collapse.
 
 Every share and score is a fraction in [0, 1]; what cannot be said (no must-links, nothing selected) is None.
-The functions that need torch and scikit-learn import them.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import linear_sum_assignment
 
 from constraintmatch._internal.errors import InputError
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.neighbours import nearest_blocks, nearest_neighbours, unit_rows
-
-if TYPE_CHECKING:
-    import torch
-
-    from constraintmatch.constraints.constraint_set import Constraints
-    from constraintmatch.data.image_set import ImageSet
-    from constraintmatch.models.cluster_model import ClusterModel
-
-    Device = torch.device | str | None
-    Progress = Callable[[int, int], None] | None
-    Outputs = Callable[[torch.Tensor], list[torch.Tensor]]
+from constraintmatch.models.cluster_model import ClusterModel
+from constraintmatch.training.losses import pair_loss
 
 __all__ = [
     "Predictions",
     "accuracy",
     "agreement",
-    "ari",
     "calibration_error",
     "cluster_quality",
     "cluster_sizes",
@@ -41,12 +32,14 @@ __all__ = [
     "match_clusters",
     "nearest_neighbours",
     "neighbour_consistency",
-    "nmi",
     "predict",
     "pseudo_quality",
     "scores",
 ]
 
+Device = torch.device | str | None
+Progress = Callable[[int, int], None] | None
+Outputs = Callable[[torch.Tensor], list[torch.Tensor]]
 BATCH = 500  # images in one pass
 _BLOCK = 2**22  # numbers in one block of pairs: 16 MiB in fp32
 
@@ -107,8 +100,6 @@ def match_clusters(labels: ArrayLike, clusters: ArrayLike, n_clusters: int, n_cl
 
     With more clusters than classes the clusters left over are −1: their images count as errors.
     """
-    from scipy.optimize import linear_sum_assignment
-
     cells = np.asarray(clusters, np.int64) * n_classes + np.asarray(labels, np.int64)
     table = np.bincount(cells, minlength=n_clusters * n_classes).reshape(n_clusters, n_classes)
     rows, columns = linear_sum_assignment(table, maximize=True)
@@ -124,20 +115,6 @@ def accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
     return float(np.mean(mapping[clusters] == labels))
 
 
-def nmi(labels: ArrayLike, clusters: ArrayLike) -> float:
-    """Normalized mutual information, over the arithmetic mean of the entropies."""
-    from sklearn.metrics import normalized_mutual_info_score as score
-
-    return float(np.clip(score(*_same_length(labels, clusters)), 0, 1))  # rounding can leave it above one
-
-
-def ari(labels: ArrayLike, clusters: ArrayLike) -> float:
-    """The adjusted Rand index: 0 on average for chance, 1 for the true partition, below 0 when worse than chance."""
-    from sklearn.metrics import adjusted_rand_score
-
-    return float(adjusted_rand_score(*_same_length(labels, clusters)))
-
-
 def calibration_error(confidence: ArrayLike, correct: ArrayLike, *, n_bins: int = 15) -> float:
     """ECE: Σ_b (n_b / n) |share right − mean confidence| over bins of equal width; a bin holds its upper edge."""
     confidence, correct = np.asarray(confidence, np.float64), np.asarray(correct, np.float64)
@@ -148,13 +125,15 @@ def calibration_error(confidence: ArrayLike, correct: ArrayLike, *, n_bins: int 
 
 def scores(labels: ArrayLike, predictions: Predictions) -> dict[str, float]:
     """`acc`, `nmi`, `ari` of the clusters against labels, and `ece` of the confidence in the matched clusters."""
+    from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
+
     labels, clusters = _same_length(labels, predictions.clusters)
     mapping = match_clusters(labels, clusters, predictions.n_clusters, _count(labels))
     correct = mapping[clusters] == labels
     return {
         "acc": float(correct.mean()),
-        "nmi": nmi(labels, clusters),
-        "ari": ari(labels, clusters),
+        "nmi": float(np.clip(normalized_mutual_info_score(labels, clusters), 0, 1)),  # rounding can leave it above one
+        "ari": float(adjusted_rand_score(labels, clusters)),
         "ece": calibration_error(predictions.confidence, correct),
     }
 
@@ -211,8 +190,6 @@ def pseudo_quality(guess: Any, keep: Any, links: Any, labels: Any) -> dict[str, 
     guess is (n, k), keep (n,), links (n, n), labels (n,). `pseudo_label_accuracy` of kept rows goes through their own
     matching. Pseudo-constraints are the links between kept images, self-pairs left out; must-links are those ≥ 1/2.
     """
-    import torch
-
     given = (torch.as_tensor(values).detach().cpu() for values in (guess, keep, links, labels))
     guess, keep, links, labels = (values.double().numpy() for values in given)  # NumPy has no bf16
     kept = np.flatnonzero(keep)
@@ -241,8 +218,6 @@ def knn_accuracy(
     device: torch.device | str = "cpu",
 ) -> float:
     """The share of test images that their k nearest images name rightly; each votes with exp(cosine / 0.1)."""
-    import torch
-
     labels, test_labels = _whole(labels, "label"), _whole(test_labels, "label")
     known, asked = unit_rows(features, device), unit_rows(test_features, device)
     for given, of in ((labels, known), (test_labels, asked)):
@@ -287,8 +262,6 @@ def _forward(
     model: ClusterModel, function: Outputs, images: ImageSet, device: Device, progress: Progress
 ) -> list[NDArray[np.float32]]:
     """The outputs of `function` on all images as fp32 arrays, joined; the images travel as channels-last views."""
-    import torch
-
     if device is not None:
         model.to(device)
     device = next(model.parameters(), torch.empty(0, device=device)).device
@@ -348,10 +321,6 @@ def _share(hits: NDArray[np.bool_], weight: NDArray[Any] | None = None) -> float
 
 def _constraint_loss(constraints: Constraints, probabilities: NDArray[np.float32]) -> float | None:
     """The weighted mean MCL of the constraints, in blocks of pairs; None without any."""
-    import torch
-
-    from constraintmatch.training.losses import pair_loss
-
     weight = float(constraints.weight.sum(dtype=np.float64))
     block, total = max(1, _BLOCK // probabilities.shape[1]), 0.0
     for start in range(0, len(constraints.left), block):

@@ -4,15 +4,15 @@ The page asks for nothing outside itself (its own content policy forbids it) and
 `evaluation/report_parts.py` prepare plain values; `templates/report.html` draws them and escapes every name.
 """
 
-import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
@@ -22,9 +22,6 @@ from constraintmatch.data.image_set import ImageSet, kind_of
 from constraintmatch.evaluation.metrics import Predictions, agreement, collapse_warnings, scores
 from constraintmatch.evaluation.report_parts import SCORES, Clustering, clustering_sections, line_chart, percent, plural
 from constraintmatch.training.run_folder import flat_items, read_log
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 __all__ = ["check_run", "report_html", "write_report"]
 
@@ -87,7 +84,7 @@ def report_html(
         ("skipped", "Skipped images", {"files": skipped, "total": len(images.skipped)} if skipped else None),
         ("settings", "Settings", [(key, _plain(value)) for key, value in settings]),
     ]
-    return _template().render(
+    return _PAGES.get_template("report.html").render(
         title=f"{method} on {name}" if name else f"{method}: {run.resolve().name}",
         facts=_facts(record, request, shown, bool(same)),
         same_images=same,
@@ -99,29 +96,23 @@ def report_html(
     )
 
 
-@functools.cache
-def _template() -> "Template":
-    """The page, which escapes every value."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    pages = Environment(
-        loader=PackageLoader("constraintmatch.evaluation"),
-        autoescape=True,
-        finalize=_printable,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    pages.filters |= {"percent": percent, "plural": plural, "thousands": "{:,}".format}
-    return pages.get_template("report.html")
-
-
 def _printable(value: Any) -> Any:
     """Text with what cannot be printed as its escape; markup, which only the template writes, unchanged."""
     if hasattr(value, "__html__"):
         return value
     text = str(value)
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+_PAGES = Environment(  # every value is escaped
+    loader=PackageLoader("constraintmatch.evaluation"),
+    autoescape=True,
+    finalize=_printable,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_PAGES.filters |= {"percent": percent, "plural": plural, "thousands": "{:,}".format}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

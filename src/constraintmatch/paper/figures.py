@@ -1,23 +1,14 @@
-"""The paper's figures from finished cells, as numbers; and how a figure is made and written as PNG and SVG."""
+"""The paper's figures from finished cells, as numbers."""
 
-import functools
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
 
-from constraintmatch._internal.files import write_atomically
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.paper.grids import GRIDS, PAIRED, STEPS, Cell
 from constraintmatch.paper.results import TABLE_1, Row, Summary, check_same_start, published
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["FIGURES", "Curve", "Drawing", "Level", "drawing", "new_figure", "save_figure"]
+__all__ = ["FIGURES", "Curve", "Drawing", "Level", "drawing"]
 
 _BOTH = {"constraintmatch": "ConstraintMatch", "constrained": "constrained"}
 _START = "SCAN (the start)"
@@ -113,16 +104,6 @@ class Drawing:
         """The title; that of a cut figure says so."""
         return self.title + (f", cut ({self.steps:,} steps)" if self.steps < STEPS else "")
 
-    @property
-    def stem(self) -> str:
-        """The name of its files, without suffix."""
-        return f"{self.name}-{self.dataset}"
-
-    @property
-    def digest(self) -> str:
-        """The digest of all that is shown. It is in the files: a test then finds a stale picture."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
-
 
 def drawing(name: str, rows: Mapping[Cell, Row], dataset: str, steps: int | None = None) -> Drawing | None:
     """The figure's numbers, or None with fewer than two points on every curve.
@@ -179,41 +160,3 @@ def _paper_points(dataset: str, metric: str) -> tuple[tuple[str, float, float], 
     rows = [(method, n, published(TABLE_1, "test", method, n)) for method in _BOTH for n in (5_000, 10_000)]
     values = [(method, float(n), row.value(dataset, metric)) for method, n, row in rows if row is not None]
     return tuple((method, x, value) for method, x, value in values if value is not None)
-
-
-_STYLE: Any = {  # Any: the names that stubs of matplotlib allow differ by version
-    "svg.hashsalt": "constraintmatch",  # without it the ids in an SVG differ from one drawing to the next
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters everywhere
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e3e3e3",
-    "axes.axisbelow": True,
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-}
-
-
-@contextmanager
-def new_figure(size: tuple[float, float], layout: Literal["constrained"] | None = "constrained") -> Iterator["Figure"]:
-    """A figure without pyplot: no window, and no state is left."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # not what the user has set
-        matplotlib.rcParams.update(_STYLE)
-        figure = Figure(figsize=size, layout=layout)
-        FigureCanvasAgg(figure)
-        yield figure
-
-
-def save_figure(figure: "Figure", stem: Path, digest: str) -> tuple[Path, Path]:
-    """Both files, without a date or a version in them, with the digest of what they show."""
-    png, svg = stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.svg")
-    for path, about in ((png, {"Software": None}), (svg, {"Date": None, "Creator": None})):
-        how: Any = {"format": path.suffix[1:], "dpi": 120, "metadata": {**about, "Description": digest}}
-        write_atomically(path, functools.partial(figure.savefig, **how))
-    return png, svg

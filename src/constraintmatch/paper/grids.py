@@ -137,7 +137,8 @@ def grid_cells(
 def _check_asked(names: Sequence[str], steps: int, **lists: Sequence[Any] | None) -> None:
     """An InputError for what no grid has, and for an empty list, by the flag that it comes from."""
     if odd := [name for name in names if name not in GRIDS]:
-        raise InputError(f"unknown table or figure {odd[0]!r}; known are {', '.join(GRIDS)}, gallery")
+        fix = "python docs/make_gallery.py SET makes it" if odd[0] == "gallery" else f"known are {', '.join(GRIDS)}"
+        raise InputError(f"unknown table or figure {odd[0]!r}; {fix}")
     examples = {"sets": "cifar10", "folds": f"0-{FOLDS - 1}", "methods": "constrained", "constraints": "10000"}
     if empty := [name for name, values in lists.items() if values is not None and not values]:
         raise InputError(f"no {empty[0]} are left; name some: --{empty[0]} {examples[empty[0]]}")

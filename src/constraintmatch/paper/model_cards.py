@@ -1,9 +1,10 @@
 """Model cards: README.md of a model folder, made from the results that have its weights."""
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json, write_atomically
@@ -13,11 +14,11 @@ from constraintmatch.paper.results import METRICS, TABLE_1, TABLE_3, is_whole, p
 from constraintmatch.paper.tables import DASH, TITLES, markdown, number
 from constraintmatch.pipeline.train import weights_hash
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-
 __all__ = ["card_text", "write_card"]
 
+_CARDS = Environment(
+    loader=PackageLoader("constraintmatch.paper"), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+)
 _STAGE_SCORES = {"knn_acc": "accuracy of the 20 nearest neighbours", "acc": "ACC", "nmi": "NMI", "ari": "ARI"}
 Stage = tuple[Mapping[str, Any], Path, Mapping[str, Any]]  # an entry of a model's history, and the result of that run
 
@@ -56,15 +57,8 @@ def card_text(folder: Path | str, results: Path | str = "results/paper") -> str:
     size = (model_folder(folder) / "model.safetensors").stat().st_size / 1e6
     told |= {"name": folder.name, "folder": _shown(folder), "source": _shown(path), "config": model.config}
     told["stages"] = _made(stages, cell)
-    return _template().render(found=found, row=DATASETS[told["cell"]["dataset"]], megabytes=size, **told)
-
-
-@functools.cache
-def _template() -> "Template":
-    from jinja2 import Environment, PackageLoader
-
-    how: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
-    return Environment(loader=PackageLoader("constraintmatch.paper"), **how).get_template("card.md")
+    row = DATASETS[told["cell"]["dataset"]]
+    return _CARDS.get_template("card.md").render(found=found, row=row, megabytes=size, **told)
 
 
 def _stage(entry: Mapping[str, Any], pretext: str, folder: Path) -> Stage:

@@ -37,6 +37,7 @@ __all__ = ["Place", "cell_pairs", "cell_states", "is_finished", "run_cell", "run
 SUPERVISED = {"lr": 0.1, "weight_decay": 5e-4, "schedule": "cosine"}
 SHARING = 6  # cells in a row that share compiled code; the compiler keeps eight versions of a function
 _FIX = "move it away or choose another --results"
+_images = functools.lru_cache(maxsize=8)(load_dataset)  # a queue uses the four splits of two sets again and again
 
 
 @dataclass(frozen=True)
@@ -292,13 +293,8 @@ def _hash_of(folder: Path, _: int) -> str:
     return weights_hash(load_model(folder))
 
 
-@functools.lru_cache(maxsize=8)  # a queue uses the four splits of two sets again and again
-def _images(dataset: str, split: str, data_dir: Path | None) -> ImageSet:
-    return load_dataset(dataset, split, data_dir)
-
-
 def _rounded(model: ClusterModel) -> ClusterModel:
-    """The model as a half-precision folder gives it back."""
+    """The model as a half-precision folder gives it back: the mean and spread of the images stay as they are."""
     weights = {name: value.half() if value.is_floating_point() else value for name, value in model.state_dict().items()}
     rounded = copy.deepcopy(model)
     rounded.load_state_dict(weights)

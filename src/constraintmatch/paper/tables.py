@@ -4,12 +4,12 @@ import statistics
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.paper.figures import Drawing, drawing
-from constraintmatch.paper.grids import GRIDS, HEAD_FIRST, MERGED_FIRST, PAPER_SETS, Cell
+from constraintmatch.paper.grids import GRIDS, HEAD_FIRST, MERGED_FIRST, Cell
 from constraintmatch.paper.results import (
     METRICS,
     TABLE_1,
@@ -38,11 +38,10 @@ __all__ = [
     "part_text",
     "signed",
     "spread",
-    "table1",
-    "table2",
-    "table3",
+    "table",
 ]
 
+TABLES = {"table1": TABLE_1, "table2": TABLE_2, "table3": TABLE_3}
 TITLES = {
     "scan": "SCAN (the start)",
     "constrained": "Constrained",
@@ -64,10 +63,10 @@ def part_text(
     name: str, results_folder: Path | str, sets: Sequence[str] | None = None, steps: int | None = None
 ) -> str:
     """One table or figure as Markdown; a figure as its numbers, from trainings of this number of steps."""
-    rows, chosen = find_rows(read_results(results_folder)), tuple(sets or GRIDS[name].sets)
+    rows = find_rows(read_results(results_folder))
     if name in TABLES:
-        return TABLES[name](rows, chosen)
-    found = [drawing(name, rows, dataset, steps) for dataset in chosen]
+        return table(name, rows, sets)
+    found = [drawing(name, rows, dataset, steps) for dataset in sets or GRIDS[name].sets]
     shown = [f"{one.heading}; {one.note}\n\n{figure_numbers(one)}" for one in found if one is not None]
     return "\n\n".join(shown) or not_run(name)
 
@@ -120,39 +119,28 @@ def _pad(cell: str, width: int, left: bool) -> str:
 # The tables
 
 
-def table1(rows: Rows, sets: Sequence[str] = PAPER_SETS) -> str:
-    """Table I: each set, on the test images and on Train(+Test)."""
+def table(name: str, rows: Rows, sets: Sequence[str] | None = None) -> str:
+    """A table, set by set: Table I on the test images and on Train(+Test), II and III on the test images.
+
+    Table II, the ablation, is in the paper for CIFAR-100-20 only. Table III, overclustering, has five times as many
+    outputs as classes. Other sets than the paper's appear when they were run.
+    """
     parts: list[str] = []
-    for dataset in sets:
-        for split, split_title in {"test": "Test", "train+test": "Train(+Test)"}.items():
-            lines = [line for printed in TABLE_1 if printed.split == split for line in _lines(rows, dataset, printed)]
-            if split == "train+test":  # the paper has no upper bounds here
-                bounds = [(TITLES[name], rows.get(Cell(dataset, name))) for name in ("supervised", "fully_constrained")]
-                lines = [*((title, row, None) for title, row in bounds if row), *lines]
-            parts += _part(f"{DATASETS[dataset].title}, {split_title}", lines, dataset, split)
+    splits = dict.fromkeys(printed.split for printed in TABLES[name])
+    for dataset, split in product(sets or GRIDS[name].sets, splits):
+        n_clusters = (5 if name == "table3" else 1) * DATASETS[dataset].n_clusters
+        printed_here = [printed for printed in TABLES[name] if printed.split == split]
+        lines = [line for printed in printed_here for line in _lines(rows, dataset, printed, n_clusters)]
+        if split == "train+test":  # the paper has no upper bounds here
+            bounds = [(TITLES[bound], rows.get(Cell(dataset, bound))) for bound in ("supervised", "fully_constrained")]
+            lines = [*((title, row, None) for title, row in bounds if row), *lines]
+        part = {"test": ", Test", "train+test": ", Train(+Test)"}[split] if name == "table1" else ""
+        part = f", {n_clusters} outputs" if name == "table3" else part
+        parts += _part(DATASETS[dataset].title + part, lines, dataset, split)
     return "\n\n".join(parts)
 
 
-def table2(rows: Rows, sets: Sequence[str] = ("cifar100-20", "cifar10")) -> str:
-    """Table II, the ablation; the paper has it for CIFAR-100-20 only, other sets appear when they were run."""
-    lines = {dataset: [line for row in TABLE_2 for line in _lines(rows, dataset, row)] for dataset in sets}
-    return "\n\n".join(part for name in sets for part in _part(DATASETS[name].title, lines[name], name))
-
-
-def table3(rows: Rows, sets: Sequence[str] = ("cifar10", "cifar100-20")) -> str:
-    """Table III, overclustering with five times as many outputs as classes."""
-    parts: list[str] = []
-    for dataset in sets:
-        n_clusters = 5 * DATASETS[dataset].n_clusters
-        lines = [line for row in TABLE_3 for line in _lines(rows, dataset, row, n_clusters)]
-        parts += _part(f"{DATASETS[dataset].title}, {n_clusters} outputs", lines, dataset)
-    return "\n\n".join(parts)
-
-
-TABLES = {"table1": table1, "table2": table2, "table3": table3}
-
-
-def _lines(rows: Rows, dataset: str, printed: PublishedRow, n_clusters: int = 0) -> list[Line]:
+def _lines(rows: Rows, dataset: str, printed: PublishedRow, n_clusters: int) -> list[Line]:
     """The line of a printed row, one more for each cut run of its cell, and those of the variants that were run."""
     if printed.method is None:
         return [(printed.title, None, printed)]
@@ -168,7 +156,7 @@ def _lines(rows: Rows, dataset: str, printed: PublishedRow, n_clusters: int = 0)
     return lines
 
 
-def _part(title: str, lines: Sequence[Line], dataset: str, split: str = "test") -> Iterator[str]:
+def _part(title: str, lines: Sequence[Line], dataset: str, split: str) -> Iterator[str]:
     """A table with its heading and comparisons; only the paper's values if nothing was run."""
     if any(row for _, row, _ in lines):
         yield f"### {title}"

@@ -5,10 +5,11 @@ import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.cluster import KMeans
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import QUIET, Reporter
@@ -26,9 +27,6 @@ from constraintmatch.pipeline.train import pretrain, train
 from constraintmatch.questions.rounds import Asking, LabelOracle, head_belief, inform_start, simulate
 from constraintmatch.training.batches import derive_seed
 from constraintmatch.training.run_folder import write_result
-
-if TYPE_CHECKING:
-    from sklearn.cluster import KMeans
 
 __all__ = ["run_demo"]
 
@@ -90,9 +88,7 @@ def _start(images: ImageSet, seed: int, context: Context) -> ClusterModel:
     return with_head(model, *regression_head(embed(model, images), clusters, row.n_clusters))
 
 
-def _k_means(points: NDArray[np.floating[Any]], seed: int) -> "KMeans":
-    from sklearn.cluster import KMeans
-
+def _k_means(points: NDArray[np.floating[Any]], seed: int) -> KMeans:
     return KMeans(DATASETS["digits"].n_clusters, n_init=10, random_state=seed % 2**32).fit(points)
 
 

@@ -1,5 +1,10 @@
-"""The gallery of the paper's appendix: confidently wrong pseudo-labels whose pseudo-constraints are right."""
+"""The gallery of the paper's appendix: confidently wrong pseudo-labels whose pseudo-constraints are right.
 
+Trains for 500 steps and writes results/paper/gallery-SET.json and its picture in docs/figures:
+python docs/make_gallery.py cifar10 --data-dir data
+"""
+
+import argparse
 import hashlib
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from make_reproduction import ROOT, new_figure, save_figure
 from numpy.typing import NDArray
 from PIL import Image
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json
+from constraintmatch._internal.progress import console_reporter
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.evaluation.metrics import Predictions, match_clusters, predict
-from constraintmatch.paper.figures import new_figure, save_figure
 from constraintmatch.paper.grids import Cell
 from constraintmatch.paper.results import FORMAT
 from constraintmatch.paper.runner import Place, train_cell
@@ -25,21 +31,10 @@ from constraintmatch.training.run_folder import write_result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_gallery", "gallery_sets", "make_gallery", "wrong_but_right"]
-
 GALLERY_STEPS = 500  # the paper's, early enough for pseudo-labels to be wrong
 MIN_CONFIDENCE = 0.98
 LARGEST_THUMBNAIL = 64  # pixels: larger images only make the files heavy
 Pair = tuple[int, int]
-
-
-def gallery_sets(sets: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The sets to make galleries of, CIFAR-10 unless some are named; an unknown one is an InputError."""
-    if sets is not None and not sets:
-        raise InputError("no sets are left; name some: --sets cifar10")
-    if odd := [name for name in sets or () if name not in DATASETS]:
-        raise InputError(f"the gallery has no set {odd[0]!r}; there are {', '.join(DATASETS)}")
-    return tuple(dict.fromkeys(sets or ("cifar10",)))
 
 
 def make_gallery(dataset: str, place: Place, figures: Path | str) -> Path:
@@ -168,3 +163,23 @@ def _draw_pair(places: Sequence["Axes"], pair: Mapping[str, Any], images: NDArra
         lines = (f"says {predicted}, {100 * sure:.0f} %", f"is {true}")
         text = "\n".join(textwrap.fill(line.replace("_", " "), 24) for line in lines)  # CIFAR's names have underscores
         axes.text(0.5, -0.04, text, transform=axes.transAxes, ha="center", va="top", fontsize=8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sets", nargs="+", choices=DATASETS, metavar="SET", help=", ".join(DATASETS))
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--device")
+    asked = parser.parse_args()
+    folders = {"starts": ROOT / "weights", "results": ROOT / "results" / "paper", "runs": ROOT / "runs" / "paper"}
+    settings = {} if asked.device is None else {"device": asked.device}
+    place = Place(asked.data_dir, **folders, settings=settings, reporter=console_reporter())
+    try:
+        for dataset in dict.fromkeys(asked.sets):
+            print(make_gallery(dataset, place, ROOT / "docs" / "figures").relative_to(ROOT))
+    except InputError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
