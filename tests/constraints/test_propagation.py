@@ -352,22 +352,22 @@ def test_what_known_images_gain_is_weighed_by_how_sure_the_model_is_of_others() 
 # Kinds from pairs of which some are wrong
 
 
-@pytest.mark.parametrize("error", [0.02, 0.2])
-def test_messages_on_a_tree_give_the_exact_posterior(error: float) -> None:
-    rng = np.random.default_rng(0)
-    prior = rng.dirichlet(np.ones(3), 5)
+@pytest.mark.parametrize("rates", [(0.02, 0.02), (0.3, 0.1)])
+def test_messages_on_a_tree_give_the_exact_posterior(rates: tuple[float, float]) -> None:
+    prior = np.random.default_rng(0).dirichlet(np.ones(3), 5)
     ends, same = np.array([[0, 1, 1, 3], [1, 2, 3, 4]]), np.array([True, False, True, True])
-    exact, wrong, total = np.zeros((5, 3)), np.zeros(4), 0.0
+    exact, alike, total = np.zeros((5, 3)), np.zeros(4), 0.0
     for kinds in product(range(3), repeat=5):
         z = np.array(kinds)
-        right = (z[ends[0]] == z[ends[1]]) == same
-        likely = prior[np.arange(5), z].prod() * np.where(right, 1 - error, error).prod()
+        equal = z[ends[0]] == z[ends[1]]
+        wrong = np.where(equal, rates[0], rates[1])
+        likely = prior[np.arange(5), z].prod() * np.where(equal == same, 1 - wrong, wrong).prod()
         exact[np.arange(5), z] += likely
-        wrong += likely * ~right
+        alike += likely * equal
         total += likely
-    found, doubt, _ = pass_messages(np.log(prior), ends, same, error, np.zeros((2, 4, 3)), 60)
+    found, one_kind, _ = pass_messages(np.log(prior), ends, same, rates, np.zeros((2, 4, 3)), 60)
     np.testing.assert_allclose(found, exact / total, atol=1e-6)
-    np.testing.assert_allclose(doubt, wrong / total, atol=1e-6)
+    np.testing.assert_allclose(one_kind, alike / total, atol=1e-6)
 
 
 def test_one_wrong_same_does_not_join_two_groups_that_the_model_tells_apart() -> None:
@@ -379,7 +379,7 @@ def test_one_wrong_same_does_not_join_two_groups_that_the_model_tells_apart() ->
     np.testing.assert_array_equal(kinds.argmax(1), np.repeat([0, 1], 5))
 
 
-@pytest.mark.parametrize("wrong", [0.0, 0.2])
+@pytest.mark.parametrize("wrong", [0.0, 0.1])
 def test_pairs_and_a_model_together_are_more_often_right_than_the_model(wrong: float) -> None:
     rng = np.random.default_rng(1)
     labels = rng.integers(0, 4, 400)
@@ -392,4 +392,4 @@ def test_pairs_and_a_model_together_are_more_often_right_than_the_model(wrong: f
     link = (labels[left] == labels[right]) ^ (rng.random(len(left)) < wrong)
     rows, kinds = likely_kinds(Constraints.from_arrays(left, right, link.astype(float), n_images=400), beliefs)
     found = (kinds.argmax(1) == labels[rows]).mean()
-    assert found > (seen == labels).mean() + (0.015 if wrong else 0.1)
+    assert found > (seen == labels).mean() + (0.02 if wrong else 0.1)

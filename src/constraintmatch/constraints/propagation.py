@@ -40,10 +40,10 @@ SMALL = 0.5  # a group under this share of the mean size may be a mistake
 FOLDS = 5  # parts of the known images, each hidden once
 RELATIVE, MOST_ITERATIONS = 1e-4, 500  # of the solution by conjugate gradients
 NUMBERS = 2**25  # in one array of the work on many images, 128 MiB; up to 65,536 images and 512 clusters, all at once
-ROUNDS = 15  # of estimation
+ROUNDS = 20  # of estimation
 SWEEPS = 3  # of messages in a round
-OWN, ANY = 60.0, 0.3  # images that say, before any pair, that a cluster is its own kind, or any other one
-EXPECTED = 0.05, 20.0  # the rate of wrong pairs that is expected before any is seen, and how many pairs that weighs
+OWN, ANY = 20.0, 0.3  # images that say, before any pair, that a cluster is its own kind, or any other one
+EXPECTED = 0.1, 30.0  # the rate of wrong pairs that is expected before any is seen, and how many pairs that weighs
 MOST_WRONG = 0.4
 SEEN = 0.5  # with less than this share of the probability in its likeliest cluster, a group is seen elsewhere
 
@@ -200,42 +200,48 @@ def find_hidden(graph: sp.csr_array, first: Floats, known: Rows, reach: float) -
 def likely_kinds(pairs: Constraints, probabilities: Floats) -> tuple[Rows, Doubles]:
     """The images of the pairs (m,), and the probability of each kind (m, k), numbered as the clusters (n, k) are.
 
-    The rate of wrong pairs, and how the clusters differ from the kinds, are estimated on the way (EM).
+    How often "same" and "different" are wrong, and how clusters differ from kinds, is estimated on the way (EM).
     """
     rows, ends = np.unique(np.stack([pairs.left, pairs.right]), return_inverse=True)
     ends, same = ends.reshape(2, -1), pairs.link > 0.5
     seen, k = probabilities[rows].astype(float), probabilities.shape[1]
-    known = np.eye(k) * OWN + ANY
-    counts, error, messages = known, EXPECTED[0], np.zeros((2, len(same), k))
-    kinds = seen
+    known, kinds = np.eye(k) * OWN + ANY, seen
+    counts, messages = known, np.zeros((2, len(same), k))
+    missed = invented = EXPECTED[0]
     for _ in range(ROUNDS):
         prior = np.log(np.maximum(seen @ (counts / counts.sum(1, keepdims=True)), 1e-9))
-        kinds, wrong, messages = pass_messages(prior, ends, same, error, messages, SWEEPS)
-        rate, strength = EXPECTED
-        error = min((wrong.sum() + rate * strength) / (len(same) + strength), MOST_WRONG)
+        kinds, alike, messages = pass_messages(prior, ends, same, (missed, invented), messages, SWEEPS)
+        missed, invented = _rate(alike, ~same), _rate(1 - alike, same)
         counts = seen.T @ kinds + known
     return rows, kinds
 
 
-def pass_messages(
-    prior: Doubles, ends: Rows, same: NDArray[np.bool_], error: float, messages: Doubles, sweeps: int
-) -> tuple[Doubles, Doubles, Doubles]:
-    """The probability of each kind (m, k), that each pair is wrong (p,), and the messages (2, p, k), after some sweeps.
+def _rate(weight: Doubles, wrong: NDArray[np.bool_]) -> float:
+    expected, strength = EXPECTED
+    return float(min((weight[wrong].sum() + expected * strength) / (weight.sum() + strength), MOST_WRONG))
 
-    `prior` (m, k) are log-probabilities, `ends` (2, p) the two images of each pair, and a pair is wrong with `error`.
-    It is exact where the pairs form no cycle.
+
+def pass_messages(
+    prior: Doubles, ends: Rows, same: NDArray[np.bool_], rates: tuple[float, float], messages: Doubles, sweeps: int
+) -> tuple[Doubles, Doubles, Doubles]:
+    """The probability of each kind (m, k), that the images of each pair are of one (p,), and the messages (2, p, k).
+
+    `prior` (m, k) are log-probabilities, `ends` (2, p) the two images of each pair. `rates` are how often the same kind
+    is called different, and different kinds the same. It is exact after some sweeps where the pairs form no cycle.
     """
-    kinds, wrong = _normalise(prior), np.zeros(len(same))
+    missed, invented = rates
+    of_same, of_other = np.where(same, 1 - missed, missed), np.where(same, invented, 1 - invented)
+    kinds, alike = _normalise(prior), np.zeros(len(same))
     for _ in range(sweeps):
         total = prior.copy()
         np.add.at(total, ends, messages)
         kinds, cavity = _normalise(total), _normalise(total[ends] - messages)  # without what a pair itself said
-        fits = np.where(same[:, None], cavity[::-1], 1 - cavity[::-1])
-        messages = (messages + np.log((1 - error) * fits + error * (1 - fits))) / 2  # half a step: cycles settle
+        other = cavity[::-1]
+        said = np.log(of_same[:, None] * other + of_other[:, None] * (1 - other))
+        messages = (messages + said) / 2  # half a step: cycles settle
         alike = (cavity[0] * cavity[1]).sum(1)
-        right = np.where(same, alike, 1 - alike)
-        wrong = error * (1 - right) / np.maximum((1 - error) * right + error * (1 - right), 1e-300)
-    return kinds, wrong, messages
+        alike = alike * of_same / np.maximum(alike * of_same + (1 - alike) * of_other, 1e-300)
+    return kinds, alike, messages
 
 
 def _normalise(logs: Doubles) -> Doubles:

@@ -52,9 +52,10 @@ TAUGHT = 1.0  # standard errors by which the head alone must be better than the 
 LEADING = -2.0  # the same where the answers lead: they are cross-checked, so refuse only a clearly worse head
 IMPLIED = 0.5  # pairs are answers to questions if they have at least this share of the must-links that groups imply
 EACH = 2  # or this many must-links for each known image: a draw of a large closure has them, pairs at random have not
+KNOWN_EACH = 8  # known images for each cluster from which on answers train the network
 ALIKE = 0.9  # one head may replace another if they agree on at least this share of the images
 AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
-SURER = 2.0  # standard errors by which a head that pairs train on embeddings must be better: no views teach it
+SURER = 2.0  # standard errors by which a head that pairs train, without views, must be better
 CHOSEN = 3.0  # standard errors by which pairs must look more alike than pairs at random to count as chosen
 PER_CLUSTER = 5  # must-links for each cluster from which on pairs at random may teach a head through angles
 DOUBTED = 12  # pairs that the verdict lists for a second look
@@ -106,7 +107,7 @@ class _SafeTraining:
             why = f"{held}; to judge a training takes {LEAST} of each, so nothing more was trained"
             model = self._teach(self.pairs) if self.leads else self.start
             return self._keep(model, self._name(model), why)
-        if self.leads and self.images.embedded:
+        if self.leads and (self.images.embedded or self._know_little):
             refused = self._compare(self._teach(self.task.constraints)).surely(LEADING) < 0
             model = self.start if refused else self._teach(self.pairs)
             said = "do not place known images better" if model is self.start else "separate the kinds"
@@ -152,7 +153,8 @@ class _SafeTraining:
         for teach in self._teachers:
             taught = teach(self.task.constraints)
             verdict = self._compare(taught)
-            better = verdict.surely(LEADING) > 0 if self.leads else verdict.surely(TAUGHT) > LEAST_GAIN
+            caution = SURER if teach == self._teach_angles else TAUGHT
+            better = verdict.surely(LEADING) > 0 if self.leads else verdict.surely(caution) > LEAST_GAIN
             if better and (found is self.start or verdict.gain > best):
                 best, found, self._teacher = verdict.gain, taught, teach
         return found
@@ -165,6 +167,11 @@ class _SafeTraining:
         angles = self._are_many(pairs) and not self.leads and not self._are_chosen
         ways: dict[Teacher, bool] = {self._teach: groups, self._teach_angles: angles}
         return [teach for teach, use in ways.items() if use]
+
+    @property
+    def _know_little(self) -> bool:
+        """Whether the answers are about too few images to train a network: held-out ones are as few, and alike."""
+        return sum(map(len, known_groups(self.pairs))) < KNOWN_EACH * self.start.config.n_clusters
 
     def _are_many(self, pairs: Constraints) -> bool:
         """Whether there are enough pairs, of both kinds and with a weight, to teach a head through angles."""

@@ -28,7 +28,6 @@ __all__ = [
     "links_of",
     "n_kinds",
     "stated_constraints",
-    "stated_links",
 ]
 
 Rows = NDArray[np.int64]
@@ -104,13 +103,8 @@ def stated_constraints(answers: Sequence[Answer], n_images: int) -> Constraints:
     If the shown images are known to differ, the other cannot-links are in the closure of these. If not, they would
     separate two exemplars of one kind for ever.
     """
-    return Constraints.from_arrays(*stated_links(answers), n_images=n_images).resolve("drop")
-
-
-def stated_links(answers: Iterable[Answer]) -> tuple[Rows, Rows, NDArray[np.float32]]:
-    """(left, right, link) of what the answers state directly, with repetitions and contradictions."""
     left, right, link, follows = _links(answers)
-    return left[~follows], right[~follows], link[~follows].astype(np.float32)
+    return Constraints.from_arrays(left, right, link, n_images=n_images).take(~follows).resolve("drop")
 
 
 def confirm_merges(said: Constraints) -> Constraints:

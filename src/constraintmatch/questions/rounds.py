@@ -25,8 +25,8 @@ from constraintmatch.questions.answers import (
     Question,
     confirm_merges,
     constraints_of,
+    links_of,
     stated_constraints,
-    stated_links,
 )
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Choice, Kind, next_questions
@@ -118,7 +118,7 @@ def trusted_constraints(answers: Sequence[Answer], beliefs: NDArray[np.float32] 
     known = known[placed[known].max(1) > 0]
     if (placed[known].argmax(1) == beliefs[known].argmax(1)).mean() <= MOSTLY:
         return said
-    left, right, link = stated_links(answers)
+    left, right, link = links_of(answers)
     rows, kinds = likely_kinds(Constraints.from_arrays(left, right, link, n_images=n_images), beliefs)
     sure = kinds.max(1) > MOSTLY
     rows = rows[sure]
