@@ -3,11 +3,14 @@
 import hashlib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+import torch
 
+import constraintmatch
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
@@ -16,8 +19,9 @@ from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
 from constraintmatch.methods.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pipeline.config import ORDER, STAGES, Recipe, TrainConfig, make_config, method_arguments
+from constraintmatch.training import ranks
 from constraintmatch.training.loop import choose_device
-from constraintmatch.training.run_folder import open_run, read_log
+from constraintmatch.training.run_folder import flat_items, open_run, read_log
 
 __all__ = ["pairs_hash", "pretrain", "rehearse", "rehearse_stages", "stage_summary", "train", "weights_hash"]
 
@@ -41,14 +45,19 @@ def train(images: ImageSet, constraints: Constraints | None, config: TrainConfig
             raise InputError(f"{config.method} needs constraints and there are none; sample or answer some pairs first")
         given["constraints"] = constraints
     request = _request(config, images, given.get("constraints"), context)
+    _check_ranks(request)
     if context.out is None:
         trained, log = method(config.start, images, **given, context=context)
         return Trained(_note(trained, request, log), log)
     known = {f"arguments.{key}": parameter.default for key, parameter in method_arguments(config.method).items()}
     since = {key: value for key, value in known.items() if value is not inspect.Parameter.empty}  # of older requests
-    with open_run(context.out, request, resume=context.resume, since=since, how=config.settings.how()) as run:
-        if run.finished:
-            return Trained(load_model(run.model), read_log(run.path))
+    how: dict[str, Any] = {"resume": context.resume, "since": since, "how": config.settings.how()}
+    with open_run(context.out, request, **how) if ranks.first() else nullcontext() as run:
+        if found := ranks.agree(Trained(load_model(run.model), read_log(run.path)) if run and run.finished else None):
+            return found
+        if run is None:  # rank 0 keeps it
+            trained, log = method(config.start, images, **given, context=context)
+            return Trained(_note(trained, request, log), log)
         if "constraints" in given:
             given["constraints"].write(run.path / "pairs.csv", names=images.names)
         trained, log = method(config.start, images, **given, context=replace(context, run=run))
@@ -79,6 +88,18 @@ def _request(
         "constraints": pairs,
         "model": {"weights": weights_hash(config.start), **architecture},
     }
+
+
+def _check_ranks(request: Mapping[str, Any]) -> None:
+    """An InputError if the ranks are not asked for the same, or have different images or versions."""
+    facts = {**request, "data": request["data"]["fingerprint"]}
+    facts |= {"constraintmatch": constraintmatch.__version__, "torch": torch.__version__}
+    here, *others = (dict(flat_items(each)) for each in ranks.everyone(facts))
+    for number, other in enumerate(others, 1):
+        for key in here.keys() | other.keys():
+            if here.get(key) != other.get(key):
+                said = f"{key} is {other.get(key)!r}, on rank 0 {here.get(key)!r}"
+                raise InputError(said, f"rank {number}", "give every rank the same command, images and versions")
 
 
 def pairs_hash(constraints: Constraints) -> str:
