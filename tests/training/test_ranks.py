@@ -87,7 +87,8 @@ def keep_run(images: ImageSet, out: Path, *, stop_at: int = 99, seeds: tuple[int
     rank = int(os.environ.get("RANK", "0"))
     asked = iter(range(1, steps + 1))
     stop = (lambda: next(asked) >= stop_at) if rank == len(seeds) - 1 else (lambda: False)
-    options = {**BOTH, "steps": steps, "lr": 0.05, "ema": 0.5, "device": "cpu", "log_every": 1, "seed": seeds[rank]}
+    options = {**BOTH, "steps": steps, "lr": 0.05, "ema": 0.5, "device": "cpu", "log_every": 1}
+    options |= {"checkpoint_every": 3, "seed": seeds[rank]}
     config = make_config("constraintmatch", options, start=build_model(n_clusters=3, side=8, channels=1, seed=3))
     pairs = Constraints.sample(labels_of(images), 100, seed=0)
     try:
@@ -187,6 +188,32 @@ def test_ranks_that_are_asked_for_different_things_say_so_once(stripes: ImageSet
     fix = "give every rank the same command, images and versions"
     assert sorted(said) == [f"error: rank 1: settings.seed is 1, on rank 0 0; {fix}", "silent"]
     assert not (tmp_path / "run").exists()
+
+
+def test_ranks_with_different_images_say_so_once(stripes: ImageSet, tmp_path: Path) -> None:
+    said = as_ranks(2, keep_uneven_run, stripes, tmp_path / "run")
+    assert sorted(said)[0].startswith("error: rank 1: data.images is 50, on rank 0 60; give every rank the same")
+    assert sorted(said)[1] == "silent"
+
+
+def keep_uneven_run(images: ImageSet, out: Path) -> str:
+    return keep_run(images.take(np.arange(60 - 10 * (os.environ["RANK"] == "1"))), out, seeds=(0, 0))
+
+
+def test_a_full_disk_is_said_once_and_the_run_goes_on(stripes: ImageSet, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    one, other = sorted(as_ranks(2, keep_large_run, stripes, out))
+    assert one == f"error: {out / 'checkpoint.safetensors'}: files there may not be so large; choose another place"
+    assert other == "silent"
+    assert as_ranks(2, keep_run, stripes, out, seeds=(0, 0)) == ["evaluation"] * 2
+
+
+def keep_large_run(images: ImageSet, out: Path) -> str:
+    """A training of which rank 0 can write the log and not the checkpoint."""
+    if ranks.first():
+        resource = pytest.importorskip("resource")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    return keep_run(images, out, seeds=(0, 0))
 
 
 def test_a_rank_without_images_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,11 +92,11 @@ def _request(
 
 def _check_ranks(request: Mapping[str, Any]) -> None:
     """An InputError if the ranks are not asked for the same, or have different images or versions."""
-    facts = {**request, "data": request["data"]["fingerprint"]}
+    facts = {**request, "data": {key: request["data"][key] for key in ("images", "fingerprint")}}
     facts |= {"constraintmatch": constraintmatch.__version__, "torch": torch.__version__}
     here, *others = (dict(flat_items(each)) for each in ranks.everyone(facts))
     for number, other in enumerate(others, 1):
-        for key in here.keys() | other.keys():
+        for key in here | other:
             if here.get(key) != other.get(key):
                 said = f"{key} is {other.get(key)!r}, on rank 0 {here.get(key)!r}"
                 raise InputError(said, f"rank {number}", "give every rank the same command, images and versions")
