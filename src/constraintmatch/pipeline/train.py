@@ -2,7 +2,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -160,7 +160,7 @@ def pretrain(
         place = replace(context.within(folder), resume=True)  # of the same command
         model = train(images, None, config, place).model
         model.to(choose_device(config.settings.device))  # a finished stage comes from its folder
-        before, found = found, stage_summary(model, images, context.held_out)
+        before, found = found, stage_summary(model, images, context.held_out, say=context.reporter.say)
         if found.get("acc", 1.0) < before.get("acc", 0.0) - 0.01:
             context.reporter.say(f"{folder}: warning: ACC fell from {before['acc']:.3f} to {found['acc']:.3f}")
         if found:
@@ -168,11 +168,13 @@ def pretrain(
     return model
 
 
-def stage_summary(model: ClusterModel, images: ImageSet, held_out: ImageSet | None = None) -> dict[str, float]:
-    """How good a stage is, seen without labels, and with them where they are known."""
+def stage_summary(
+    model: ClusterModel, images: ImageSet, held_out: ImageSet | None = None, *, say: Callable[[str], None] | None = None
+) -> dict[str, float]:
+    """How good a stage is, seen without labels, and with them where they are known; `say`: see `nearest_neighbours`."""
     target = held_out if held_out is not None and held_out.labels is not None else None
     if model.config.n_clusters == 0:
-        return _judge_features(model, images, target)
+        return _judge_features(model, images, target, say)
     sample = images.take(spread(len(images), 2_000))
     near = metrics.nearest_neighbours(metrics.embed(model, sample), 20)
     predictions = metrics.predict(model, sample)
@@ -190,12 +192,14 @@ def stage_summary(model: ClusterModel, images: ImageSet, held_out: ImageSet | No
     return found
 
 
-def _judge_features(model: ClusterModel, images: ImageSet, target: ImageSet | None) -> dict[str, float]:
+def _judge_features(
+    model: ClusterModel, images: ImageSet, target: ImageSet | None, say: Callable[[str], None] | None
+) -> dict[str, float]:
     """After a pretext task there are no clusters yet; where labels are known, how often neighbours share them."""
     if images.labels is None:
         return {}
     features = metrics.embed(model, images)
-    near = metrics.nearest_neighbours(features, 20, device=model.device)
+    near = metrics.nearest_neighbours(features, 20, device=model.device, say=say)
     found = {"neighbour_acc": metrics.neighbour_consistency(near, images.labels)}
     if target is not None and target.labels is not None:
         found["knn_acc"] = metrics.knn_accuracy(features, images.labels, metrics.embed(model, target), target.labels)
