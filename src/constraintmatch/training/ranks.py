@@ -83,10 +83,14 @@ def gather(share: Tensor, *sizes: int) -> Tensor:
     if world() == 1:
         return share
     bounds = [_bounds(n) for n in sizes]
-    parts = torch.split(share.float(), [end - begin for begin, end in bounds])
+    parts = torch.split(_lift(share), [end - begin for begin, end in bounds])
     rest = (0, 0) * (share.ndim - 1)
     placed = [F.pad(part, (*rest, begin, n - end)) for part, (begin, end), n in zip(parts, bounds, sizes, strict=True)]
     return add(torch.cat(placed))
+
+
+def _lift(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def _bounds(n: int) -> tuple[int, int]:
@@ -121,8 +125,9 @@ def replicate(module: nn.Module) -> nn.Module:
     """The module, with gradients that are the mean over ranks, and the weights of rank 0."""
     if world() == 1:
         return module
-    with warnings.catch_warnings():  # torch 2.15 has another name for it
-        warnings.simplefilter("ignore", FutureWarning)
+    warnings.filterwarnings("ignore", "Grad strides do not match")  # of 1×1 convolutions, channels-last
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.15 has another name for the argument
         return nn.parallel.DistributedDataParallel(module, broadcast_buffers=False)
 
 
@@ -151,7 +156,7 @@ def _batch_norm(
 
         given = (input, weight, bias, running_mean, running_var, eps, momentum, distributed.group.WORLD, _size)
         return cast(Tensor, SyncBatchNorm.apply(*given))
-    values = input.float()
+    values = _lift(input)
     mean, var, n = _moments(values, [0, *range(2, input.ndim)])
     with torch.no_grad():
         if running_mean is not None and running_var is not None:
@@ -245,7 +250,7 @@ def started(device: torch.device) -> Iterator[None]:
         _rank, _size = 0, 1
 
 
-def _is_said(store: distributed.Store, *, unknown: bool) -> bool:
+def _is_said(store: Any, *, unknown: bool) -> bool:
     """Whether another rank has said what is wrong; if not, this one does. `unknown`: the store went with a rank."""
     try:
         return int(store.add("said", 1)) > 1
@@ -253,7 +258,7 @@ def _is_said(store: distributed.Store, *, unknown: bool) -> bool:
         return unknown
 
 
-def _find_ranks(device: torch.device) -> distributed.Store:
+def _find_ranks(device: torch.device) -> Any:
     """Join the process group; the store that its ranks share."""
     local, backend = int(os.environ.get("LOCAL_RANK", "0")), "gloo"
     if device.type == "mps":
@@ -271,7 +276,7 @@ def _find_ranks(device: torch.device) -> distributed.Store:
     except (RuntimeError, ValueError) as error:
         why = f"the ranks do not find each other ({str(error).splitlines()[0][:200]})"
         raise InputError(why, place, "check MASTER_ADDR, MASTER_PORT and that every rank was started") from None
-    return cast(distributed.Store, store)
+    return store
 
 
 @contextmanager
