@@ -140,6 +140,10 @@ def largest_difference(one: Path, other: Path) -> float:
     return max(float((first[name].float() - second[name].float()).abs().max()) for name in first)
 
 
+def test_every_method_with_steps_is_compared() -> None:
+    assert {method for method, _ in CASES.values()} == METHODS.keys() - {"linear_scan", "propagate"}
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.ranks)])
 def test_ranks_have_the_losses_of_one_process(stripes: ImageSet, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(angular, "STEPS", 20)

@@ -60,7 +60,7 @@ def demo(
         "recipe": flag(Literal["safe", "paper"], _RECIPE, panel="Training"),
         "error_rate": flag(float, _ERRORS, panel="Training"),
         "steps": flag(int, "Training steps. (500 to 20,000, by the number of images)", panel="Training"),
-        "lr": flag(float, "Learning rate. (0.01)", panel="Training"),
+        "lr": flag(float, "As --set lr=VALUE.", panel="Training", hidden=True),
         "seed": flag(int, "Seed of everything random. (0)", panel="Training"),
         "device": flag(str, "cuda, mps or cpu. (the first that is there)", panel="Training"),
     },

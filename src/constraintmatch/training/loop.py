@@ -322,7 +322,7 @@ class _History(Generic[B]):
         if bad is None:
             return
         kept = f"the checkpoint of step {self.saved:,} is kept" if self.saved else "no checkpoint was written yet"
-        fix = "try a smaller --lr or --set clip_norm=1"
+        fix = "try a smaller --set lr=VALUE or --set clip_norm=1"
         raise NonFinite(f"step {bad[0]:,}: the loss term {bad[1]!r} is not finite; {kept}; {fix}")
 
     def _save(self, done: int) -> None:
