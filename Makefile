@@ -7,7 +7,7 @@ PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 
 unexport PYTHONDONTWRITEBYTECODE  # the tests start Python dozens of times: what is compiled is kept
 
-.PHONY: demo test suite types style docs test-browser format requirements clean
+.PHONY: demo test suite types style docs test-ranks test-browser format requirements clean
 
 demo: $(READY)  ## what pairs and answers bring, on the bundled digits
 	$(BIN)/constraintmatch demo --out demo
@@ -28,6 +28,9 @@ types: $(READY)
 
 docs: $(READY)  ## the documentation site, into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+test-ranks: $(READY)  ## several processes of the command line train together: killed, started again, stopped
+	$(PYTEST) -m ranks tests/training/test_ranks.py
 
 test-browser: $(READY)  ## the page in a real Chromium, the API fuzzed; installs Playwright and schemathesis
 	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode -r requirements-browser.txt

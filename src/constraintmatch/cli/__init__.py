@@ -1,5 +1,6 @@
 """The command line: parses, calls, prints. Progress goes to standard error, results to standard output."""
 
+import os
 import sys
 
 try:
@@ -15,4 +16,5 @@ __all__ = ["app", "asking", "main", "research", "training"]
 
 def main() -> None:
     """The entry point `constraintmatch`."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin take busy cores from the work
     app()

@@ -152,14 +152,14 @@ def command(panel: str, **groups: Mapping[str, Any]) -> Callable[[Callable[..., 
     return add
 
 
-def option(text: str, *names: str, panel: str | None = None) -> Any:
-    """An option under a heading of the help; the text says what happens without it."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
+def option(text: str, *names: str, panel: str | None = None, hidden: bool = False) -> Any:
+    """An option under a heading of the help, which a hidden one is not in; the text says what happens without it."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, hidden=hidden)
 
 
-def flag(kind: Any, text: str, *names: str, panel: str | None = None) -> Any:
+def flag(kind: Any, text: str, *names: str, panel: str | None = None, hidden: bool = False) -> Any:
     """A flag of a group of `command`, which may be left out."""
-    return Annotated[kind | None, option(text, *names, panel=panel)]
+    return Annotated[kind | None, option(text, *names, panel=panel, hidden=hidden)]
 
 
 def shared(*names: str) -> dict[str, Any]:

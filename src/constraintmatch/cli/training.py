@@ -1,6 +1,8 @@
 """From a folder to clusters: demo, train, predict, pretrain, settings."""
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +19,7 @@ __all__ = ["demo", "predict", "pretrain", "settings", "train"]
 _PANEL = "From a folder to clusters"
 _CLUSTERS = {"clusters": flag(int, "Number of clusters to find.")}
 _METHOD = f"{', '.join(METHODS)}; or a stage: {', '.join(STAGES)}."
+_GPUS = "Train on this number of GPUs. (1; on several machines: torchrun -m constraintmatch)"
 _RECIPE = "safe: keep the start unless held-out pairs say that training is better; paper: as published. (safe)"
 _ERRORS = "Share of the pairs that are wrong. (the safe recipe estimates it)"
 
@@ -57,13 +60,20 @@ def demo(
         "recipe": flag(Literal["safe", "paper"], _RECIPE, panel="Training"),
         "error_rate": flag(float, _ERRORS, panel="Training"),
         "steps": flag(int, "Training steps. (500 to 20,000, by the number of images)", panel="Training"),
-        "lr": flag(float, "Learning rate. (0.01)", panel="Training"),
+        "lr": flag(float, "As --set lr=VALUE.", panel="Training", hidden=True),
         "seed": flag(int, "Seed of everything random. (0)", panel="Training"),
         "device": flag(str, "cuda, mps or cpu. (the first that is there)", panel="Training"),
     },
 )
 def train(
-    data: Images = None, *, request: Flags, sets: Sets = None, reporter: Reporter, chosen: Flags, images: Flags
+    data: Images = None,
+    *,
+    request: Flags,
+    sets: Sets = None,
+    reporter: Reporter,
+    chosen: Flags,
+    images: Flags,
+    gpus: Annotated[int | None, option(_GPUS, panel="Training")] = None,
 ) -> None:
     r"""Train a clustering model on images and pairs.
 
@@ -79,19 +89,43 @@ def train(
     """
     from constraintmatch.pipeline import commands, plan
     from constraintmatch.pipeline.train import train
+    from constraintmatch.training import ranks
     from constraintmatch.training.loop import Interrupted
 
     recorded = request.keys() & {"resume", "from_run"}  # a method that is known only when the record is read
     method = request.get("method", None if recorded else "constraintmatch")
     arguments, settings, more = flags.split_settings(flags.read_settings("train", sets, method, chosen))
-    asked = plan.Train(data=data, **request, **images, **more, arguments=arguments, settings=settings)
-    job = plan.plan_training(asked, reporter)
-    try:
-        trained = train(job.data.images, job.pairs, job.config, job.context)
-    except Interrupted as stop:
-        said = f"{stop}; the same command with --resume --out {job.context.out} goes on from there"
-        raise Interrupted(said) from None
-    print_rows(commands.finish_training(job, trained))
+    with _ranks(gpus, settings.get("device"), reporter) as reporter:
+        if ranks.is_restarted() and _holds_run(request.get("out")):
+            request["resume"] = True
+        asked = plan.Train(data=data, **request, **images, **more, arguments=arguments, settings=settings)
+        with ranks.in_turn():
+            job = plan.plan_training(asked, reporter)
+        try:
+            with ranks.together():
+                trained = train(job.data.images, job.pairs, job.config, job.context)
+        except Interrupted as stop:
+            said = f"{stop}; the same command with --resume --out {job.context.out} goes on from there"
+            raise Interrupted(said) from None
+        if ranks.first():
+            print_rows(commands.finish_training(job, trained))
+
+
+@contextmanager
+def _ranks(gpus: int | None, device: str | None, reporter: Reporter) -> Iterator[Reporter]:
+    """One of the processes that train together, or the only one; rank 0 reports. With --gpus they are started first."""
+    from constraintmatch.training import ranks
+    from constraintmatch.training.loop import choose_device
+
+    place = choose_device(device)
+    if gpus not in (None, 1) and not ranks.is_launched():
+        raise typer.Exit(ranks.launch(gpus, place))
+    with ranks.started(place):
+        yield reporter if ranks.first() else Reporter()
+
+
+def _holds_run(out: Path | None) -> bool:
+    return out is None or (out / "run.json").exists() or (out / "start").exists()
 
 
 @command(
@@ -152,6 +186,7 @@ def pretrain(
     chosen: Flags,
     sets: Sets = None,
     reporter: Reporter,
+    gpus: Annotated[int | None, option(_GPUS)] = None,
 ) -> None:
     r"""Make a full self-supervised start for train.
 
@@ -165,6 +200,7 @@ def pretrain(
     """
     from constraintmatch.pipeline import commands
     from constraintmatch.pipeline.plan import Train
+    from constraintmatch.training import ranks
 
     given = flags.read_settings("pretrain", sets, flags=chosen)
     recipe: dict[str, dict[str, Any]] = {}
@@ -174,7 +210,10 @@ def pretrain(
     _, settings, more = flags.split_settings(given)
     asked = Train(data=data, out=out, **images, **more, settings=settings)
     stages = flags.words(start.pop("stages", ""))
-    model = commands.pretrain_model(asked, stages, recipe, reporter, **start)
+    with _ranks(gpus, settings.get("device"), reporter) as reporter:
+        model = commands.pretrain_model(asked, stages, recipe, reporter, **start)
+        if not ranks.first():
+            return
     following = f"constraintmatch train {shlex.quote(data)} --pairs pairs.csv --model {shlex.quote(str(out))}"
     print_rows([("model", str(model)), ("next", following)])
 

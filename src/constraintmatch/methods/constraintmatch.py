@@ -18,6 +18,7 @@ from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.batches import Shuffled, derive_seed
 from constraintmatch.training.loop import Surroundings, TrainSettings, fit
 from constraintmatch.training.losses import all_pairs_loss, hard_links, pseudo_label_loss, soft_links
+from constraintmatch.training.ranks import gather, mine
 
 __all__ = ["constrained", "constraintmatch", "fully_constrained", "pseudo_label", "supervised"]
 
@@ -120,12 +121,12 @@ def constraintmatch(
         raise InputError(f"unknown links {links!r}; known are soft, hard")
     check_shares(hard_threshold=hard_threshold)
 
-    def pseudo_links(guess: Tensor) -> Tensor:
-        soft = soft_links(guess)
+    def pseudo_links(guess: Tensor, others: Tensor | None = None) -> Tensor:
+        soft = soft_links(guess, others)
         return soft if links == "soft" else hard_links(soft, hard_threshold)
 
     def loss(logits: Tensor, guess: Tensor, keep: Tensor) -> Tensor:
-        return all_pairs_loss(logits.float().softmax(-1), pseudo_links(guess), keep, error_rate=expected)
+        return all_pairs_loss(logits.float().softmax(-1), pseudo_links(mine(guess), guess), keep, error_rate=expected)
 
     pairs = (constraints, recipe, error_rate, pairs_per_step, merge, head_steps)
     term = (pseudo_weight, warm_up, flip_fraction, flip_between, images_per_step)
@@ -147,8 +148,8 @@ def fully_constrained(
 
     def loss(network: Network, batch: Labelled) -> dict[str, Tensor]:
         images, label = batch
-        p = network(images).float().softmax(-1)
-        links = (label[:, None] == label[None, :]).float()
+        p = gather(network(images), len(label)).float().softmax(-1)
+        links = (mine(label)[:, None] == label[None, :]).float()
         everything = torch.ones_like(label, dtype=torch.bool)
         return {"constrained": all_pairs_loss(p, links, everything, self_pairs=False)}
 
@@ -168,7 +169,8 @@ def supervised(
     """The model trained by cross-entropy on the labels of all images."""
 
     def loss(network: Network, batch: Labelled) -> dict[str, Tensor]:
-        return {"supervised": F.cross_entropy(network(batch[0]).float(), batch[1])}
+        images, label = batch
+        return {"supervised": F.cross_entropy(gather(network(images), len(label)).float(), label)}
 
     if images.labels is not None and int(images.labels.max()) >= model.config.n_clusters:
         raise InputError(f"supervised: {int(images.labels.max()) + 1} classes for {model.config.n_clusters} outputs")
@@ -194,7 +196,7 @@ def _prepare(
 
     def next_batch(step: int) -> Labelled:
         chosen = rows(step)
-        return bench.maker(view, bench.store.take(chosen), step, "images"), labels[chosen]
+        return bench.maker(view, bench.store.take(mine(chosen)), step, "images", len(chosen)), labels[chosen]
 
     evaluate = partial(evaluate_now, model, images, context)
     return next_batch, {"title": title, "evaluate": evaluate, **bench.surroundings(context)}

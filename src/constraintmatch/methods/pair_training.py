@@ -32,7 +32,7 @@ from constraintmatch.methods.preparation import (
 )
 from constraintmatch.models.backbones import frozen_statistics, passes
 from constraintmatch.models.cluster_model import ClusterModel, with_clusters
-from constraintmatch.training import losses
+from constraintmatch.training import losses, ranks
 from constraintmatch.training.batches import PairBatch, Shuffled, Views, derive_seed, pair_batches
 from constraintmatch.training.loop import Surroundings, TrainSettings, choose_device, fit
 
@@ -122,8 +122,9 @@ def begin(
 ) -> ClusterModel:
     """The model that the training of the network begins with; a resumed one has its weights in the checkpoint."""
     run, device, before = context.run, choose_device(settings.device), model.config.n_clusters
-    if run is not None and run.checkpoint.exists():
-        return with_clusters(model, int(read_json(run.path / MERGED)["clusters"])) if task.merge else model
+    if ranks.agree(run is not None and run.checkpoint.exists()):
+        clusters = int(read_json(run.path / MERGED)["clusters"]) if run is not None and task.merge else 0
+        return with_clusters(model, ranks.agree(clusters)) if task.merge else model
     if task.merge:
         model = merge_clusters(model, images, task.constraints, device=device, reporter=context.reporter)
         if run is not None:
@@ -155,13 +156,15 @@ def build_training(
 
     def loss(network: Callable[..., Tensor], batch: SemiBatch) -> dict[str, Tensor]:
         pairs, free = batch.pairs, batch.free
-        both = torch.cat((pairs.left, pairs.right))
+        both, n = torch.cat((pairs.left, pairs.right)), len(pairs.link)
         if free is None:
-            return {"constrained": from_pairs(network(both), pairs.link, pairs.weight, error_rate=expected)}
+            paired = ranks.gather(network(both), n, n)
+            return {"constrained": from_pairs(paired, pairs.link, pairs.weight, error_rate=expected)}
         if task.loss is not None:
             with torch.no_grad():
-                weak = network(free.weak)
+                weak = ranks.gather(network(free.weak), len(free.rows))
         paired, strong = passes(network, model, both, free.strong, joint=bench.compile)
+        paired, strong = ranks.gather(paired, n, n), ranks.gather(strong, len(free.rows))
         terms = {"constrained": from_pairs(paired, pairs.link, pairs.weight, error_rate=expected)}
         if task.loss is not None:
             assert batch.ramp is not None
@@ -231,11 +234,11 @@ def _build_batches(
 
     def next_batch(step: int) -> SemiBatch:
         rows = free(step)
-        pixels = bench.store.take(rows)
-        strongly = bench.maker(strong, pixels, step, "strong")
+        pixels = bench.store.take(ranks.mine(rows))
+        strongly = bench.maker(strong, pixels, step, "strong", len(rows))
         if task.loss is None:
             return SemiBatch(pairs(step), Views(strongly, strongly, rows), None, None)
-        both = Views(bench.maker(weak, pixels, step, "weak"), strongly, rows)
+        both = Views(bench.maker(weak, pixels, step, "weak", len(rows)), strongly, rows)
         ramp = torch.full((), min(1.0, step / rising) if rising else 1.0, device=bench.device)
         return SemiBatch(pairs(step), both, _draw_flips(task, bench, step, len(rows), n_clusters), ramp)
 
@@ -265,7 +268,7 @@ def _measure(model: ClusterModel, images: ImageSet, task: PairTask, batch: SemiB
     """The selected share of the guesses of a batch, and their quality where labels are known."""
     assert batch.free is not None
     with torch.no_grad(), frozen_statistics(model):
-        guess = _guess(model(batch.free.weak), batch.flip, task)
+        guess = _guess(ranks.gather(model(batch.free.weak), len(batch.free.rows)), batch.flip, task)
     keep = task.select(guess)
     values: dict[str, Any] = {"selected": float(keep.float().mean())}
     if images.labels is not None:

@@ -21,6 +21,7 @@ from constraintmatch.models.cluster_model import ClusterModel, with_projection
 from constraintmatch.training.batches import Shuffled, Views, derive_seed
 from constraintmatch.training.loop import Surroundings, TrainSettings, fit
 from constraintmatch.training.losses import cosine_loss, nt_xent, prototype_loss
+from constraintmatch.training.ranks import deviation, gather, mine
 from constraintmatch.training.views import View
 
 __all__ = [
@@ -84,11 +85,13 @@ def simclr(
 
     def next_batch(step: int) -> Views:
         chosen = rows(step)
-        pixels = bench.store.take(chosen)
-        return Views(bench.maker(view, pixels, step, "first"), bench.maker(view, pixels, step, "second"), chosen)
+        pixels = bench.store.take(mine(chosen))
+        first, second = (bench.maker(view, pixels, step, name, rows.batch) for name in ("first", "second"))
+        return Views(first, second, chosen)
 
     def loss(network: Callable[..., Tensor], batch: Views) -> dict[str, Tensor]:
-        first, second = network(torch.cat((batch.weak, batch.strong))).chunk(2)
+        both = network(torch.cat((batch.weak, batch.strong)))
+        first, second = gather(both, rows.batch, rows.batch).chunk(2)
         return {"contrast": nt_xent(first, second, temperature=temperature)}
 
     around = Surroundings(title="simclr", **bench.surroundings(context))
@@ -181,7 +184,7 @@ class OnlineAndTarget(nn.Module):
         of each number over the images: at first projections are nearly the same, and more noise would hide them.
         """
         online = self.online(images)
-        around = online if noise is None else online + noise * online.detach().float().std(dim=0, correction=0)
+        around = online if noise is None else online + noise * deviation(online.detach().float())
         prediction = self.predictor(around)
         with torch.no_grad():
             target = self.target(images)
@@ -247,8 +250,9 @@ def bootstrap(
 
     def loss(network: Callable[..., Tensor], batch: TargetBatch) -> dict[str, Tensor]:
         both.follow(batch.share)  # with the weights of the step before; part of the step, not of the network
-        prediction, online, target = network(torch.cat((batch.first, batch.second)), batch.noise).unbind()
-        partner = target.detach().roll(len(batch.first), 0)  # first views with second ones, and back
+        found = network(torch.cat((batch.first, batch.second)), batch.noise).unbind()
+        prediction, online, target = (gather(part, rows.batch, rows.batch) for part in found)
+        partner = target.detach().roll(rows.batch, 0)  # first views with second ones, and back
         terms = {"prediction": cosine_loss(prediction, partner)}
         if scatter is not None:
             assert batch.ramp is not None
@@ -277,13 +281,13 @@ def _build_batches(
 
     def next_batch(step: int) -> TargetBatch:
         chosen, progress = rows(step), step / steps
-        pixels = bench.store.take(chosen)
-        first, second = (bench.maker(view, pixels, step, name) for name in ("first", "second"))
+        pixels, n = bench.store.take(mine(chosen)), len(chosen)
+        first, second = (bench.maker(view, pixels, step, name, n) for name in ("first", "second"))
         share = fill(1 - momentum_at(progress, how.target_momentum))
         if scatter is None:
             return TargetBatch(first, second, share)
         draw.manual_seed(derive_seed(bench.seed, "noise", step))
-        noise = scatter.noise * torch.randn(2 * len(chosen), how.projection, generator=draw, device=bench.device)
+        noise = mine(scatter.noise * torch.randn(2 * n, how.projection, generator=draw, device=bench.device), n, n)
         ramp = fill(scatter.weight if progress >= scatter.warm_up else 0.0)
         return TargetBatch(first, second, share, chosen, noise, ramp)
 

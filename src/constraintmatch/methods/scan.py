@@ -32,6 +32,7 @@ from constraintmatch.models.cluster_model import ClusterModel, with_clusters, wi
 from constraintmatch.training.batches import Shuffled, Views, derive_seed
 from constraintmatch.training.loop import Surroundings, TrainSettings, fit
 from constraintmatch.training.losses import scan_loss
+from constraintmatch.training.ranks import gather, mine
 
 __all__ = ["SCAN_SETTINGS", "linear_scan", "scan"]
 
@@ -102,7 +103,8 @@ def scan(
     check_least("scan", n_tries=(n_tries, 0))
     bench, seed = prepare(model, images, settings, need_clusters=False), derive_seed(settings.seed, "head")
     features, view = torch.from_numpy(embed(model, images, device=bench.device)), views.scan_strong(images)
-    near = torch.from_numpy(nearest_neighbours(features.numpy(), n_neighbours, device=bench.device)).to(bench.device)
+    found = nearest_neighbours(features.numpy(), n_neighbours, device=bench.device, say=context.reporter.say)
+    near = torch.from_numpy(found).to(bench.device)
     rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
     settings = by_epochs(settings, epochs, rows)
     trained, picker = model, torch.Generator(bench.device)
@@ -118,13 +120,16 @@ def scan(
         picker.manual_seed(derive_seed(settings.seed, "neighbour", step))
         pick = torch.randint(near.shape[1], (len(chosen), 1), generator=picker, device=bench.device)
         others = near[chosen].gather(1, pick).squeeze(1)
-        anchor = bench.maker(view, bench.store.take(chosen), step, "anchor")
-        return Views(anchor, bench.maker(view, bench.store.take(others), step, "neighbour"), chosen)
+        sides = zip((chosen, others), ("anchor", "neighbour"), strict=True)
+        anchor, other = (
+            bench.maker(view, bench.store.take(mine(side)), step, name, rows.batch) for side, name in sides
+        )
+        return Views(anchor, other, chosen)
 
     def loss(network: Callable[..., Tensor], batch: Views) -> dict[str, Tensor]:
         # each side has its own BatchNorm statistics, as published
         sides = passes(network, trained, batch.weak, batch.strong, joint=bench.compile)
-        anchor, other = (side.float().softmax(-1) for side in sides)
+        anchor, other = (gather(side, rows.batch).float().softmax(-1) for side in sides)
         return {"head0": scan_loss(anchor, other, entropy_weight=entropy_weight)}  # the name that old logs have
 
     kept = keep_quality(trained, images, bench, context, tolerance)

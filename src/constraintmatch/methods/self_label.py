@@ -32,6 +32,7 @@ from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.batches import Shuffled, Views, derive_seed
 from constraintmatch.training.loop import Surroundings, TrainSettings, fit
 from constraintmatch.training.losses import balanced_confident_cross_entropy, confident, pseudo_label_loss
+from constraintmatch.training.ranks import gather, mine
 from constraintmatch.training.views import View
 
 __all__ = ["TaughtBatch", "neighbour_label", "reliable_labels", "self_label"]
@@ -82,13 +83,13 @@ def self_label(
 
     def next_batch(step: int) -> Views:
         chosen = rows(step)
-        pixels = bench.store.take(chosen)
-        return Views(pixels, bench.maker(view, pixels, step, "strong"), chosen)
+        pixels = bench.store.take(mine(chosen))
+        return Views(pixels, bench.maker(view, pixels, step, "strong", rows.batch), chosen)
 
     def loss(network: Callable[..., Tensor], batch: Views) -> dict[str, Tensor]:
         with torch.no_grad():
-            guess = network(batch.weak).float().softmax(-1)
-        answer = network(batch.strong)
+            guess = gather(network(batch.weak), rows.batch).float().softmax(-1)
+        answer = gather(network(batch.strong), rows.batch)
         return {"self_label": balanced_confident_cross_entropy(answer, guess, min_confidence=min_confidence)}
 
     kept = keep_quality(model, images, bench, context, tolerance)
@@ -131,9 +132,9 @@ def neighbour_label(
 
     def loss(network: Callable[..., Tensor], batch: TaughtBatch) -> dict[str, Tensor]:
         with torch.no_grad():
-            guess = network(batch.plain).float().softmax(-1)
-        answer = network(torch.cat((batch.taught, batch.strong))).float()
-        taught, rest = torch.split(answer, [len(batch.taught), len(batch.strong)])
+            guess = gather(network(batch.plain), rows.batch).float().softmax(-1)
+        answer = gather(network(torch.cat((batch.taught, batch.strong))), rows.batch, rows.batch).float()
+        taught, rest = answer.chunk(2)
         unsure = rest_weight * pseudo_label_loss(rest, guess, confident(guess, min_confidence))
         return {"taught": F.cross_entropy(taught, batch.label), "rest": unsure}
 
@@ -152,9 +153,9 @@ def _build_batches(
     def next_batch(step: int) -> TaughtBatch:
         picker.manual_seed(derive_seed(bench.seed, "taught", step))
         pick = torch.multinomial(weight, rows.batch, replacement=True, generator=picker)
-        taught = bench.maker(view, bench.store.take(chosen[pick]), step, "taught")
-        plain = bench.store.take(rows(step))
-        return TaughtBatch(taught, labels[pick], plain, bench.maker(view, plain, step, "strong"))
+        taught = bench.maker(view, bench.store.take(chosen[mine(pick)]), step, "taught", rows.batch)
+        plain = bench.store.take(mine(rows(step)))
+        return TaughtBatch(taught, labels[pick], plain, bench.maker(view, plain, step, "strong", rows.batch))
 
     return next_batch
 

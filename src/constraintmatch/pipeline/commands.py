@@ -26,6 +26,7 @@ from constraintmatch.pipeline.config import chain_stages
 from constraintmatch.pipeline.plan import Plan, Train, plan_pretraining
 from constraintmatch.pipeline.sources import Data, open_at, read_pairs
 from constraintmatch.pipeline.train import pretrain, rehearse_stages
+from constraintmatch.training import ranks
 from constraintmatch.training.loop import Interrupted, choose_device
 
 __all__ = [
@@ -281,7 +282,8 @@ def pretrain_model(
     """
     chosen = chain_stages(chain or ("scan" if request.data in DATASETS else "own"), stages, pretext)
     assert request.out is not None
-    plan = plan_pretraining(request, reporter)
+    with ranks.in_turn():
+        plan = plan_pretraining(request, reporter)
     data = plan.data
     if data.images.embedded and not (stages or chain or pretext):
         chosen = plan.stages  # features are there: only clusters are missing
@@ -294,8 +296,10 @@ def pretrain_model(
     how: dict[str, Any] = {"stages": chosen, "recipe": recipe or {}, "settings": request.settings, "views": plan.views}
     rehearse_stages(plan.model, data.images, plan.clusters, **how)
     try:
-        model = pretrain(plan.model, data.images, plan.clusters, context=context, **how)
+        with ranks.together():
+            model = pretrain(plan.model, data.images, plan.clusters, context=context, **how)
     except Interrupted as stop:
         raise Interrupted(f"{stop}; run the same command again to go on from there") from None
-    save_model(model, request.out / "model")
+    if ranks.first():
+        save_model(model, request.out / "model")
     return request.out / "model"

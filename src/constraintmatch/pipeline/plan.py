@@ -21,6 +21,7 @@ from constraintmatch.pipeline import config as configuration
 from constraintmatch.pipeline.config import ORDER, PRETEXTS, SHORT_STAGES, TrainConfig, make_config, method_arguments
 from constraintmatch.pipeline.sources import ClassFolders, Data, open_data, open_pairs
 from constraintmatch.pipeline.train import rehearse
+from constraintmatch.training import ranks
 from constraintmatch.training.loop import choose_device
 from constraintmatch.training.run_folder import current_request
 from constraintmatch.training.views import check_operation_names
@@ -104,7 +105,7 @@ def plan_training(request: Train, reporter: Reporter) -> Plan:
     if request.data is None:
         raise InputError("say which images: a folder, a .npy or .npz file, or a data set's name")
     _check_method(method, request)
-    out = _out_folder(request)
+    out = _out_folder(request) if ranks.first() else request.out or Path()  # only rank 0 writes
     start = _open_start(request, reporter)
     data, config = start.data, _configure(method, request, start)
     pairs, held_out = _open_pairs(request, data, config, reporter) if request.pairs else (None, None)
@@ -122,7 +123,7 @@ def plan_training(request: Train, reporter: Reporter) -> Plan:
     plan = Plan(data, pairs, held_out, config, context)
     rehearse(config, data.images, pairs=pairs is not None)  # before the start is made
     _say_plan(plan, out, automatic=start.cpu and request.from_run is None)
-    if held_out is not None:
+    if held_out is not None and ranks.first():
         held_out.write(out / "held-out-pairs.csv", names=data.images.names)
     return plan
 

@@ -2,12 +2,15 @@
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+import torch
 
+import constraintmatch
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
@@ -16,8 +19,9 @@ from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
 from constraintmatch.methods.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pipeline.config import ORDER, STAGES, Recipe, TrainConfig, make_config, method_arguments
+from constraintmatch.training import ranks
 from constraintmatch.training.loop import choose_device
-from constraintmatch.training.run_folder import open_run, read_log
+from constraintmatch.training.run_folder import flat_items, open_run, read_log
 
 __all__ = ["pairs_hash", "pretrain", "rehearse", "rehearse_stages", "stage_summary", "train", "weights_hash"]
 
@@ -41,14 +45,19 @@ def train(images: ImageSet, constraints: Constraints | None, config: TrainConfig
             raise InputError(f"{config.method} needs constraints and there are none; sample or answer some pairs first")
         given["constraints"] = constraints
     request = _request(config, images, given.get("constraints"), context)
+    _check_ranks(request)
     if context.out is None:
         trained, log = method(config.start, images, **given, context=context)
         return Trained(_note(trained, request, log), log)
     known = {f"arguments.{key}": parameter.default for key, parameter in method_arguments(config.method).items()}
     since = {key: value for key, value in known.items() if value is not inspect.Parameter.empty}  # of older requests
-    with open_run(context.out, request, resume=context.resume, since=since, how=config.settings.how()) as run:
-        if run.finished:
-            return Trained(load_model(run.model), read_log(run.path))
+    how: dict[str, Any] = {"resume": context.resume, "since": since, "how": config.settings.how()}
+    with open_run(context.out, request, **how) if ranks.first() else nullcontext() as run:
+        if found := ranks.agree(Trained(load_model(run.model), read_log(run.path)) if run and run.finished else None):
+            return found
+        if run is None:  # rank 0 keeps it
+            trained, log = method(config.start, images, **given, context=context)
+            return Trained(_note(trained, request, log), log)
         if "constraints" in given:
             given["constraints"].write(run.path / "pairs.csv", names=images.names)
         trained, log = method(config.start, images, **given, context=replace(context, run=run))
@@ -79,6 +88,18 @@ def _request(
         "constraints": pairs,
         "model": {"weights": weights_hash(config.start), **architecture},
     }
+
+
+def _check_ranks(request: Mapping[str, Any]) -> None:
+    """An InputError if the ranks are not asked for the same, or have different images or versions."""
+    facts = {**request, "data": {key: request["data"][key] for key in ("images", "fingerprint")}}
+    facts |= {"constraintmatch": constraintmatch.__version__, "torch": torch.__version__}
+    here, *others = (dict(flat_items(each)) for each in ranks.everyone(facts))
+    for number, other in enumerate(others, 1):
+        for key in here | other:
+            if here.get(key) != other.get(key):
+                said = f"{key} is {other.get(key)!r}, on rank 0 {here.get(key)!r}"
+                raise InputError(said, f"rank {number}", "give every rank the same command, images and versions")
 
 
 def pairs_hash(constraints: Constraints) -> str:
@@ -139,7 +160,7 @@ def pretrain(
         place = replace(context.within(folder), resume=True)  # of the same command
         model = train(images, None, config, place).model
         model.to(choose_device(config.settings.device))  # a finished stage comes from its folder
-        before, found = found, stage_summary(model, images, context.held_out)
+        before, found = found, stage_summary(model, images, context.held_out, say=context.reporter.say)
         if found.get("acc", 1.0) < before.get("acc", 0.0) - 0.01:
             context.reporter.say(f"{folder}: warning: ACC fell from {before['acc']:.3f} to {found['acc']:.3f}")
         if found:
@@ -147,11 +168,13 @@ def pretrain(
     return model
 
 
-def stage_summary(model: ClusterModel, images: ImageSet, held_out: ImageSet | None = None) -> dict[str, float]:
-    """How good a stage is, seen without labels, and with them where they are known."""
+def stage_summary(
+    model: ClusterModel, images: ImageSet, held_out: ImageSet | None = None, *, say: Callable[[str], None] | None = None
+) -> dict[str, float]:
+    """How good a stage is, seen without labels, and with them where they are known; `say`: see `nearest_neighbours`."""
     target = held_out if held_out is not None and held_out.labels is not None else None
     if model.config.n_clusters == 0:
-        return _judge_features(model, images, target)
+        return _judge_features(model, images, target, say)
     sample = images.take(spread(len(images), 2_000))
     near = metrics.nearest_neighbours(metrics.embed(model, sample), 20)
     predictions = metrics.predict(model, sample)
@@ -169,12 +192,14 @@ def stage_summary(model: ClusterModel, images: ImageSet, held_out: ImageSet | No
     return found
 
 
-def _judge_features(model: ClusterModel, images: ImageSet, target: ImageSet | None) -> dict[str, float]:
+def _judge_features(
+    model: ClusterModel, images: ImageSet, target: ImageSet | None, say: Callable[[str], None] | None
+) -> dict[str, float]:
     """After a pretext task there are no clusters yet; where labels are known, how often neighbours share them."""
     if images.labels is None:
         return {}
     features = metrics.embed(model, images)
-    near = metrics.nearest_neighbours(features, 20, device=model.device)
+    near = metrics.nearest_neighbours(features, 20, device=model.device, say=say)
     found = {"neighbour_acc": metrics.neighbour_consistency(near, images.labels)}
     if target is not None and target.labels is not None:
         found["knn_acc"] = metrics.knn_accuracy(features, images.labels, metrics.embed(model, target), target.labels)

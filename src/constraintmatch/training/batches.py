@@ -18,6 +18,7 @@ from torch import Tensor
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
+from constraintmatch.training import ranks
 from constraintmatch.training.views import View
 
 __all__ = [
@@ -37,7 +38,10 @@ B = TypeVar("B")
 
 @dataclass(frozen=True)
 class PairBatch:
-    """Constrained pairs: views of both images (n, c, h, w) uint8, the link in [0, 1] and the weight of each (n,)."""
+    """Constrained pairs: views of both images (n, c, h, w) uint8, the link in [0, 1] and the weight of each (n,).
+
+    With several ranks the images of a batch are the share of this rank; all else is of the whole batch.
+    """
 
     left: Tensor
     right: Tensor
@@ -106,6 +110,10 @@ class Shuffled:
             raise InputError("there is nothing to draw batches from: the set is empty")
         if batch < 1:
             raise InputError(f"{batch} images or pairs a step: ask for 1 or more")
+        if min(batch, n) < (size := ranks.world()):
+            raise InputError(
+                f"{min(batch, n)} images or pairs a step for {size} ranks: some have none; start fewer ranks"
+            )
         self.n, self.batch, self.seed, self.device = n, min(batch, n), seed, device
         self.steps_per_epoch = n // self.batch
         self._epoch, self._order = -1, torch.empty(0)
@@ -127,14 +135,18 @@ class ViewMaker:
             lambda view: torch.compile(view.apply, dynamic=False) if compile else view.apply
         )
 
-    def __call__(self, view: View, images: Tensor, step: int, name: str) -> Tensor:
-        """The view of each image (n, c, h, w); two views of one step have two names."""
+    def __call__(self, view: View, images: Tensor, step: int, name: str, *sizes: int) -> Tensor:
+        """The view of each image (n, c, h, w); two views of one step have two names.
+
+        The images are this rank's share of parts of these sizes: the draws are those of the whole batch.
+        """
         if view.n_draws == 0:
             return view.apply(images, images.new_empty((len(images), 0), dtype=torch.float32))
         self.generator.manual_seed(derive_seed(self.seed, "view", name, step))
-        draws = torch.rand((len(images), view.n_draws), generator=self.generator, device=images.device)
+        shape = sum(sizes) or len(images), view.n_draws
+        draws = torch.rand(shape, generator=self.generator, device=images.device)
         with torch.no_grad():
-            return self._function(view)(images, draws)
+            return self._function(view)(images, ranks.mine(draws, *sizes))
 
 
 def pair_batches(
@@ -147,8 +159,9 @@ def pair_batches(
 
     def next_batch(step: int) -> PairBatch:
         chosen = shuffled(step)
-        images = store.take(torch.cat((left[chosen], right[chosen])))
-        one, other = maker(view, images, step, "pairs").chunk(2)
+        both = shuffled.batch, shuffled.batch
+        images = store.take(ranks.mine(torch.cat((left[chosen], right[chosen])), *both))
+        one, other = maker(view, images, step, "pairs", *both).chunk(2)
         return PairBatch(one, other, link[chosen], weight[chosen])
 
     return next_batch

@@ -18,6 +18,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import write_atomically
 from constraintmatch._internal.progress import Reporter
 from constraintmatch._internal.rng import check_seed
+from constraintmatch.training import ranks
 from constraintmatch.training.batches import batches_ahead
 from constraintmatch.training.run_folder import RunFolder, read_log
 from constraintmatch.training.step import Stepper
@@ -95,11 +96,12 @@ class TrainSettings:
         return {key: value for key, value in asdict(self).items() if key in _HOW}
 
     def resolve(self, device: torch.device) -> "TrainSettings":
-        """The same settings with every None that the device decides filled in."""
-        cuda = device.type == "cuda"
-        bf16, compiled = (cuda if value is None else value for value in (self.bf16, self.compile))
+        """The same settings with every None that the device decides filled in; several ranks compile nothing."""
+        cuda, alone = device.type == "cuda", ranks.world() == 1
+        bf16 = cuda if self.bf16 is None else self.bf16
+        compiled = alone and (cuda if self.compile is None else self.compile)
         last = device.type != "mps" if self.channels_last is None else self.channels_last  # a third faster on a CPU too
-        graph = cuda and (compiled if self.cuda_graph is None else self.cuda_graph)
+        graph = cuda and alone and (compiled if self.cuda_graph is None else self.cuda_graph)
         return replace(self, device=str(device), bf16=bf16, channels_last=last, compile=compiled, cuda_graph=graph)
 
 
@@ -120,6 +122,8 @@ def choose_device(name: str | None = None) -> torch.device:
         raise InputError(f"unknown device {name!r}; known are cuda, mps, cpu") from None
     if not there.get(device.type, False):
         raise InputError(f"device {name!r} is not on this machine; leave --device out to take what is there")
+    if device.type == "cuda" and device.index is None and ranks.world() > 1:
+        return torch.device("cuda", torch.cuda.current_device())  # in every thread: each rank has its own
     return device
 
 
@@ -169,7 +173,7 @@ def fit(
         next_batch = batches_ahead(next_batch, settings.steps, stream=stream)
     search = {"benchmark": device.type == "cuda", "benchmark_limit": torch.backends.cudnn.benchmark_limit}
     cudnn = torch.backends.cudnn.flags(enabled=True, **search, allow_tf32=True)
-    with cudnn, history.open() as first, _stop_signals() as signalled:
+    with ranks.clear_errors(), cudnn, history.open() as first, _stop_signals() as signalled:
         if around.keep_best and first == 0:
             history.evaluate_at(0)
         for step in range(first, settings.steps):
@@ -178,7 +182,7 @@ def fit(
             batch = next_batch(step)
             stepper(batch, history.rate(step))
             history.note(step + 1, batch)
-            history.save_when_due(step + 1, stopped=signalled.is_set() or around.stop())
+            history.save_when_due(step + 1, stopped=ranks.any_rank(signalled.is_set() or around.stop()))
     return history.log
 
 
@@ -216,7 +220,7 @@ class _History(Generic[B]):
         """The step to begin with; at the end the module has the weights that are kept."""
         first = self._resume()
         if self.settings.tensorboard and self.around.run is not None:
-            self.writer = _tensorboard(self.around.run, first)
+            self.writer = self.around.run.tensorboard(first)
         self.around.reporter.start(self.around.title, self.settings.steps, first)
         earlier = read_log(self.around.run.path) if self.around.run is not None else []
         self.began = time.monotonic() - (float(earlier[-1].get("seconds", 0.0)) if earlier else 0.0)
@@ -263,7 +267,7 @@ class _History(Generic[B]):
         if self.around.evaluate is None:
             return
         with self.stepper.averaged():
-            values = self.around.evaluate()
+            values = ranks.agree(self.around.evaluate())
             if self.around.keep_best is not None and not (values.get("fallen") and self.best):
                 self._keep(
                     done, float(values[self.around.keep_best]), float(values.get(f"{self.around.keep_best}_slack", 0.0))
@@ -318,7 +322,7 @@ class _History(Generic[B]):
         if bad is None:
             return
         kept = f"the checkpoint of step {self.saved:,} is kept" if self.saved else "no checkpoint was written yet"
-        fix = "try a smaller --lr or --set clip_norm=1"
+        fix = "try a smaller --set lr=VALUE or --set clip_norm=1"
         raise NonFinite(f"step {bad[0]:,}: the loss term {bad[1]!r} is not finite; {kept}; {fix}")
 
     def _save(self, done: int) -> None:
@@ -337,32 +341,39 @@ class _History(Generic[B]):
         self.saved = done
 
     def _resume(self) -> int:
-        """The step to go on from; 0 without a checkpoint."""
-        run = self.around.run
-        if run is None or not run.checkpoint.is_file():
-            if run is not None:
-                run.cut_log(0)
-            return 0
-        from safetensors import SafetensorError, safe_open
+        """The step to go on from; 0 without a checkpoint. Rank 0 reads it for all."""
+        from safetensors import safe_open
 
-        try:
-            with safe_open(run.checkpoint, framework="pt") as file:
+        run, metadata, tensors = self.around.run, dict[str, str](), dict[str, Tensor]()
+        if run is not None and run.checkpoint.is_file():
+            with _misfits(run), safe_open(run.checkpoint, framework="pt") as file:
                 metadata = file.metadata()
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            self.saved, self.falls = int(metadata["step"]), int(metadata.get("falls", "0"))
-            self.stepper.load(tensors, metadata["terms"].split("\n"))
+        metadata, tensors = ranks.agree((metadata, tensors))
+        with _misfits(run):
+            if tensors:
+                self.saved, self.falls = int(metadata["step"]), int(metadata.get("falls", "0"))
+                self.stepper.load(tensors, metadata["terms"].split("\n"))
             if "best_step" in metadata:
                 score, highest = (float(metadata[name]) for name in ("best_score", "best_highest"))
                 self.best = {"step": int(metadata["best_step"]), "score": score, "highest": highest}
                 self.kept = {name[5:]: value for name, value in tensors.items() if name.startswith("best.")}
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            said = str(error).splitlines()[0]
-            raise InputError(
-                f"{run.checkpoint}: not a checkpoint of this run ({said}); remove it to start again"
-            ) from None
-        run.cut_log(self.saved)
-        self.log = read_log(run.path)
+        if run is not None:
+            run.cut_log(self.saved)
+        self.log = ranks.agree(read_log(run.path) if run is not None and tensors else [])
         return self.saved
+
+
+@contextmanager
+def _misfits(run: RunFolder | None) -> Iterator[None]:
+    """A checkpoint that is broken, or of something else, is an InputError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        said, place = str(error).splitlines()[0], run.checkpoint if run is not None else "the checkpoint"
+        raise InputError(f"{place}: not a checkpoint of this run ({said}); remove it to start again") from None
 
 
 @contextmanager
@@ -374,7 +385,7 @@ def _stop_signals() -> Iterator[threading.Event]:
         return
 
     def ask(*_: Any) -> None:
-        if stop.is_set():
+        if stop.is_set() and ranks.world() == 1:  # ranks get a signal from the terminal, and again from torchrun
             raise KeyboardInterrupt
         stop.set()
 
@@ -384,12 +395,3 @@ def _stop_signals() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _tensorboard(run: RunFolder, done: int) -> Any:
-    """A writer of scalars; what an interrupted run wrote after the step it goes on from is taken back."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise InputError("tensorboard needs its package: pip install constraintmatch[tensorboard]") from None
-    return SummaryWriter(str(run.path / "tensorboard"), purge_step=done + 1 if done else None)

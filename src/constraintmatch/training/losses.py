@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from constraintmatch.training.ranks import add, mine
+
 __all__ = [
     "all_pairs_loss",
     "angular_loss",
@@ -143,16 +145,17 @@ def all_pairs_loss(
 ) -> Tensor:
     """L^pseudo: the MCL of all ordered pairs of selected rows against `links`, mean over those pairs.
 
-    p is (n, k), links (n, n), keep (n,). Self-pairs (i, i) count, as in the published code, unless `self_pairs` is
-    false. 0 with a graph if nothing is selected. λ (`pseudo_weight`) is applied outside. `error_rate`: see `pair_loss`.
+    p is (n, k), links (n, n), keep (n,); of several ranks each has the rows of links that are its share. Self-pairs
+    (i, i) count, as in the published code, unless `self_pairs` is false. 0 with a graph if nothing is selected. λ
+    (`pseudo_weight`) is applied outside. `error_rate`: see `pair_loss`.
     """
     p = _lift(p)
-    keep = keep.to(p.dtype)
-    pair_weight = keep[:, None] * keep[None, :]
+    keep, rows = keep.to(p.dtype), mine(p)
+    pair_weight = mine(keep)[:, None] * keep[None, :]
     if not self_pairs:
-        pair_weight = pair_weight * (1 - torch.eye(len(p), dtype=p.dtype, device=p.device))
-    losses = _binary_cross_entropy(_inner_products(p, p), _inner_products(p, _complements(p)), links, error_rate)
-    return _weigh(losses, pair_weight)
+        pair_weight = pair_weight * mine(1 - torch.eye(len(p), dtype=p.dtype, device=p.device))
+    losses = _binary_cross_entropy(_inner_products(rows, p), _inner_products(rows, _complements(p)), links, error_rate)
+    return _weigh(losses, pair_weight, split=True)
 
 
 def flip_modes(p: Tensor, flip: Tensor) -> Tensor:
@@ -197,11 +200,11 @@ def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
     """
     n = len(z1)
     z = F.normalize(torch.cat([_lift(z1), _lift(z2)]), dim=-1)
-    itself = torch.eye(2 * n, dtype=torch.bool, device=z.device)
+    itself = mine(torch.eye(2 * n, dtype=torch.bool, device=z.device))
     with torch.autocast(z.device.type, enabled=False):
-        similarity = (z @ z.mT / temperature).masked_fill(itself, -math.inf)
-    partner = torch.arange(2 * n, device=z.device).roll(n)
-    return _weigh(_cross_entropies(similarity, partner))
+        similarity = (mine(z) @ z.mT / temperature).masked_fill(itself, -math.inf)
+    partner = mine(torch.arange(2 * n, device=z.device).roll(n))
+    return _weigh(_cross_entropies(similarity, partner), split=True)
 
 
 def scan_loss(p_anchor: Tensor, p_neighbour: Tensor, *, entropy_weight: float = 5.0) -> Tensor:
@@ -315,9 +318,14 @@ def _cross_entropies(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(_lift(logits), target, reduction="none")
 
 
-def _weigh(losses: Tensor, weight: Tensor | None = None, *, mean: bool = True) -> Tensor:
-    """Σ weight · loss, by default over Σ weight; 0 with a graph when there is nothing to weigh."""
+def _weigh(losses: Tensor, weight: Tensor | None = None, *, mean: bool = True, split: bool = False) -> Tensor:
+    """Σ weight · loss, by default over Σ weight; 0 with a graph when there is nothing to weigh.
+
+    `split`: each rank has losses of its own.
+    """
     weight = torch.ones_like(losses) if weight is None else weight.to(losses.dtype)
     total = (losses * weight).sum()
     weights = weight.sum()
+    if split:
+        total, weights = add(total), add(weights)
     return total / torch.where(weights > 0, weights, 1) if mean else total

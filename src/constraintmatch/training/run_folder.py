@@ -84,6 +84,14 @@ class RunFolder:
         text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in kept)
         write_atomically(self.path / "log.jsonl", lambda path: path.write_text(text, encoding="utf-8"))
 
+    def tensorboard(self, done: int) -> Any:
+        """A writer of scalars; what an interrupted run wrote after the step it goes on from is taken back."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise InputError("tensorboard needs its package: pip install constraintmatch[tensorboard]") from None
+        return SummaryWriter(str(self.path / "tensorboard"), purge_step=done + 1 if done else None)
+
     def note(self, **changes: Any) -> None:
         """Change entries of `run.json`."""
         self.record.update(changes)

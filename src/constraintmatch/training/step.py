@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from constraintmatch.training import ranks
 from constraintmatch.training.batches import map_tensors
 
 __all__ = ["Stepper"]
@@ -41,7 +42,7 @@ class Stepper(Generic[B]):
         self.device = device = self.parameters[0].device
         self.network = cast(
             "Callable[..., Tensor]",
-            torch.compile(module, dynamic=False, options=_options(device)) if compile else module,
+            torch.compile(module, dynamic=False, options=_options(device)) if compile else ranks.replicate(module),
         )
         self.record = torch.compile(_record, dynamic=False) if compile else _record
         self.average = {k: v.detach().clone() for k, v in module.state_dict().items()} if ema else {}
