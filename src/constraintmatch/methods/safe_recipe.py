@@ -38,6 +38,7 @@ from constraintmatch.methods.propagate import Frozen, teach_groups
 from constraintmatch.models.cluster_model import ClusterModel, with_head
 from constraintmatch.training.batches import derive_seed
 from constraintmatch.training.loop import TrainSettings, choose_device
+from constraintmatch.training.ranks import agree
 from constraintmatch.training.run_folder import read_log
 
 __all__ = ["RECIPES", "calm_head", "train_pairs"]
@@ -209,7 +210,7 @@ class _SafeTraining:
         if self.leads:
             return taught
         one, other = (self._frozen.probabilities(model).argmax(1) for model in (first, taught))
-        return taught if (one == other).mean() >= ALIKE else first
+        return taught if agree(bool((one == other).mean() >= ALIKE)) else first
 
     @cached_property
     def network(self) -> ClusterModel:
@@ -263,7 +264,8 @@ class _SafeTraining:
         return self.start if head is None else with_head(self.start, *head).to(self.device)
 
     def _predict(self, model: ClusterModel, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        return predict(model, self.images.take(rows), device=self.device).probabilities
+        """What the model says of some images; with several ranks what rank 0 finds, so that all keep the same."""
+        return agree(predict(model, self.images.take(rows), device=self.device).probabilities)
 
     def _losses(self, model: ClusterModel) -> NDArray[np.float64]:
         return self.judge.losses(self._predict(model, self.judge.rows))
