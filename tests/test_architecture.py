@@ -34,8 +34,8 @@ LIGHT = ["_internal", "data", "constraints", "questions", "cli"]  # without torc
 
 VISIBLE_NAMES = 12  # modules and folders in the package whose names do not begin with an underscore
 FILES_IN_A_FOLDER = 14
-FILES = 88
-LINES = 19_700  # goal: 17_500
+FILES = 89
+LINES = 19_950  # goal: 17_500
 LINES_OF_A_FILE = 400
 CLASSES = 114  # goal: 110
 LINES_OF_A_FUNCTION = 60  # with its signature
