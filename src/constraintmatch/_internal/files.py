@@ -2,13 +2,14 @@
 
 import errno
 import json
+import math
 import os
 import re
 import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from constraintmatch._internal.errors import InputError
 __all__ = [
     "InUse",
     "check_folder",
+    "check_memory",
     "check_new_folder",
     "check_target",
     "folder_lock",
@@ -185,6 +187,27 @@ def parse_json(text: str) -> Any:
         raise ValueError("too many brackets within brackets") from None
     except ValueError:  # more digits than Python turns into a number
         raise ValueError("a number has too many digits") from None
+
+
+def check_memory(wanted: int, place: Path | str, fix: str) -> None:
+    """An InputError about the place if it needs more bytes than this process may still take, where that is known."""
+    if wanted > (left := _memory_left()):
+        problem = f"needs {wanted / 2**30:,.1f} GiB of memory, and {left / 2**30:,.1f} GiB are free"
+        raise InputError(problem, place, fix)
+
+
+def _memory_left() -> float:
+    left = math.inf
+    with suppress(OSError, ValueError, ImportError):  # not on Linux
+        import resource
+
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        left = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), math.inf)
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit != resource.RLIM_INFINITY:
+            taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+            left = min(left, limit - taken)
+    return left
 
 
 @contextmanager
