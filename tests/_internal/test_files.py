@@ -21,6 +21,7 @@ from constraintmatch._internal.files import (
     check_target,
     folder_lock,
     read_json,
+    remove_leftovers,
     write_atomically,
     write_json,
 )
@@ -322,3 +323,50 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="file") as caught, folder_lock(tmp_path / "file"):
         pytest.fail("a file was locked as a folder")
     assert "\n" not in str(caught.value)
+
+
+# After a kill
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from constraintmatch._internal.files import write_atomically
+def write(path):
+    path.write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+write_atomically(Path(sys.argv[1]), write)
+"""
+
+
+@posix
+def test_what_a_killed_process_left_is_removed_and_what_others_write_is_not(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint.safetensors"
+    subprocess.run([sys.executable, "-c", KILLED, str(target)], check=False)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".checkpoint.safetensors.")
+    own = tmp_path / ".run.json.swp"
+    own.write_text("of an editor")
+    write_atomically(tmp_path / "other.json", lambda path: path.write_text("x"))
+    assert left.exists()  # of another file, and its writer may have made it a moment ago
+
+    def write(path: Path) -> None:
+        path.write_text("in progress")
+        write_atomically(target, lambda second: second.write_text("new"))
+        remove_leftovers(tmp_path)
+        assert path.exists()
+
+    write_atomically(target, write)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [own.name, target.name, "other.json"]
+    assert target.read_text() == "in progress"
+
+
+@posix
+def test_an_empty_file_that_may_be_a_moment_old_stays_unless_the_folder_is_held(tmp_path: Path) -> None:
+    young, old = tmp_path / ".a.json.abcdefgh.json", tmp_path / ".a.json.12345678.json"
+    for path in (young, old):
+        path.touch()
+    os.utime(old, (0, 0))
+    write_json(tmp_path / "a.json", 1)
+    assert (young.exists(), old.exists()) == (True, False)
+    remove_leftovers(tmp_path)
+    assert not young.exists()

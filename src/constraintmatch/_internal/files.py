@@ -8,6 +8,7 @@ import re
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +26,7 @@ __all__ = [
     "parse_json",
     "read_errors",
     "read_json",
+    "remove_leftovers",
     "write_atomically",
     "write_error",
     "write_json",
@@ -46,6 +48,8 @@ _WRITE_ERRORS = {  # problem and fix
     errno.EISDIR: ("is a folder", "name a file in it"),
     errno.ENOTDIR: ("a file is where a folder should be", _ELSEWHERE),
     errno.EEXIST: ("a file is where a folder should be", _ELSEWHERE),  # what mkdir says
+    errno.EMFILE: ("too many files are open", "raise the limit: ulimit -n 4096"),
+    errno.ENFILE: ("too many files are open on this machine", "close some programs"),
     errno.ENAMETOOLONG: ("the name is too long", "choose a shorter one"),
 }
 _NUMBER_IN_WORDS = re.compile(r"\b(?:os error|errno) (\d+)", re.IGNORECASE)
@@ -79,12 +83,15 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
     """
     check_target(path)
     path, target = Path(path), Path(os.path.realpath(path))
-    temporary, outer = None, sys.exception()
+    temporary, handle, outer = None, -1, sys.exception()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(target.parent, target.name)
         handle, name = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=path.suffix, dir=target.parent)
-        os.close(handle)
         temporary = Path(name)
+        if os.name == "nt" or not _try_lock(handle):  # held until it has its name: others see that it is no leftover
+            os.close(handle)
+            handle = -1
         write(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
@@ -99,6 +106,30 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
                 raise found from error
             cause = cause.__cause__ or cause.__context__
         raise
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
+_TEMPORARY = re.compile(r"\.(.+)\.[a-z0-9_]{8}(\.[^.]*)?")
+
+
+def remove_leftovers(folder: Path, name: str = "") -> None:
+    """Remove what killed processes left of `write_atomically` in a folder: files that nobody holds.
+
+    With a name only those of this file. They may be a moment old and not held yet: empty ones then stay for a minute.
+    """
+    if os.name == "nt":  # where they are not held
+        return
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            made = _TEMPORARY.fullmatch(entry.name)
+            if made is None or (name and made[1] != name[:100]) or not entry.is_file(follow_symlinks=False):
+                continue
+            with open(entry, "rb") as file:  # noqa: PTH123 (an entry is no Path)
+                status = os.fstat(file.fileno())
+                if _try_lock(file.fileno()) and (not name or status.st_size or time.time() - status.st_mtime > 60):
+                    os.unlink(entry)  # noqa: PTH108
 
 
 def _umask() -> int:

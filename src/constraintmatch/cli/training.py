@@ -78,6 +78,7 @@ def train(
       constraintmatch train --resume --out runs/photos
     """
     from constraintmatch.pipeline import commands, plan
+    from constraintmatch.pipeline.config import check_neighbours
     from constraintmatch.pipeline.train import train
     from constraintmatch.training.loop import Interrupted
 
@@ -86,6 +87,7 @@ def train(
     arguments, settings, more = flags.split_settings(flags.read_settings("train", sets, method, chosen))
     asked = plan.Train(data=data, **request, **images, **more, arguments=arguments, settings=settings)
     job = plan.plan_training(asked, reporter)
+    check_neighbours(job.config.method, arguments, len(job.data.images))
     try:
         trained = train(job.data.images, job.pairs, job.config, job.context)
     except Interrupted as stop:
