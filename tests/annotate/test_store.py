@@ -485,6 +485,28 @@ def test_a_damaged_database_is_refused(path: Path) -> None:
         pass
 
 
+def test_a_database_that_was_begun_and_never_made_is_made(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")  # all that a server wrote before it was killed
+    assert path.stat().st_size > 0
+    with pytest.raises(InputError, match="an empty file, not a database"), open_store(path, IMAGES, read_only=True):
+        pass
+    with open_store(path, IMAGES) as store:
+        assert store.answers() == []
+
+
+def test_a_database_that_cannot_be_made_is_not_left(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object) -> None:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    monkeypatch.setattr("constraintmatch.annotate.tables.create_tables", full)
+    with pytest.raises(InputError, match="no space left on the disk"), open_store(path, IMAGES):
+        pass
+    assert not path.exists()
+
+
 def test_a_read_only_folder_or_file_is_told() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answers.db"

@@ -118,10 +118,17 @@ class Database:
         with self.access(), ExitStack() as stack:
             if not read_only:
                 self._hold(stack)
+            new = not path.exists()
             self.connection = sqlite3.connect(address, uri=True, isolation_level=None, check_same_thread=False)
             stack.callback(self.connection.close)
             self.connection.text_factory = tables.decode_text
-            self._prepare()
+            try:
+                self._prepare()
+            except BaseException:
+                self.connection.close()
+                if new:  # not left half made
+                    Path(os.path.realpath(path)).unlink(missing_ok=True)
+                raise
             self.close = stack.pop_all().close
 
     def _hold(self, stack: ExitStack) -> None:
@@ -181,14 +188,14 @@ class Database:
     def _prepare(self) -> None:
         queries = ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
         application, version, n_tables = (self.number(query) for query in queries)
-        fresh = (application, version, n_tables) == (0, 0, 0)
+        self.fresh = fresh = (application, version, n_tables) == (0, 0, 0)
         if not fresh and application != tables.APPLICATION:
             raise self._refusal("a database of another program; choose another {flag}")
         if not fresh and version != tables.VERSION:
             fix = "update constraintmatch" if version > tables.VERSION else "choose another {flag}"
             raise self._refusal(f"a database of version {version}; this program knows version {tables.VERSION}; {fix}")
         if fresh and self.read_only:
-            raise self._refusal("an empty file, not a database of answers; check {flag}")
+            return
         if self.read_only:  # not mode=ro: that would leave the -wal and -shm files next to the database
             self.connection.execute("PRAGMA query_only = ON")
         else:

@@ -90,8 +90,11 @@ def open_store(
     path, identity = Path(path), ImageIdentity(images, source, pictures)
     if not read_only and path.is_file() and path.stat().st_size:  # a refused database gets no lock
         with closing(Database(path, flag=flag, read_only=True)) as found:
-            identity.check(found)
+            if not found.fresh:  # else a server was killed when it made it
+                identity.check(found)
     with closing(Database(path, flag=flag, read_only=read_only)) as database:
+        if database.fresh and read_only:
+            raise InputError(f"{path}: an empty file, not a database of answers; check {flag}")
         yield Store(database, identity, claim_seconds, clock)
 
 

@@ -230,7 +230,7 @@ def _mended(table: str, row: Row, spare: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(path: Path, tables: Mapping[str, list[dict[str, Any]]]) -> None:
-    with closing(sqlite3.connect(path)) as connection:
+    with closing(sqlite3.connect(":memory:")) as connection:
         connection.execute("BEGIN")
         create_tables(connection)
         for table, rows in tables.items():
@@ -238,3 +238,4 @@ def _write(path: Path, tables: Mapping[str, list[dict[str, Any]]]) -> None:
             places = ", ".join(f":{name}" for name in _COLUMNS[table])
             connection.executemany(f"INSERT OR REPLACE INTO {table} ({columns}) VALUES ({places})", rows)
         connection.commit()
+        path.write_bytes(connection.serialize())  # a plain write: what the disk says against it is known
