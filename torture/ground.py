@@ -160,6 +160,7 @@ def files_of(place: Path) -> dict[str, str]:
 def load() -> None:
     """Load what the commands would load by and by, with one thread, so that a fork is safe and begins at once."""
     import matplotlib.pyplot
+    import pydantic
     import sklearn.cluster
     import sklearn.linear_model
     import timm
@@ -167,7 +168,7 @@ def load() -> None:
     import torch._dynamo
     import torchvision
 
-    assert all((matplotlib, sklearn, timm, torchvision))
+    assert all((matplotlib, pydantic, sklearn, timm, torchvision))
     torch.set_num_threads(1)
 
 

@@ -797,6 +797,7 @@ def test_a_record_with_other_kinds_is_refused(
     [
         (MemoryError("Unable to allocate 58 TiB"), "not enough memory (Unable to allocate 58 TiB); use smaller images"),
         (RuntimeError("CUDA out of memory. Tried\nmore"), "not enough memory (CUDA out of memory. Tried); use smaller"),
+        (RuntimeError("can't alloc"), "not enough memory (can't alloc); use smaller images"),
         (OSError(errno.EMFILE, "Too many", "a"), "a: too many files are open; raise the limit: ulimit -n 4096"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/x"), "/proc/x: No such file or directory"),
     ],

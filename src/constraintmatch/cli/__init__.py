@@ -1,5 +1,6 @@
 """The command line: parses, calls, prints. Progress goes to standard error, results to standard output."""
 
+import io
 import signal
 import sys
 
@@ -18,5 +19,6 @@ def main() -> None:
     """The entry point `constraintmatch`."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was begun is put in order
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a name may be no text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name may be no text
     app()

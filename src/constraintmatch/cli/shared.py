@@ -77,10 +77,6 @@ class _Commands(TyperGroup):
             if found is None and not error.strerror:
                 raise
             code = say_error(f"error: {found or InputError(str(error.strerror), place)}", 2)
-        except (MemoryError, RuntimeError) as error:  # of torch
-            if not isinstance(error, MemoryError) and not re.search(r"not enough memory|out of memory", str(error)):
-                raise
-            code = say_error(f"error: not enough memory ({str(error).partition(chr(10))[0][:200]}); {_SMALLER}", 2)
         raise typer.Exit(code)
 
     def main(self, *arguments: Any, **options: Any) -> Any:
@@ -96,12 +92,16 @@ class _Commands(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
+# what torch, the libraries below it and the loader of libraries say
+_MEMORY = re.compile(r"not enough memory|out of memory|can't alloc|bad_alloc|failed to map segment|allocate memory")
 _SMALLER = "use smaller images (--set side=32), fewer a step (--set images_per_step=64) or another machine"
 _NO_PERMISSION = "no permission to read or write it; change that or choose another place"  # which of them is not known
 
 
 def _usage_error(error: Exception) -> int:
-    """Say a usage error of typer's parser (old ones have click's own), and its exit code; a bug is raised again."""
+    """Say that memory is full, or a usage error of typer's parser, and its exit code; a bug is raised again."""
+    if isinstance(error, MemoryError) or _MEMORY.search(str(error)):
+        return say_error(f"error: not enough memory ({str(error).partition(chr(10))[0][:200]}); {_SMALLER}", 2)
     said = getattr(error, "format_message", None)
     if said is None:
         raise error
