@@ -41,14 +41,14 @@ def main() -> int:
 
     place = (base / "ground", base / "work", draw)
     parts = {
-        "kills": lambda: kills.kill_at_file_operations(*place, n(8)),
-        "signals": lambda: [kills.stop_by_signals(*place, n(6))],
+        "kills": lambda: kills.kill_at_file_operations(*place, n(6)),
+        "signals": lambda: [kills.stop_by_signals(*place, n(4))],
         "server": lambda: [kills.kill_the_server(*place, n(1000), n(30))],
-        "words": lambda: [inputs.bad_words(*place, n(160))],
-        "python": lambda: [inputs.bad_values(asked.seed, n(100))],
-        "http": lambda: [inputs.bad_requests(*place, n(150))],
+        "words": lambda: [inputs.bad_words(*place, n(150))],
+        "python": lambda: [inputs.bad_values(asked.seed, n(90))],
+        "http": lambda: [inputs.bad_requests(*place, n(160))],
         "limits": lambda: inputs.bad_machines(*place, n(2)),
-        "damage": lambda: inputs.bad_files(*place, n(5)),
+        "damage": lambda: inputs.bad_files(*place, n(4)),
     }
     for name, part in parts.items():
         if asked.only in name:

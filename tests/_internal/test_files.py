@@ -8,8 +8,10 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rights import as_nobody, public_folder
@@ -347,7 +349,7 @@ def test_what_a_killed_process_left_is_removed_and_what_others_write_is_not(tmp_
     own = tmp_path / ".run.json.swp"
     own.write_text("of an editor")
     write_atomically(tmp_path / "other.json", lambda path: path.write_text("x"))
-    assert left.exists()  # of another file, and its writer may have made it a moment ago
+    assert left.exists()  # of another file
 
     def write(path: Path) -> None:
         path.write_text("in progress")
@@ -361,12 +363,21 @@ def test_what_a_killed_process_left_is_removed_and_what_others_write_is_not(tmp_
 
 
 @posix
-def test_an_empty_file_that_may_be_a_moment_old_stays_unless_the_folder_is_held(tmp_path: Path) -> None:
-    young, old = tmp_path / ".a.json.abcdefgh.json", tmp_path / ".a.json.12345678.json"
-    for path in (young, old):
-        path.touch()
-    os.utime(old, (0, 0))
+def test_a_file_that_another_process_takes_for_a_leftover_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def taken(**how: Any) -> tuple[int, str]:
+        handle, name = mkstemp(**how)
+        made.append(name)
+        if len(made) == 1:
+            remove_leftovers(tmp_path)  # before it is held
+        return handle, name
+
+    mkstemp = tempfile.mkstemp
+    monkeypatch.setattr(tempfile, "mkstemp", taken)
     write_json(tmp_path / "a.json", 1)
-    assert (young.exists(), old.exists()) == (True, False)
-    remove_leftovers(tmp_path)
-    assert not young.exists()
+    assert len(made) == 2
+    assert read_json(tmp_path / "a.json") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]

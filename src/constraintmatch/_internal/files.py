@@ -87,11 +87,7 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target.parent, target.name)
-        handle, name = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=path.suffix, dir=target.parent)
-        temporary = Path(name)
-        if os.name == "nt" or not _try_lock(handle):  # held until it has its name: others see that it is no leftover
-            os.close(handle)
-            handle = -1
+        temporary, handle = _make_temporary(target, path.suffix)
         write(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
@@ -111,14 +107,27 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
             os.close(handle)
 
 
+def _make_temporary(target: Path, suffix: str) -> tuple[Path, int]:
+    """A new file beside the target, and a handle that holds it until it has its name; -1 where files are not held."""
+    while True:
+        handle, name = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=suffix, dir=target.parent)
+        for pause in (0, 0.01, 0.1):  # another process may just look at it
+            time.sleep(pause)
+            if held := os.name != "nt" and _try_lock(handle):
+                break
+        if not held or os.fstat(handle).st_nlink:
+            break
+        os.close(handle)  # another process has just taken it for a leftover
+    if not held:
+        os.close(handle)
+    return Path(name), handle if held else -1
+
+
 _TEMPORARY = re.compile(r"\.(.+)\.[a-z0-9_]{8}(\.[^.]*)?")
 
 
 def remove_leftovers(folder: Path, name: str = "") -> None:
-    """Remove what killed processes left of `write_atomically` in a folder: files that nobody holds.
-
-    With a name only those of this file. They may be a moment old and not held yet: empty ones then stay for a minute.
-    """
+    """Remove what killed processes left of `write_atomically` in a folder, or of one file: what nobody holds."""
     if os.name == "nt":  # where they are not held
         return
     with suppress(OSError):
@@ -127,8 +136,7 @@ def remove_leftovers(folder: Path, name: str = "") -> None:
             if made is None or (name and made[1] != name[:100]) or not entry.is_file(follow_symlinks=False):
                 continue
             with open(entry, "rb") as file:  # noqa: PTH123 (an entry is no Path)
-                status = os.fstat(file.fileno())
-                if _try_lock(file.fileno()) and (not name or status.st_size or time.time() - status.st_mtime > 60):
+                if _try_lock(file.fileno()):
                     os.unlink(entry)  # noqa: PTH108
 
 
