@@ -7,7 +7,7 @@ PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 
 unexport PYTHONDONTWRITEBYTECODE  # the tests start Python dozens of times: what is compiled is kept
 
-.PHONY: demo test suite types style docs test-ranks test-browser format requirements clean
+.PHONY: demo test suite types style docs test-ranks test-browser torture format requirements clean
 
 demo: $(READY)  ## what pairs and answers bring, on the bundled digits
 	$(BIN)/constraintmatch demo --out demo
@@ -36,6 +36,9 @@ test-browser: $(READY)  ## the page in a real Chromium, the API fuzzed; installs
 	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode -r requirements-browser.txt
 	$(BIN)/python -c "import shutil, sys; sys.exit(not any(map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))))" || $(BIN)/playwright install chromium
 	$(BIN)/python -m pytest -m browser tests/browser
+
+torture: $(READY)  ## kills, signals, bad inputs, small disks and broken files, counted in one table (minutes; SEED=1)
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python torture --seed $(or $(SEED),0)
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -8,8 +8,10 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rights import as_nobody, public_folder
@@ -21,6 +23,7 @@ from constraintmatch._internal.files import (
     check_target,
     folder_lock,
     read_json,
+    remove_leftovers,
     write_atomically,
     write_json,
 )
@@ -322,3 +325,59 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="file") as caught, folder_lock(tmp_path / "file"):
         pytest.fail("a file was locked as a folder")
     assert "\n" not in str(caught.value)
+
+
+# After a kill
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from constraintmatch._internal.files import write_atomically
+def write(path):
+    path.write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+write_atomically(Path(sys.argv[1]), write)
+"""
+
+
+@posix
+def test_what_a_killed_process_left_is_removed_and_what_others_write_is_not(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint.safetensors"
+    subprocess.run([sys.executable, "-c", KILLED, str(target)], check=False)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".checkpoint.safetensors.")
+    own = tmp_path / ".run.json.swp"
+    own.write_text("of an editor")
+    write_atomically(tmp_path / "other.json", lambda path: path.write_text("x"))
+    assert left.exists()  # of another file
+
+    def write(path: Path) -> None:
+        path.write_text("in progress")
+        write_atomically(target, lambda second: second.write_text("new"))
+        remove_leftovers(tmp_path)
+        assert path.exists()
+
+    write_atomically(target, write)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [own.name, target.name, "other.json"]
+    assert target.read_text() == "in progress"
+
+
+@posix
+def test_a_file_that_another_process_takes_for_a_leftover_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def taken(**how: Any) -> tuple[int, str]:
+        handle, name = mkstemp(**how)
+        made.append(name)
+        if len(made) == 1:
+            remove_leftovers(tmp_path)  # before it is held
+        return handle, name
+
+    mkstemp = tempfile.mkstemp
+    monkeypatch.setattr(tempfile, "mkstemp", taken)
+    write_json(tmp_path / "a.json", 1)
+    assert len(made) == 2
+    assert read_json(tmp_path / "a.json") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]

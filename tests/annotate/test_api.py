@@ -1,6 +1,7 @@
 """The page's server, in process: questions, answers, contradictions, clusters, pictures, and who is refused."""
 
 import io
+import json
 import re
 import socket
 import sys
@@ -602,6 +603,22 @@ def test_a_malformed_answer_is_refused(shared: Place, change: dict[str, Any]) ->
     body = {"question": 1, "choice": 0, "annotator": "anna", "milliseconds": 1} | change
     shared.post("/api/answers", body, 422)
     assert shared.get("/api/state")["counts"]["answered"] == 0
+
+
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.sampled_from(["\ud800"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["a", "\ud800"]), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@limits(max_examples=60, deadline=None)
+@given(st.dictionaries(st.sampled_from(["annotator", "hold", "choice", "\ud800"]), ODD))
+def test_no_json_makes_the_server_fail(shared: Place, body: dict[str, Any]) -> None:
+    for path in ("/api/questions", "/api/answers"):
+        reply = shared.client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+        assert reply.status_code in (200, 409, 422)
+        assert reply.json()
 
 
 def test_a_question_that_does_not_exist_is_told(place: Place) -> None:

@@ -17,7 +17,9 @@ from forks import Fork
 from rights import as_nobody
 
 from constraintmatch._internal.errors import InputError
+from constraintmatch.annotate.database import Given
 from constraintmatch.annotate.store import Store, open_store
+from constraintmatch.annotate.tables import repair_answers
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question
 
@@ -476,8 +478,33 @@ def test_a_damaged_database_is_refused(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[4096 * 3 : -4096] = os.urandom(len(content) - 4096 * 4)
     path.write_bytes(content)
-    with pytest.raises(InputError, match="the database is damaged; restore a copy"), open_store(path, IMAGES):
+    with (
+        pytest.raises(InputError, match="the database is damaged; save what can be read: constraintmatch repair "),
+        open_store(path, IMAGES),
+    ):
         pass
+
+
+def test_a_database_that_was_begun_and_never_made_is_made(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")  # all that a server wrote before it was killed
+    assert path.stat().st_size > 0
+    with pytest.raises(InputError, match="an empty file, not a database"), open_store(path, IMAGES, read_only=True):
+        pass
+    with open_store(path, IMAGES) as store:
+        assert store.answers() == []
+
+
+def test_a_database_that_cannot_be_made_is_not_left(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object) -> None:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    monkeypatch.setattr("constraintmatch.annotate.tables.create_tables", full)
+    with pytest.raises(InputError, match="no space left on the disk"), open_store(path, IMAGES):
+        pass
+    assert not path.exists()
 
 
 def test_a_read_only_folder_or_file_is_told() -> None:
@@ -496,3 +523,86 @@ def test_a_read_only_folder_or_file_is_told() -> None:
         said = r"answers\.db: the file or its disk is read-only; make it writable"
         with as_nobody(), pytest.raises(InputError, match=said), open_store(path, IMAGES):
             pass
+
+
+# Damage
+
+
+@pytest.fixture
+def answered(path: Path) -> Path:
+    """A database with answers 1 to 5 to questions about three images each."""
+    with open_store(path, IMAGES) as store:
+        for row in range(5):
+            ask(store, Question(row, (10 + row, 20 + row)), row % 2)
+    return path
+
+
+def spoil(path: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+BAD_TEXT = "CAST(x'61ff62' AS TEXT)"
+
+
+@pytest.mark.parametrize(
+    ("statement", "said", "n_saved"),
+    [
+        (f"UPDATE questions SET image = {BAD_TEXT} WHERE id = 2", "table questions row 2: image is 'a", 4),
+        ("UPDATE questions SET shown = 'no json' WHERE id = 2", "table questions row 2: shown is 'no json'", 4),
+        ("UPDATE questions SET shown = '7' WHERE id = 3", "table questions row 3: shown is '7'", 4),
+        ("UPDATE questions SET shown = '[1, 2]' WHERE id = 3", r"table questions row 3: shown is '\[1, 2\]'", 4),
+        ("UPDATE questions SET shown = '[\"\\ud800\"]' WHERE id = 3", "table questions row 3: shown is", 4),
+        ("UPDATE questions SET look = x'00' WHERE id = 1", "table questions row 1: look has 1 bytes for 3 images", 4),
+        ("UPDATE answers SET choice = 'first' WHERE id = 4", "table answers row 4: choice is 'first'", 4),
+        ("UPDATE answers SET choice = 9 WHERE id = 4", "table answers row 4: choice 9 was not shown", 4),
+        ("UPDATE answers SET question = 77 WHERE id = 5", "table answers row 5: its question 77 is not there", 4),
+        ("UPDATE answers SET annotator = x'ff' WHERE id = 5", "table answers row 5: annotator is b'", 4),
+        (f"UPDATE answers SET origin = {BAD_TEXT} WHERE id = 1", "table answers row 1: origin is 'a", 5),
+        (f"INSERT INTO clusters VALUES (1, {BAD_TEXT})", "table clusters row 1: name is 'a", 5),
+        (f"UPDATE about SET value = {BAD_TEXT}", "table about row opened: value is 'a", 5),
+        ("DROP TABLE clusters", "there is no table clusters", 5),
+        ("ALTER TABLE answers DROP COLUMN weight", "table answers has no column weight", 0),
+    ],
+)
+def test_a_row_that_cannot_be_is_named_and_the_others_are_saved(
+    answered: Path, tmp_path: Path, statement: str, said: str, n_saved: int
+) -> None:
+    spoil(answered, "DROP VIEW answered", statement)
+    before = answered.read_bytes()
+    for read_only in (False, True):
+        with pytest.raises(InputError, match=said), open_store(answered, IMAGES, read_only=read_only):
+            pass
+    mended = tmp_path / "mended.db"
+    if not n_saved:
+        with pytest.raises(InputError, match="no answer in it can be read"):
+            repair_answers(answered, mended)
+        assert not mended.exists()
+        return
+    n, lost = repair_answers(answered, mended)
+    assert n == n_saved
+    assert len(lost) == (5 - n_saved) * (2 if "questions" in statement else 1) + ("about" in said or "clusters" in said)
+    assert answered.read_bytes() == before
+    with open_store(mended, IMAGES) as store:
+        assert len(store.rows()) == n_saved
+        assert [row.annotator for row in store.rows()] == ["ann"] * n_saved
+
+
+def test_what_can_be_read_of_a_file_with_broken_pages_is_saved(path: Path, tmp_path: Path) -> None:
+    with open_store(path, IMAGES) as store:
+        all_pairs = pairs(*((i, j) for i in range(30) for j in range(i)))
+        store.take_in(Given(Answer(question, UNSURE), "ann") for question in all_pairs)
+    content = bytearray(path.read_bytes())
+    page = content.index(b"ann2") // 4096 * 4096 + 4096  # behind the first answers
+    content[page : page + 4096] = bytes(4096)
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="the database is damaged"), open_store(path, IMAGES):
+        pass
+    n, lost = repair_answers(path, tmp_path / "mended.db")
+    assert 0 < n < 435
+    assert lost
+    with open_store(tmp_path / "mended.db", IMAGES) as store:
+        assert store.counts().unsure == n
+    with pytest.raises(InputError, match=r"mended\.db: exists already"):
+        repair_answers(path, tmp_path / "mended.db")

@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import functools
 import json
 import os
 import re
@@ -730,6 +731,94 @@ def test_flipping_one_kind_needs_a_share(tmp_path: Path) -> None:
 
 def test_a_side_by_a_slip_of_the_keys_is_refused(words: Callable[..., list[object]]) -> None:
     assert "at most 4,096 pixels" in refused(*words(model=None, clusters=3, side=3_200_000))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--lr 1e308", "lr is 1e+308; it must be a number that 32 bits hold"),
+        ("--lr nan", "lr is nan; it must be a number that 32 bits hold"),
+        ("--set pairs_per_step=1000000000000", "pairs_per_step is 1,000,000,000,000; it must be at most 1,000,000"),
+        ("--data-dir nowhere", "--data-dir nowhere: no such folder; name the folder that holds the data set"),
+        ("--data-dir .", "--data-dir . goes with a data set (digits, cifar10"),
+        ("--set backbone=", "backbone must be tiny, resnet18, resnet34 or timm:NAME"),
+        ("--method propagate --set n_neighbours=100000", "n_neighbours is 100,000; an image has 39 others"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_and_nothing_is_left(
+    trained: tuple[Path, Any], folder: Path, tmp_path: Path, more: str, said: str
+) -> None:
+    asked = ("train", folder / "in", "--pairs", folder / "pairs.csv", "--model", trained[0], "--device", "cpu")
+    assert said in refused(*asked, "--out", tmp_path / "r", *more.split())
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_split_goes_with_a_data_set_only(trained: tuple[Path, Any], folder: Path, tmp_path: Path) -> None:
+    said = refused("predict", trained[0], folder / "in", "--split", "train", "--out", tmp_path / "c.csv")
+    assert (
+        "--split train goes with a data set (digits, cifar10, cifar100-20, stl10, imagenet10, imagenet-dogs), not "
+        in said
+    )
+    assert not (tmp_path / "c.csv").exists()
+
+
+def test_more_neighbours_than_images_are_refused_before_a_stage_begins(folder: Path, tmp_path: Path) -> None:
+    words = ("pretrain", folder / "in", "--clusters", 3, "--chain", "short", "--out", tmp_path / "r", "--device", "cpu")
+    assert "linear_scan: n_neighbours is 40; an image has 39" in refused(*words, "--set", "linear_scan.n_neighbours=40")
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("data", [1]),
+        ("data.side", "x"),
+        ("data.start.model", 7),
+        ("model.n_clusters", "q"),
+        ("views.without", [5]),
+        ("settings", None),
+    ],
+)
+def test_a_record_with_other_kinds_is_refused(
+    trained: tuple[Path, Any], tmp_path: Path, place: str, value: object
+) -> None:
+    record = json.loads((trained[0] / "run.json").read_text())
+    inside, *above = place.split(".")[::-1]
+    group = functools.reduce(dict.get, above[::-1], record["request"])
+    group[inside] = value
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    said = refused("train", "--from-run", tmp_path / "run.json", "--out", tmp_path / "r", "--device", "cpu")
+    assert f"run.json: {place} is {value!r}, which no training writes; name another run" in said
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError("Unable to allocate 58 TiB"), "not enough memory (Unable to allocate 58 TiB); use smaller images"),
+        (RuntimeError("CUDA out of memory. Tried\nmore"), "not enough memory (CUDA out of memory. Tried); use smaller"),
+        (RuntimeError("can't alloc"), "not enough memory (can't alloc); use smaller images"),
+        (OSError(errno.EMFILE, "Too many", "a"), "a: too many files are open; raise the limit: ulimit -n 4096"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/x"), "/proc/x: No such file or directory"),
+    ],
+)
+def test_what_the_machine_cannot_do_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, said: str) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("constraintmatch.pipeline.sources.check_pairs", fail)
+    assert said in refused("check", "pairs.csv")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names are bytes there")
+def test_a_name_that_is_no_text_does_not_break_the_output(tmp_path: Path) -> None:
+    pairs = os.path.join(os.fsencode(tmp_path), b"p\xff.csv")  # noqa: PTH118 (bytes)
+    command = [sys.executable, "-m", "constraintmatch", "check", pairs]
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "p\\udcff.csv: no such file" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a pipe that is closed")

@@ -530,3 +530,8 @@ def test_closing_never_silently_makes_billions_of_pairs():
 
 def test_components_are_numbered_by_their_first_image():
     assert graph.components(np.array([4, 3]), np.array([1, 0]), 6).tolist() == [0, 1, 2, 0, 1, 3]
+
+
+def test_more_pairs_than_memory_holds_are_refused_at_once() -> None:
+    with pytest.raises(InputError, match=r"pairs: needs .* GiB of memory, and .* are free; draw fewer"):
+        Constraints.sample([0, 1, 0, 1], 10**25, seed=0)

@@ -1,5 +1,6 @@
 """Image sets: from arrays, files and folders, with names and labels that fit; parts and splits."""
 
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,17 @@ def test_names_and_labels_must_fit() -> None:
         ImageSet.from_arrays(noise(2, 8, 8), labels=[0, 2], classes=["cat", "dog"])
     with pytest.raises(InputError, match="'cow' is not one of the classes cat, dog"):
         ImageSet.from_arrays(noise(2, 8, 8), labels=["cat", "cow"], classes=["cat", "dog"])
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "a\ud800", "..", "../x", "a/../b", "a\\..\\b"])
+def test_a_name_that_no_file_could_have_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=r"row 1: .* is no name of an image; leave out empty names, \.\. and NUL"):
+        ImageSet.from_arrays(noise(2, 8, 8), names=["a", name])
+
+
+def test_odd_names_that_a_file_could_have_are_kept() -> None:
+    names = ("..a", "a..", "/x/1.png", " ", "ü\n")
+    assert ImageSet.from_arrays(noise(5, 8, 8), names=names).names == names
 
 
 def test_labels_may_be_a_column_or_words() -> None:
@@ -246,6 +258,26 @@ def test_files_that_hold_no_images_are_refused(tmp_path: Path) -> None:
         ImageSet.from_file(tmp_path / "none.npy")
     with pytest.raises(InputError, match=r"not a \.npy or \.npz file"):
         load_images(save(tmp_path / "a.png", noise(8, 8)))
+
+
+def npz_that_says(path: Path, shape: str, content: bytes = bytes(64)) -> Path:
+    """A .npz file whose header claims a shape."""
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("embeddings.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + content)
+    return path
+
+
+def test_a_file_that_claims_more_than_there_is_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for shape in ("(1000000, 16000000)", f"({10**22}, 16)"):
+        with pytest.raises(InputError, match=r"x\.npz: (says that it holds more numbers than fit|cannot be read as)"):
+            load_images(npz_that_says(tmp_path / "x.npz", shape))
+    full = npz_that_says(tmp_path / "y.npz", "(1024, 1024)", bytes(4 * 2**20))
+    monkeypatch.setattr("constraintmatch._internal.files._memory_left", lambda: 2.0**20)
+    with pytest.raises(InputError, match=r"y\.npz: needs 0\.0 GiB of memory, and 0\.0 GiB are free; write the images"):
+        load_images(full)
+    monkeypatch.undo()
+    assert len(load_images(full)) == 1024
 
 
 # Folders

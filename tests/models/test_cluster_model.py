@@ -159,6 +159,19 @@ def test_broken_model_folders_get_one_line(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "claimed", [{"n_clusters": 10**6}, {"projection": 10**6}, {"backbone": "+".join(["resnet34"] * 10**4)}]
+)
+def test_a_network_far_larger_than_its_file_is_refused_before_it_takes_memory(
+    tmp_path: Path, claimed: dict[str, object]
+) -> None:
+    save_model(build_model(n_clusters=4, side=8, channels=1), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **claimed}))
+    with pytest.raises(InputError, match=r"model\.safetensors: smaller than the network of its configuration"):
+        load_model(tmp_path)
+
+
 WRONG_FIELDS = {
     "backbone": [7, None],
     "side": ["x", 8.0, True, 0, -1, 10**12],
@@ -264,6 +277,10 @@ def test_impossible_models_are_refused() -> None:
         build_model(n_clusters=1, side=8)
     with pytest.raises(InputError, match="unknown backbone 'vgg'"):
         build_model(n_clusters=2, side=8, backbone="vgg")
+    with pytest.raises(InputError, match=r"backbone tiny\+tiny: trained models are joined"):
+        build_model(n_clusters=2, side=8, backbone="tiny+tiny")
+    with pytest.raises(InputError, match="unknown backbone ''"):
+        build_model(n_clusters=2, side=8, backbone="")
     with pytest.raises(InputError, match="timm knows no model 'resnet1'"):
         build_model(n_clusters=2, side=32, backbone="timm:resnet1")
     with pytest.raises(InputError, match=r"no pretrained weights of botnet50ts_256; .* leave pretrained out"):

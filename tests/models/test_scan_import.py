@@ -368,6 +368,11 @@ def test_shapes_and_values_that_do_not_fit_are_named(state: State, place: Path) 
     assert "a single cluster" in refused(saved(light(state) | single, place))
 
 
+def test_a_head_with_more_clusters_than_the_file_has_bytes_is_refused(state: State, place: Path) -> None:
+    many = {"cluster_head.0.weight": torch.zeros(1, 512).expand(10**7, 512)}
+    assert refused(saved({**light(state), **many}, place)).startswith("smaller than the network of its configuration")
+
+
 def test_names_that_fall_together_are_refused(state: State, place: Path) -> None:
     assert "twice" in refused(saved(light(state) | {"module.backbone.bn1.bias": torch.ones(64)}, place))
     other = {"backbone.layer2.0.downsample.0.weight": torch.ones(128, 64, 1, 1)}

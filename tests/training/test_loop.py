@@ -256,6 +256,68 @@ def test_a_signal_saves_and_stops(tmp_path: Path) -> None:
     assert_equal(weights(module), weights(whole))
 
 
+@pytest.mark.parametrize("at", [4, 12], ids=["in between", "the last"])
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_an_evaluation_at_once_and_the_run_goes_on_bit_for_bit(
+    tmp_path: Path, at: int, kind: signal.Signals
+) -> None:
+    settings, done = replace(CPU, evaluate_every=4), []
+
+    def judge(module: torch.nn.Module, *, signalled: int) -> Callable[[], dict[str, float]]:
+        def evaluate() -> dict[str, float]:
+            done.append(len(done))
+            if 4 * (len(done) - 1) == signalled:  # the first judges the beginning
+                os.kill(os.getpid(), kind)
+                for _ in range(100):
+                    time.sleep(0.05)
+                raise AssertionError("the evaluation went on")
+            return {"score": float(next(module.parameters()).detach().sum())}
+
+        return evaluate
+
+    first = network()
+    stopped = judge(first, signalled=at)
+    with pytest.raises(Interrupted, match=f"step {at} of 12"), open_run(tmp_path / "run", {}) as run:
+        fit(first, numbers, squares, settings, Surroundings(run=run, evaluate=stopped, keep_best="score"))
+    resumed, whole = network(), network()
+    with open_run(tmp_path / "run", {}, resume=True) as run:
+        again = judge(resumed, signalled=-1)
+        log = fit(resumed, numbers, squares, settings, Surroundings(run=run, evaluate=again, keep_best="score"))
+    straight = fit(
+        whole, numbers, squares, settings, Surroundings(evaluate=judge(whole, signalled=-1), keep_best="score")
+    )
+    assert_equal(weights(resumed), weights(whole))
+    said = [[(entry["step"], entry["kind"], entry.get("score")) for entry in one] for one in (log, straight)]
+    assert said[0] == said[1]
+
+
+def test_a_signal_in_the_last_step_or_in_the_first_stops_too(tmp_path: Path) -> None:
+    for at, kept in ((11, 12), (0, 0)):
+
+        def batches(step: int, at: int = at) -> Numbers:
+            if step == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return numbers(step)
+
+        place = tmp_path / str(at)
+        with pytest.raises(Interrupted, match=f"after step {kept} of 12"), open_run(place, {}) as run:
+            fit(network(), batches, squares, CPU, Surroundings(run=run))
+        resumed, whole = network(), network()
+        with open_run(place, {}, resume=True) as run:
+            fit(resumed, numbers, squares, CPU, Surroundings(run=run))
+        fit(whole, numbers, squares, CPU)
+        assert_equal(weights(resumed), weights(whole))
+
+
+def test_the_silence_of_the_compiler_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # the compiler itself takes a minute
+    said: list[str] = []
+    reporter = Reporter()
+    monkeypatch.setattr(reporter, "say", said.append)
+    fit(network(), numbers, squares, replace(CPU, compile=True), Surroundings(reporter=reporter))
+    assert said == ["the first step is compiled, which is silent and takes a minute or two; later ones are fast"]
+
+
 def test_a_training_stops_when_it_is_asked_to_and_goes_on_from_there(tmp_path: Path) -> None:
     asked: list[int] = []
 

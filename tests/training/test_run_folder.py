@@ -341,3 +341,14 @@ def test_a_result_lies_beside_where_it_came_from(tmp_path: Path, monkeypatch: py
     assert result["environment"] == environment()
     assert result["environment"]["commit"] == "abc123"
     assert result["written"].startswith("20")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX locks")
+def test_what_a_killed_run_left_is_removed_when_it_goes_on(tmp_path: Path) -> None:
+    with open_run(tmp_path / "r", {"a": 1}) as run:
+        run.model.mkdir()
+        left = [run.path / ".checkpoint.safetensors.ab_12345.safetensors", run.model / ".config.json.12345678.json"]
+        for path in left:
+            path.touch()
+    with open_run(tmp_path / "r", {"a": 1}, resume=True):
+        assert not any(path.exists() for path in left)

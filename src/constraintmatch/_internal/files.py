@@ -2,13 +2,15 @@
 
 import errno
 import json
+import math
 import os
 import re
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,14 @@ from constraintmatch._internal.errors import InputError
 __all__ = [
     "InUse",
     "check_folder",
+    "check_memory",
     "check_new_folder",
     "check_target",
     "folder_lock",
     "parse_json",
     "read_errors",
     "read_json",
+    "remove_leftovers",
     "write_atomically",
     "write_error",
     "write_json",
@@ -44,6 +48,8 @@ _WRITE_ERRORS = {  # problem and fix
     errno.EISDIR: ("is a folder", "name a file in it"),
     errno.ENOTDIR: ("a file is where a folder should be", _ELSEWHERE),
     errno.EEXIST: ("a file is where a folder should be", _ELSEWHERE),  # what mkdir says
+    errno.EMFILE: ("too many files are open", "raise the limit: ulimit -n 4096"),
+    errno.ENFILE: ("too many files are open on this machine", "close some programs"),
     errno.ENAMETOOLONG: ("the name is too long", "choose a shorter one"),
 }
 _NUMBER_IN_WORDS = re.compile(r"\b(?:os error|errno) (\d+)", re.IGNORECASE)
@@ -77,12 +83,11 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
     """
     check_target(path)
     path, target = Path(path), Path(os.path.realpath(path))
-    temporary, outer = None, sys.exception()
+    temporary, handle, outer = None, -1, sys.exception()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=path.suffix, dir=target.parent)
-        os.close(handle)
-        temporary = Path(name)
+        remove_leftovers(target.parent, target.name)
+        temporary, handle = _make_temporary(target, path.suffix)
         write(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
@@ -97,6 +102,42 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
                 raise found from error
             cause = cause.__cause__ or cause.__context__
         raise
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
+def _make_temporary(target: Path, suffix: str) -> tuple[Path, int]:
+    """A new file beside the target, and a handle that holds it until it has its name; -1 where files are not held."""
+    while True:
+        handle, name = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=suffix, dir=target.parent)
+        for pause in (0, 0.01, 0.1):  # another process may just look at it
+            time.sleep(pause)
+            if held := os.name != "nt" and _try_lock(handle):
+                break
+        if not held or os.fstat(handle).st_nlink:
+            break
+        os.close(handle)  # another process has just taken it for a leftover
+    if not held:
+        os.close(handle)
+    return Path(name), handle if held else -1
+
+
+_TEMPORARY = re.compile(r"\.(.+)\.[a-z0-9_]{8}(\.[^.]*)?")
+
+
+def remove_leftovers(folder: Path, name: str = "") -> None:
+    """Remove what killed processes left of `write_atomically` in a folder, or of one file: what nobody holds."""
+    if os.name == "nt":  # where they are not held
+        return
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            made = _TEMPORARY.fullmatch(entry.name)
+            if made is None or (name and made[1] != name[:100]) or not entry.is_file(follow_symlinks=False):
+                continue
+            with open(entry, "rb") as file:  # noqa: PTH123 (an entry is no Path)
+                if _try_lock(file.fileno()):
+                    os.unlink(entry)  # noqa: PTH108
 
 
 def _umask() -> int:
@@ -185,6 +226,27 @@ def parse_json(text: str) -> Any:
         raise ValueError("too many brackets within brackets") from None
     except ValueError:  # more digits than Python turns into a number
         raise ValueError("a number has too many digits") from None
+
+
+def check_memory(wanted: int, place: Path | str, fix: str) -> None:
+    """An InputError about the place if it needs more bytes than this process may still take, where that is known."""
+    if wanted > (left := _memory_left()):
+        problem = f"needs {wanted / 2**30:,.1f} GiB of memory, and {left / 2**30:,.1f} GiB are free"
+        raise InputError(problem, place, fix)
+
+
+def _memory_left() -> float:
+    left = math.inf
+    with suppress(OSError, ValueError, ImportError):  # not on Linux
+        import resource
+
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        left = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), math.inf)
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit != resource.RLIM_INFINITY:
+            taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+            left = min(left, limit - taken)
+    return left
 
 
 @contextmanager

@@ -1,20 +1,34 @@
-"""What users see while something runs: a bar in a terminal, plain lines elsewhere, nothing in a library."""
+"""What users see while something runs: a bar in a terminal, plain lines elsewhere; and how signals stop it."""
 
 # ruff: noqa: ARG002 (a reporter may leave out what it is given)
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imported where it is used: help should be quick
     from rich.console import Console
     from rich.live import Live
 
-__all__ = ["QUIET", "Bar", "Lines", "Reporter", "console_reporter", "print_line", "say_error", "watched"]
+__all__ = [
+    "QUIET",
+    "Bar",
+    "Lines",
+    "Reporter",
+    "Stop",
+    "console_reporter",
+    "print_line",
+    "say_error",
+    "stop_signals",
+    "watched",
+]
 
 
 class Reporter:
@@ -132,6 +146,35 @@ class Bar(Reporter):
         if self.live is not None:
             self.live.stop()
             self.live = None
+
+
+@dataclass
+class Stop:
+    """Whether a signal has asked to stop, and whether one may interrupt what runs now, as it can be repeated."""
+
+    asked: bool = False
+    at_once: bool = True
+    alone: bool = True  # else other processes must stop at the same step: nothing is interrupted
+
+
+@contextmanager
+def stop_signals(stop: Stop) -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM ask to stop; a second signal ends the process at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(*_: Any) -> None:
+        again, stop.asked = stop.asked, True
+        if stop.alone and (again or stop.at_once):
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def console_reporter(console: Console | None = None) -> Bar | Lines:

@@ -1,6 +1,7 @@
 """The app of the page: what each route takes and gives. `server` says who may call them."""
 
 import hashlib
+import json
 import sqlite3
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as InPath
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from constraintmatch._internal.errors import InputError
@@ -292,6 +294,7 @@ def create_app(page: Page, rules: server.Rules = LOCAL) -> FastAPI:
     )
     server.protect(app, rules)
     app.exception_handler(InputError)(_refuse)
+    app.exception_handler(RequestValidationError)(_explain)
     _add_routes(app, page)
     return app
 
@@ -331,6 +334,13 @@ def _fixed(content: bytes, media_type: str) -> Callable[[], Response]:
         return Response(content, media_type=media_type, headers={"Cache-Control": "no-cache"})
 
     return send
+
+
+async def _explain(_request: Request, error: Exception) -> Response:
+    """What does not fit the description; not the input itself, which may hold what JSON or UTF-8 cannot."""
+    assert isinstance(error, RequestValidationError)
+    told = [{key: one[key] for key in ("type", "loc", "msg")} for one in error.errors()]
+    return Response(json.dumps({"detail": told}), 422, media_type="application/json")  # beyond ASCII as escapes
 
 
 async def _refuse(_request: Request, error: Exception) -> JSONResponse:

@@ -1,6 +1,7 @@
 """What a store is made of: the file with its tables, the rows in Python, and the graph of the links they state."""
 
 import os
+import shlex
 import sqlite3
 import threading
 from collections import Counter, defaultdict
@@ -8,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from unicodedata import category
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import InUse, check_target, folder_lock, write_error
+from constraintmatch.annotate import tables
 from constraintmatch.questions.answers import NONE, Answer, Question
 
 __all__ = ["Asked", "Contradiction", "Database", "Given", "LinkGraph", "StoredAnswer", "clean"]
@@ -23,10 +24,9 @@ __all__ = ["Asked", "Contradiction", "Database", "Given", "LinkGraph", "StoredAn
 _Edges = defaultdict[int, dict[int, list[int]]]  # image -> the other image -> answers that say so, oldest first
 _Tree = dict[int, tuple[int, int]]  # image -> (the image before it, steps from the root)
 
-_APPLICATION = 0x434D4131  # "CMA1": sets our databases apart from those of other programs
-_VERSION = 1
 _KEPT = "every saved answer is kept"
-_DAMAGED = "the database is damaged; restore a copy or choose another {flag}"
+_SAVE = "save what can be read: constraintmatch repair {path} --out mended.db"
+_DAMAGED = f"the database is damaged; {_SAVE}"
 _BUSY = "another program writes to this database; close it and try again"
 _FORBIDDEN = "no permission to write there; choose another {flag}"
 _FIXES = {
@@ -118,9 +118,17 @@ class Database:
         with self.access(), ExitStack() as stack:
             if not read_only:
                 self._hold(stack)
+            new = not path.exists()
             self.connection = sqlite3.connect(address, uri=True, isolation_level=None, check_same_thread=False)
             stack.callback(self.connection.close)
-            self._prepare()
+            self.connection.text_factory = tables.decode_text
+            try:
+                self._prepare()
+            except BaseException:
+                self.connection.close()
+                if new:  # not left half made
+                    Path(os.path.realpath(path)).unlink(missing_ok=True)
+                raise
             self.close = stack.pop_all().close
 
     def _hold(self, stack: ExitStack) -> None:
@@ -175,19 +183,19 @@ class Database:
             return int(self.connection.execute(query, values).fetchone()[0])
 
     def _refusal(self, text: str) -> InputError:
-        return InputError(f"{self.path}: {text.format(flag=self.flag)}")
+        return InputError(f"{self.path}: {text.format(flag=self.flag, path=shlex.quote(str(self.path)))}")
 
     def _prepare(self) -> None:
         queries = ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
         application, version, n_tables = (self.number(query) for query in queries)
-        fresh = (application, version, n_tables) == (0, 0, 0)
-        if not fresh and application != _APPLICATION:
+        self.fresh = fresh = (application, version, n_tables) == (0, 0, 0)
+        if not fresh and application != tables.APPLICATION:
             raise self._refusal("a database of another program; choose another {flag}")
-        if not fresh and version != _VERSION:
-            fix = "update constraintmatch" if version > _VERSION else "choose another {flag}"
-            raise self._refusal(f"a database of version {version}; this program knows version {_VERSION}; {fix}")
+        if not fresh and version != tables.VERSION:
+            fix = "update constraintmatch" if version > tables.VERSION else "choose another {flag}"
+            raise self._refusal(f"a database of version {version}; this program knows version {tables.VERSION}; {fix}")
         if fresh and self.read_only:
-            raise self._refusal("an empty file, not a database of answers; check {flag}")
+            return
         if self.read_only:  # not mode=ro: that would leave the -wal and -shm files next to the database
             self.connection.execute("PRAGMA query_only = ON")
         else:
@@ -195,12 +203,18 @@ class Database:
                 self.connection.execute(f"PRAGMA {setting}")
         if fresh:
             with self.transaction():
-                for statement in (files("constraintmatch.annotate") / "schema.sql").read_text("utf-8").split(";"):
-                    self.connection.execute(statement)  # not executescript, which would end the transaction
-                self.connection.execute(f"PRAGMA application_id = {_APPLICATION}")
-                self.connection.execute(f"PRAGMA user_version = {_VERSION}")
-        if self.connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+                tables.create_tables(self.connection)
+        self._check()
+
+    def _check(self) -> None:
+        """An InputError for a damaged file, a table that is not ours, or a row with a value that cannot be."""
+        if self.connection.execute("PRAGMA integrity_check(1)").fetchone()[0] != "ok":
             raise self._refusal(_DAMAGED)
+        if problem := tables.odd_columns(self.connection):
+            raise self._refusal(f"{problem}; choose another {{flag}}")
+        for (table, number), problem in tables.odd_rows(tables.read_tables(self.connection)).items():
+            said = f"table {table} row {number}: {problem}".replace("{", "{{").replace("}", "}}")
+            raise self._refusal(f"{said}; {_SAVE}")
 
 
 class LinkGraph:

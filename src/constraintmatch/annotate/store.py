@@ -82,16 +82,17 @@ def open_store(
 ) -> Iterator["Store"]:
     """The answers about these images; a new file if there is none.
 
-    For messages, `source` is the folder of the images, `pictures` that of the pictures of embeddings, and `flag` the
-    option that names the database. A database of other images or of another version, or one that another server holds,
-    is an InputError. `read_only`: to read while a server runs. After `claim_seconds` others get a question that an
-    annotator took and did not answer.
+    For messages: `source` is the folder of the images, `pictures` that of embeddings, `flag` the option that names the
+    database. One of other images or another version, or that another server holds, is an InputError. `read_only`: to
+    read while a server runs. After `claim_seconds` others get a question that an annotator took and did not answer.
     """
     path, identity = Path(path), ImageIdentity(images, source, pictures)
     if not read_only and path.is_file() and path.stat().st_size:  # a refused database gets no lock
         with closing(Database(path, flag=flag, read_only=True)) as found:
             identity.check(found)
     with closing(Database(path, flag=flag, read_only=read_only)) as database:
+        if database.fresh and read_only:
+            raise InputError(f"{path}: an empty file, not a database of answers; check {flag}")
         yield Store(database, identity, claim_seconds, clock)
 
 

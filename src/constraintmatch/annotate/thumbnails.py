@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.database import Database, clean
+from constraintmatch.annotate.tables import LOOK_BYTES
 from constraintmatch.data.decoding import eight_bits
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import Answer, Question, implied_groups
@@ -30,7 +31,7 @@ MAX_PIXELS = 100_000_000  # larger files would block the server; the pixels of t
 Picture = tuple[bytes, str]  # content and media type
 # The number of a cluster, its images, typical ones first, and how sure the model is of each (None without a model)
 Gallery = tuple[int, NDArray[np.int64], NDArray[np.float32] | None]
-_CELLS = 4  # a thumbnail is 4 × 4 grey means: one byte each
+_CELLS = 4  # a thumbnail is 4 × 4 grey means: one byte each, LOOK_BYTES in all
 _TOLERANCE = 32  # of 255: decoders, sizes and colour conversions differ by less, other images by more
 
 
@@ -69,7 +70,8 @@ class ImageIdentity:
 
     def check(self, database: Database) -> tuple[list[dict[str, Any]], str]:
         """The stored questions, and why some are set aside; a database of other images is an InputError."""
-        questions = database.select("SELECT id, image, shown, look FROM questions")
+        rows = "SELECT id, image, shown, look FROM questions"
+        questions = [] if database.fresh else database.select(rows)  # fresh: a server was killed when it made it
         stored = dict.fromkeys(pair for row in questions for pair in _stored(row))
         names = dict.fromkeys(name for name, _ in stored)
         missing = [name for name in names if name not in self._rows]
@@ -121,14 +123,13 @@ def _list(names: list[str]) -> str:
 def _stored(row: Mapping[str, Any]) -> Iterable[tuple[str, bytes]]:
     """Name and thumbnail of each image of a stored question, the asked one first."""
     names, look = [row["image"], *json.loads(row["shown"])], row["look"]
-    size = _CELLS * _CELLS
-    return ((name, look[at * size : (at + 1) * size]) for at, name in enumerate(names))
+    return ((name, look[at * LOOK_BYTES : (at + 1) * LOOK_BYTES]) for at, name in enumerate(names))
 
 
 def _thumbnail(image: NDArray[Any]) -> bytes:
     """Grey means of a 4 × 4 grid (an image of fewer pixels is stretched); of an embedding 16 bytes of its own."""
     if image.dtype != np.uint8:
-        return hashlib.blake2b(np.ascontiguousarray(image).tobytes(), digest_size=_CELLS * _CELLS).digest()
+        return hashlib.blake2b(np.ascontiguousarray(image).tobytes(), digest_size=LOOK_BYTES).digest()
     while len(image) < _CELLS:
         image = image.repeat(2, axis=0).repeat(2, axis=1)
     side, _, channels = image.shape

@@ -1,4 +1,4 @@
-"""Ask people: loop, annotate, check."""
+"""Ask people: loop, annotate, check, repair."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ from constraintmatch._internal.progress import Reporter, print_line
 from constraintmatch.cli.flags import read_settings
 from constraintmatch.cli.shared import Flags, Images, Sets, Source, command, flag, option, print_rows, shared
 
-__all__ = ["annotate", "check", "loop"]
+__all__ = ["annotate", "check", "loop", "repair"]
 
 _PANEL = "Ask people"
 _KIND = flag(Literal["which", "pair"], "which: which of these is the same? pair: same or different? (which)")
@@ -163,3 +163,25 @@ def check(
         print_line(f"contradiction: {text}")
     if contradictions:
         raise typer.Exit(2)
+
+
+@command(_PANEL)
+def repair(
+    db: Annotated[Path, typer.Argument(metavar="DB", help="A damaged database of answers.")],
+    *,
+    out: Annotated[Path, option("The new database.")],
+    reporter: Reporter,
+) -> None:
+    """Save the answers of a damaged database.
+
+    Every answer that can be read goes to a new database; the rows that cannot are listed. The old file does not change.
+
+    Example:
+      constraintmatch repair answers.db --out mended.db
+    """
+    from constraintmatch.annotate.tables import repair_answers
+
+    n, lost = repair_answers(db, out)
+    for line in lost:
+        reporter.say(f"lost: {line}")
+    print_rows([("answers", f"{out} ({n:,} saved)"), ("lost", f"{len(lost):,} rows")])

@@ -66,6 +66,8 @@ class Setting:
     def read(self, text: str) -> Any:
         """The value of a text; a ValueError where it is not allowed."""
         if self.text:
+            if not text and self.default != "none":
+                raise ValueError(text)
             return text
         if self.words:
             word = {"true": "yes", "false": "no"}.get(text.lower(), text)

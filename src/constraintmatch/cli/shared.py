@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -67,13 +68,15 @@ class _Commands(TyperGroup):
             code = say_error(f"error: {error}", 2)
         except KeyboardInterrupt as stop:
             code = say_error(str(stop) or "stopped", 130)
+        except BrokenPipeError:
+            raise
         except OSError as error:  # writes that are not atomic (the log), and what is looked at in passing
             place = error.filename or ""
             permitted = not isinstance(error, PermissionError)
             found = write_error(error, place) if permitted else InputError(_NO_PERMISSION, place)
-            if found is None:
+            if found is None and not error.strerror:
                 raise
-            code = say_error(f"error: {found}", 2)
+            code = say_error(f"error: {found or InputError(str(error.strerror), place)}", 2)
         raise typer.Exit(code)
 
     def main(self, *arguments: Any, **options: Any) -> Any:
@@ -89,11 +92,16 @@ class _Commands(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
+# what torch, the libraries below it and the loader of libraries say
+_MEMORY = re.compile(r"not enough memory|out of memory|can't alloc|bad_alloc|failed to map segment|allocate memory")
+_SMALLER = "use smaller images (--set side=32), fewer a step (--set images_per_step=64) or another machine"
 _NO_PERMISSION = "no permission to read or write it; change that or choose another place"  # which of them is not known
 
 
 def _usage_error(error: Exception) -> int:
-    """Say a usage error of typer's parser (old ones have click's own), and its exit code; a bug is raised again."""
+    """Say that memory is full, or a usage error of typer's parser, and its exit code; a bug is raised again."""
+    if isinstance(error, MemoryError) or _MEMORY.search(str(error)):
+        return say_error(f"error: not enough memory ({str(error).partition(chr(10))[0][:200]}); {_SMALLER}", 2)
     said = getattr(error, "format_message", None)
     if said is None:
         raise error
@@ -136,6 +144,7 @@ def command(panel: str, **groups: Mapping[str, Any]) -> Callable[[Callable[..., 
             parameters += [] if name in groups else [parameter.replace(kind=kind)]
 
         def run(**values: Any) -> None:
+            _check_places(**values)
             for group in groups.keys() & own:
                 given = {name: value for name in groups[group] if (value := values.pop(name)) is not None}
                 values[group] = (
@@ -150,6 +159,26 @@ def command(panel: str, **groups: Mapping[str, Any]) -> Callable[[Callable[..., 
         return function
 
     return add
+
+
+def _check_places(
+    data: str | None = None,
+    split: str | None = None,
+    data_dir: Path | None = None,
+    test: str | None = None,
+    **_: Any,
+) -> None:
+    """Flags of data sets, which would change nothing about a folder or a file, are an InputError."""
+    if split is None and data_dir is None:
+        return
+    from constraintmatch.data.datasets import DATASETS
+
+    if data_dir is not None and not data_dir.is_dir():
+        raise InputError("no such folder", f"--data-dir {data_dir}", "name the folder that holds the data set")
+    for name, given, sources in (("--split", split, (data,)), ("--data-dir", data_dir, (data, test))):
+        if given is not None and data is not None and not DATASETS.keys() & set(sources):
+            known = ", ".join(DATASETS)
+            raise InputError(f"{name} {given} goes with a data set ({known}), not with {data}", fix="leave it out")
 
 
 def option(text: str, *names: str, panel: str | None = None, hidden: bool = False) -> Any:

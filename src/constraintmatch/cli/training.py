@@ -88,6 +88,7 @@ def train(
       constraintmatch train --resume --out runs/photos
     """
     from constraintmatch.pipeline import commands, plan
+    from constraintmatch.pipeline.config import check_neighbours
     from constraintmatch.pipeline.train import train
     from constraintmatch.training import ranks
     from constraintmatch.training.loop import Interrupted
@@ -101,6 +102,7 @@ def train(
         asked = plan.Train(data=data, **request, **images, **more, arguments=arguments, settings=settings)
         with ranks.in_turn():
             job = plan.plan_training(asked, reporter)
+        check_neighbours(job.config.method, arguments, len(job.data.images))
         try:
             with ranks.together():
                 trained = train(job.data.images, job.pairs, job.config, job.context)

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from constraintmatch._internal import rng
 from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import check_memory
 from constraintmatch._internal.rng import Purpose
 from constraintmatch.constraints import graph
 from constraintmatch.constraints.graph import Components, Conflict
@@ -174,6 +175,7 @@ class Constraints:
         n_images = len(classes)
         if n < 0 or (n > 0 and n_images < 2):
             raise InputError(f"cannot draw {n:,} pairs from {n_images:,} labelled images", fix="at least 2 are needed")
+        check_memory(64 * n, f"{n:,} pairs", "draw fewer")
         words = rng.stream(seed, Purpose.SAMPLE)
         rounds = [rng.permutation(words, n_images) for _ in range(-(-n // max(n_images, 1)))]
         first = np.concatenate([np.empty(0, np.int64), *rounds])[:n]

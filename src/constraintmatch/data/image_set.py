@@ -1,8 +1,10 @@
 """Images or embeddings with names: from arrays, .npy/.npz files, folders of image files decoded once into a cache."""
 
 import hashlib
+import re
 import zipfile
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,12 +13,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from constraintmatch._internal.errors import InputError, one_line
+from constraintmatch._internal.files import check_memory
 from constraintmatch.data.cache import decode_cached
 from constraintmatch.data.decoding import SUFFIXES, FolderRequest, Progress, Skipped, find_files, fit_squares, pixels_of
 
 __all__ = ["ImageSet", "Skipped", "kind_of", "load_images"]
 
 _ClassFolders = bool | Literal["auto"]
+_ODD_NAME = re.compile(r"[\0\ud800-\udfff]|(^|[/\\])\.\.([/\\]|$)")
 _ARRAYS = {".npy": (b"\x93NUMPY", "numpy.save"), ".npz": (b"PK", "numpy.savez")}  # how it begins, what writes it
 
 
@@ -290,6 +294,8 @@ def _check_names(names: Sequence[str] | None, n_images: int) -> tuple[str, ...]:
         raise InputError(f"{len(words):,} names for {n_images:,} images: give one name for each image")
     rows: dict[str, int] = {}
     for row, name in enumerate(words):
+        if not name or _ODD_NAME.search(name):  # a file could not have it, or would be outside its folder
+            raise InputError(f"row {row:,}: {name!r} is no name of an image", fix="leave out empty names, .. and NUL")
         if rows.setdefault(name, row) != row:
             raise InputError(f"the name {name!r} is at rows {rows[name]:,} and {row:,}: names must be unique")
     return words
@@ -343,14 +349,18 @@ def _read_arrays(path: Path) -> dict[str, Any]:
             return _known_arrays(path, arrays)
     except InputError:
         raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (MemoryError, OverflowError):
+        raise InputError(
+            "says that it holds more numbers than fit into memory", path, f"write it with {made_by}"
+        ) from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
         if "allow_pickle" in reason or "Python objects" in reason:  # without the advice to unpickle
             reason = "it holds Python objects"
         raise InputError(f"cannot be read as arrays of numbers ({reason})", path) from None
 
 
-def _known_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+def _known_arrays(path: Path, arrays: Any) -> dict[str, Any]:
     keys = {key.lower(): key for key in arrays}
     spellings = {"images": ("images", "embeddings", "features", "x", "data"), "labels": ("labels", "y")}
     spellings |= {"names": ("names",), "classes": ("classes",)}
@@ -358,6 +368,9 @@ def _known_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> dict[str, A
     if found["images"] is None:
         has = ", ".join(keys) or "none"
         raise InputError(f"no array named images, embeddings, x or data in it (it has {has})", path)
+    sizes = {info.filename: info.file_size for info in arrays.zip.infolist()}
+    wanted = sum(sizes.get(f"{key}.npy", sizes.get(key, 0)) for key in found.values() if key is not None)
+    check_memory(wanted, path, "write the images alone to a .npy file, which is read as needed")
     chosen = {ours: arrays[key] for ours, key in found.items() if key is not None}
     return {ours: array.astype(str) if array.dtype.kind == "S" else array for ours, array in chosen.items()}
 

@@ -1,5 +1,6 @@
 """Networks that place images in clusters, and the folder they are kept in."""
 
+import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json, write_atomically, write_json
-from constraintmatch.models.backbones import default_backbone, make_backbone, timm_config
+from constraintmatch.models.backbones import JOIN, default_backbone, make_backbone, timm_config
 
 __all__ = [
     "ClusterModel",
@@ -31,6 +32,7 @@ __all__ = [
 FORMAT = 1
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 FLOAT32 = torch.finfo(torch.float32).max
+_SPARE = 64_000_000  # numbers that any network may have: less than 256 MB
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,9 @@ def build_model(
         raise InputError("n_clusters is 1: one cluster holds everything; ask for 2 or more")
     if n_clusters < 0:
         raise InputError(f"n_clusters is {n_clusters}; ask for 2 or more")
-    name = backbone or default_backbone(side)
+    name = default_backbone(side) if backbone is None else backbone
+    if JOIN in name:
+        raise InputError(f"backbone {name}: trained models are joined, not new ones; use constraintmatch join")
     if pretrained and not name.startswith("timm:"):
         raise InputError(f"{name} has no pretrained weights here; name a timm backbone, for example timm:resnet18")
     usual: tuple[tuple[float, ...], tuple[float, ...]] = IMAGENET_MEAN, IMAGENET_STD
@@ -123,9 +127,12 @@ def build_model(
     return _build(config, seed, pretrained)
 
 
-def unfilled_model(config: ModelConfig) -> ClusterModel:
-    """A model of this shape without its weights: drawing them first would take longer than loading them."""
-    with _Undrawn():
+def unfilled_model(config: ModelConfig, file: Path | None = None) -> ClusterModel:
+    """A model of this shape without its weights: drawing them first would take longer than loading them.
+
+    A network that is far larger than the file of its weights is an InputError, before it takes memory.
+    """
+    with _Undrawn(file):
         return ClusterModel(config)
 
 
@@ -133,11 +140,22 @@ class _Undrawn(TorchFunctionMode):
     """Tensors that layers would fill with random numbers keep what they hold; no generator moves on."""
 
     drawing = (Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
+    making = (torch.empty, torch.zeros, torch.ones)
+
+    def __init__(self, file: Path | None) -> None:
+        super().__init__()
+        self.file = file
+        self.left = math.inf if file is None else file.stat().st_size // 2 + _SPARE  # numbers of 2 bytes, or of more
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         if function in self.drawing:
             return args[0] if args else named["tensor"]
+        if function in self.making:
+            size = named.get("size", args[0] if args and not isinstance(args[0], int) else args)
+            self.left -= math.prod(size)
+            if self.left < 0:
+                raise InputError(f"{self.file}: smaller than the network of its configuration; check or fetch it again")
         return function(*args, **named)
 
 
@@ -200,7 +218,7 @@ def load_model(path: Path | str, *, device: torch.device | str = "cpu") -> Clust
         raise InputError(f"{file}: cannot be read ({error.strerror or error})") from None
     except (SafetensorError, ValueError) as error:
         raise InputError(f"{file}: not a readable safetensors file ({error})") from None
-    model = unfilled_model(config)
+    model = unfilled_model(config, file)
     if misfits := list_misfits(model.state_dict(), weights):
         raise InputError(f"{file}: does not fit its configuration ({misfits})")
     model.load_state_dict(weights)

@@ -22,7 +22,7 @@ from constraintmatch.evaluation.report import check_run, write_report
 from constraintmatch.methods import Context, Trained
 from constraintmatch.methods.preparation import check_images
 from constraintmatch.models.cluster_model import load_model, model_folder, save_model
-from constraintmatch.pipeline.config import chain_stages
+from constraintmatch.pipeline.config import chain_stages, check_neighbours
 from constraintmatch.pipeline.plan import Plan, Train, plan_pretraining
 from constraintmatch.pipeline.sources import Data, open_at, read_pairs
 from constraintmatch.pipeline.train import pretrain, rehearse_stages
@@ -292,6 +292,8 @@ def pretrain_model(
             f"there are settings of {idle[0]}, which does not run; the stages are {', '.join(chosen)} "
             "(--chain, --stages or --pretext choose others)"
         )
+    for stage, options in (recipe or {}).items():
+        check_neighbours(stage, options, len(data.images))
     context = Context(request.out, reporter=reporter, held_out=data.held_out, data=data.record)
     how: dict[str, Any] = {"stages": chosen, "recipe": recipe or {}, "settings": request.settings, "views": plan.views}
     rehearse_stages(plan.model, data.images, plan.clusters, **how)

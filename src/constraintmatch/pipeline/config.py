@@ -24,6 +24,7 @@ __all__ = [
     "Recipe",
     "TrainConfig",
     "chain_stages",
+    "check_neighbours",
     "default_options",
     "make_config",
     "method_arguments",
@@ -49,6 +50,9 @@ CHAINS = {
 MOST_LR = 0.02  # of a round; with few answers a higher rate is unstable (docs/findings.md: 0.05 on digits)
 Recipe = Mapping[str, Mapping[str, Any]]  # the arguments and training settings of each stage
 
+_LARGEST = float(np.finfo(np.float32).max)
+_BATCHES = ("images_per_step", "pairs_per_step", "n_neighbours", "n_tries", "hidden", "projection")
+_MOST = 1_000_000  # of these: more is a mistake, and would fill the memory
 _NOT_ARGUMENTS = {"model", "images", "constraints", "settings", "views", "context"}
 _KINDS: dict[type, tuple[tuple[type, ...], str]] = {  # by the type of a default
     bool: ((bool, np.bool_), "True or False"),
@@ -134,6 +138,16 @@ def _check_kinds(name: str, values: Mapping[str, Any], defaults: Mapping[str, An
         types, words = _KINDS.get(type(defaults[key]), ((object,), ""))
         if not isinstance(value, types):
             raise InputError(f"{name}: {key} is {value!r}; it must be {words}")
+        if isinstance(value, float) and not abs(value) <= _LARGEST:  # NaN neither
+            raise InputError(f"{name}: {key} is {value}; it must be a number that 32 bits hold")
+        if key in _BATCHES and isinstance(value, int) and value > _MOST:
+            raise InputError(f"{name}: {key} is {value:,}; it must be at most {_MOST:,}")
+
+
+def check_neighbours(stage: str, options: Mapping[str, Any], n_images: int) -> None:
+    """More neighbours than an image has others, where somebody asks for them, are an InputError."""
+    if (n := options.get("n_neighbours", 0)) >= n_images:
+        raise InputError(f"{stage}: n_neighbours is {n:,}; an image has {n_images - 1:,} others", fix="ask for fewer")
 
 
 # Where nothing is asked

@@ -2,8 +2,6 @@
 
 import math
 import re
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import write_atomically
-from constraintmatch._internal.progress import Reporter
+from constraintmatch._internal.progress import Reporter, Stop, stop_signals
 from constraintmatch._internal.rng import check_seed
 from constraintmatch.training import ranks
 from constraintmatch.training.batches import batches_ahead
@@ -173,16 +171,22 @@ def fit(
         next_batch = batches_ahead(next_batch, settings.steps, stream=stream)
     search = {"benchmark": device.type == "cuda", "benchmark_limit": torch.backends.cudnn.benchmark_limit}
     cudnn = torch.backends.cudnn.flags(enabled=True, **search, allow_tf32=True)
-    with ranks.clear_errors(), cudnn, history.open() as first, _stop_signals() as signalled:
-        if around.keep_best and first == 0:
-            history.evaluate_at(0)
+    with ranks.clear_errors(), cudnn, history.open() as first, stop_signals(history.stop):
+        if (around.keep_best and first == 0) or history.unjudged:
+            history.evaluate_at(first)
+        if settings.compile and first < settings.steps:
+            around.reporter.say(
+                "the first step is compiled, which is silent and takes a minute or two; later ones are fast"
+            )
         for step in range(first, settings.steps):
             if history.falls > 1:
                 break
             batch = next_batch(step)
+            history.stop.at_once = step == first  # which may be compiled for a minute, and has nothing to save
             stepper(batch, history.rate(step))
             history.note(step + 1, batch)
-            history.save_when_due(step + 1, stopped=ranks.any_rank(signalled.is_set() or around.stop()))
+            asked = ranks.any_rank(history.stop.asked)
+            history.save_when_due(step + 1, asked=asked, stopped=asked or ranks.any_rank(around.stop()))
     return history.log
 
 
@@ -214,6 +218,8 @@ class _History(Generic[B]):
     falls: int = 0  # times that the training went back to the kept weights
     began: float = 0.0
     writer: Any = None
+    stop: Stop = field(default_factory=lambda: Stop(alone=ranks.world() == 1))
+    unjudged: bool = False  # whether the evaluation of the last checkpoint was interrupted
 
     @contextmanager
     def open(self) -> Iterator[int]:
@@ -226,6 +232,8 @@ class _History(Generic[B]):
         self.began = time.monotonic() - (float(earlier[-1].get("seconds", 0.0)) if earlier else 0.0)
         try:
             yield first
+        except KeyboardInterrupt as stop:
+            raise stop if isinstance(stop, Interrupted) else self._interrupted(self.saved) from None
         finally:
             self.around.reporter.stop()
             if self.writer is not None:
@@ -254,24 +262,37 @@ class _History(Generic[B]):
         if last or (every and done % every == 0):
             self.evaluate_at(done)
 
-    def save_when_due(self, done: int, *, stopped: bool) -> None:
+    def save_when_due(self, done: int, *, asked: bool, stopped: bool) -> None:
         last = done == self.settings.steps
         if last or stopped or done % self.settings.checkpoint_every == 0:
             self._check_finite(self.stepper.first_bad())
             self._save(done)
-        if stopped and not last:
-            raise Interrupted(f"stopped after step {done:,} of {self.settings.steps:,}")
+        if stopped and (not last or asked):
+            raise self._interrupted(done)
+
+    def _interrupted(self, done: int) -> Interrupted:
+        return Interrupted(f"stopped after step {done:,} of {self.settings.steps:,}")
 
     def evaluate_at(self, done: int) -> None:
-        """Log the evaluation and keep the weights if they are the best; go back if they have fallen."""
+        """Log the evaluation and keep the weights if they are the best; go back if they have fallen.
+
+        A signal ends it at once: the step is saved, and judged when the run goes on.
+        """
         if self.around.evaluate is None:
             return
-        with self.stepper.averaged():
-            values = ranks.agree(self.around.evaluate())
-            if self.around.keep_best is not None and not (values.get("fallen") and self.best):
-                self._keep(
-                    done, float(values[self.around.keep_best]), float(values.get(f"{self.around.keep_best}_slack", 0.0))
-                )
+        self.stop.at_once = True
+        try:
+            if self.stop.asked and self.stop.alone:
+                raise self._interrupted(done)
+            with self.stepper.averaged():
+                values = ranks.agree(self.around.evaluate())
+                if (key := self.around.keep_best) is not None and not (values.get("fallen") and self.best):
+                    self._keep(done, float(values[key]), float(values.get(f"{key}_slack", 0.0)))
+        except KeyboardInterrupt:
+            if done:
+                self._save(done, unjudged=True)
+            raise self._interrupted(done) from None
+        self.stop.at_once = self.unjudged = False
         self._log(done, values, kind="evaluation")
         if values.get("fallen") and 0 < done < self.settings.steps:
             self.falls += 1
@@ -325,7 +346,7 @@ class _History(Generic[B]):
         fix = "try a smaller --set lr=VALUE or --set clip_norm=1"
         raise NonFinite(f"step {bad[0]:,}: the loss term {bad[1]!r} is not finite; {kept}; {fix}")
 
-    def _save(self, done: int) -> None:
+    def _save(self, done: int, *, unjudged: bool = False) -> None:
         tensors = self.stepper.state()
         if not all(bool(torch.isfinite(value).all()) for value in tensors.values() if value.is_floating_point()):
             self._check_finite((done, "weights"))
@@ -336,6 +357,7 @@ class _History(Generic[B]):
         tensors |= {f"best.{name}": value for name, value in self.kept.items()}
         copies = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
         metadata = {"step": str(done), "terms": "\n".join(self.stepper.terms), "falls": str(self.falls)}
+        metadata |= {"unjudged": "1"} if unjudged else {}
         metadata |= {f"best_{name}": repr(value) for name, value in self.best.items()}
         write_atomically(self.around.run.checkpoint, lambda path: save_file(copies, path, metadata))
         self.saved = done
@@ -353,6 +375,7 @@ class _History(Generic[B]):
         with _misfits(run):
             if tensors:
                 self.saved, self.falls = int(metadata["step"]), int(metadata.get("falls", "0"))
+                self.unjudged = "unjudged" in metadata
                 self.stepper.load(tensors, metadata["terms"].split("\n"))
             if "best_step" in metadata:
                 score, highest = (float(metadata[name]) for name in ("best_score", "best_highest"))
@@ -374,24 +397,3 @@ def _misfits(run: RunFolder | None) -> Iterator[None]:
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         said, place = str(error).splitlines()[0], run.checkpoint if run is not None else "the checkpoint"
         raise InputError(f"{place}: not a checkpoint of this run ({said}); remove it to start again") from None
-
-
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set; a second signal ends the process at once."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def ask(*_: Any) -> None:
-        if stop.is_set() and ranks.world() == 1:  # ranks get a signal from the terminal, and again from torchrun
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -22,7 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import folder_lock, parse_json, read_json, write_atomically, write_json
+from constraintmatch._internal.files import (
+    folder_lock,
+    parse_json,
+    read_json,
+    remove_leftovers,
+    write_atomically,
+    write_json,
+)
 
 __all__ = [
     "GONE",
@@ -45,6 +52,18 @@ GONE: dict[str, tuple[Any, str]] = {  # arguments of earlier versions: their def
     "objective": ("mcl", "pairs are learned by the paper's loss, MCL"),
     "over_selected": (False, "pseudo-labels are averaged over all images of a step"),
     "pool": ("all", "unconstrained images are drawn from all images"),
+}
+_MAYBE = (str, type(None))
+_KINDS: dict[str, Any] = {  # of the entries of a request, where they are there
+    "method": str,
+    "arguments": {},
+    "settings": {},
+    "views": {"flip": bool, "without": list},
+    "data": {
+        **dict.fromkeys(("source", "test", "pictures", "data_dir"), _MAYBE),
+        **{"side": int, "channels": int, "class_folders": (bool, str), "start": {"model": _MAYBE}},
+    },
+    "model": {"n_clusters": int, "backbone": str},
 }
 _WRITTEN_FIRST = ("run.json", "pairs.csv", "merged.json")  # before the first step
 _OWN_BYTES = 2 << 30  # of GPU memory that a process may hold besides its tensors
@@ -116,6 +135,8 @@ def open_run(
     """
     path = Path(path)
     with _remove_if_empty(path), folder_lock(path):
+        for place in (path, path / "model"):
+            remove_leftovers(place)
         stored = _read_record(path)
         if stored is not None and not resume:
             raise InputError(f"{path}: holds a run already; continue it with --resume or choose another --out")
@@ -152,7 +173,7 @@ def _remove_if_empty(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if path in made and all(entry.name == ".lock" for entry in path.iterdir()):
+        if path in made and path.is_dir() and all(entry.name == ".lock" for entry in path.iterdir()):
             (path / ".lock").unlink(missing_ok=True)
             for place in made:
                 place.rmdir()
@@ -168,13 +189,25 @@ def current_arguments(arguments: Mapping[str, Any], place: Path | str) -> dict[s
 
 
 def current_request(request: Mapping[str, Any], place: Path | str) -> dict[str, Any]:
-    """A stored request as this version writes it."""
+    """A stored request as this version writes it; entries of another kind are an InputError."""
+    _check_kinds(request, _KINDS, place)
     held = {name: value for name, value in request.items() if isinstance(value, dict)}
     if "arguments" in held:
         held["arguments"] = current_arguments(held["arguments"], place)
     if "model" in held:
         held["model"] = {name: value for name, value in held["model"].items() if name != "n_heads"}
     return {**request, **held}
+
+
+def _check_kinds(values: Mapping[str, Any], kinds: Mapping[str, Any], place: Path | str, above: str = "") -> None:
+    for name, kind in ((name, kind) for name, kind in kinds.items() if name in values):
+        value = values[name]
+        fits = isinstance(value, dict if isinstance(kind, dict) else kind)
+        if not fits or (kind is list and not all(isinstance(one, str) for one in value)):
+            said = f"{above}{name} is {value!r:.60}, which no training writes"
+            raise InputError(f"{place}: {said}; name another run")
+        if isinstance(kind, dict):
+            _check_kinds(value, kind, place, f"{above}{name}.")
 
 
 def is_finished(path: Path | str) -> bool:

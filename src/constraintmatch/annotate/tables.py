@@ -1,0 +1,241 @@
+"""The tables of a database of answers: made, checked row by row, and saved from a damaged file as far as it is read."""
+
+import math
+import reprlib
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from constraintmatch._internal.errors import InputError, one_line
+from constraintmatch._internal.files import check_target, parse_json, read_errors, write_atomically
+from constraintmatch.questions.answers import MAX_SHOWN, UNSURE
+
+__all__ = [
+    "APPLICATION",
+    "LOOK_BYTES",
+    "VERSION",
+    "create_tables",
+    "decode_text",
+    "odd_columns",
+    "odd_rows",
+    "read_tables",
+    "repair_answers",
+]
+
+APPLICATION = 0x434D4131  # "CMA1": sets our databases apart from those of other programs
+VERSION = 1
+LOOK_BYTES = 16  # of the thumbnail of one image
+Row = Mapping[str, Any]
+
+
+def create_tables(connection: sqlite3.Connection) -> None:
+    """Make the tables, inside a transaction of the caller's."""
+    for statement in (files("constraintmatch.annotate") / "schema.sql").read_text("utf-8").split(";"):
+        connection.execute(statement)  # not executescript, which would end the transaction
+    connection.execute(f"PRAGMA application_id = {APPLICATION}")
+    connection.execute(f"PRAGMA user_version = {VERSION}")
+
+
+def decode_text(raw: bytes) -> str:
+    """A text of the file; bytes that are no UTF-8 become lone surrogates, which `odd_rows` finds."""
+    return raw.decode("utf-8", "surrogateescape")
+
+
+def _text(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and bool(value.encode() or True)
+    except UnicodeEncodeError:
+        return False
+
+
+def _word(value: Any) -> bool:
+    return _text(value) and value != ""
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or fits(value)
+
+
+_COLUMNS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what each must hold
+    "about": {"key": _text, "value": _text},
+    "questions": {
+        "id": _whole,
+        "image": _word,
+        "shown": lambda value: bool(_names(value)),
+        "look": lambda value: isinstance(value, bytes),
+        "key": _text,
+        "model": _text,
+        "added": _text,
+        "urgent": _whole,
+        "state": lambda value: value in ("waiting", "answered", "retired"),
+        "holder": _or_none(_text),
+        "held_until": _or_none(_number),
+    },
+    "answers": {
+        "id": _whole,
+        "question": _whole,
+        "choice": _whole,
+        "annotator": _word,
+        "milliseconds": _or_none(_whole),
+        "time": _text,
+        "weight": lambda value: _number(value) and value >= 0,
+        "origin": _text,
+        "replaces": _or_none(_whole),
+        "withdrawn": lambda value: value in ("", "undo", "withdrawn", "changed"),
+        "withdrawn_by": _or_none(_text),
+        "withdrawn_at": _or_none(_text),
+    },
+    "clusters": {"cluster": _whole, "name": _text},
+}
+_NUMBERS = {"about": "key", "questions": "id", "answers": "id", "clusters": "cluster"}
+_SPARE: dict[str, dict[str, Any]] = {  # what can be lost without losing an answer, and what stands for it then
+    "questions": {"key": "", "model": "", "added": "", "urgent": 0, "holder": None, "held_until": None},
+    "answers": {"milliseconds": None, "time": "", "origin": "", "replaces": None}
+    | {"withdrawn_by": None, "withdrawn_at": None},
+}
+
+
+def _names(shown: Any) -> list[str]:
+    """The names in the column `shown`; none if it is no list of 1 to 5 names."""
+    try:
+        found = parse_json(shown) if _text(shown) else None
+    except ValueError:
+        return []
+    return found if isinstance(found, list) and len(found) <= MAX_SHOWN and all(map(_word, found)) else []
+
+
+def odd_columns(connection: sqlite3.Connection) -> str:
+    """The table that is missing, or that lacks a column, in words; "" if all are there."""
+    for table, columns in _COLUMNS.items():
+        there = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+        if lacking := sorted(columns.keys() - there):
+            return f"table {table} has no column {lacking[0]}" if there else f"there is no table {table}"
+    return ""
+
+
+def odd_rows(tables: Mapping[str, Sequence[Row]]) -> dict[tuple[str, Any], str]:
+    """What is wrong with rows, by table and number: a value of another kind, or an answer to no question."""
+    odd: dict[tuple[str, Any], str] = {}
+    n_shown: dict[Any, int] = {}
+    for table, rows in tables.items():
+        for row in rows:
+            number = row.get(_NUMBERS[table])
+            if problem := _problem(table, row, n_shown):
+                odd[table, number] = problem
+            elif table == "questions":
+                n_shown[number] = len(_names(row["shown"]))
+    return odd
+
+
+def _problem(table: str, row: Row, n_shown: Mapping[Any, int]) -> str:
+    """What is wrong with a row, in words; "" if nothing is. Answers come after all questions."""
+    for name, fits in _COLUMNS[table].items():
+        if not fits(row.get(name)):
+            return f"{name} is {reprlib.repr(row.get(name))}"
+    if table == "questions":
+        images = {row["image"], *_names(row["shown"])}
+        if len(images) != 1 + len(_names(row["shown"])):
+            return "an image is in it twice"
+        if len(row["look"]) != LOOK_BYTES * len(images):
+            return f"look has {len(row['look']):,} bytes for {len(images)} images"
+    if table == "answers" and row["question"] not in n_shown:
+        return f"its question {row['question']} is not there, or damaged"
+    if table == "answers" and not UNSURE <= row["choice"] < n_shown[row["question"]]:
+        return f"choice {row['choice']} was not shown"
+    return ""
+
+
+def read_tables(connection: sqlite3.Connection, lost: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
+    """All rows of all tables; with a list `lost`, a row that SQLite cannot read is noted there and left out."""
+    tables = {}
+    for table, number in _NUMBERS.items():
+        try:
+            tables[table] = _select(connection, f"SELECT * FROM {table}")
+        except sqlite3.Error as error:
+            if lost is None:
+                raise
+            tables[table] = [] if table == "about" else _read_one_by_one(connection, table, number, lost)
+            lost += [] if tables[table] else [f"table {table}: {one_line(error)}"]
+    return tables
+
+
+def _select(connection: sqlite3.Connection, query: str) -> list[dict[str, Any]]:
+    cursor = connection.execute(query)
+    names = [column[0] for column in cursor.description]
+    return [dict(zip(names, row, strict=True)) for row in cursor]
+
+
+def _read_one_by_one(connection: sqlite3.Connection, table: str, number: str, lost: list[str]) -> list[dict[str, Any]]:
+    last, rows = 0, []
+    for query in (f"SELECT seq FROM sqlite_sequence WHERE name = '{table}'", f"SELECT max({number}) FROM {table}"):
+        with suppress(sqlite3.Error, TypeError, ValueError):
+            last = max(last, int(connection.execute(query).fetchone()[0]))
+    for at in range(1, min(last, 10_000_000) + 1):
+        try:
+            rows += _select(connection, f"SELECT * FROM {table} WHERE {number} = {at}")
+        except sqlite3.Error as error:
+            lost.append(f"table {table} row {at}: {one_line(error)}")
+    return rows
+
+
+def repair_answers(path: Path, out: Path) -> tuple[int, list[str]]:
+    """Write what can be read to a new database; how many answers that are, and a line for each row that is lost.
+
+    The damaged file is copied first, with what is still in its journal: it stays as it is.
+    """
+    if out.exists():
+        raise InputError("exists already", out, "remove it or choose another --out")
+    check_target(out)
+    lost: list[str] = []
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(place) / "answers.db"
+        for end in ("", "-wal"):
+            source = path.with_name(path.name + end)
+            with read_errors(source):
+                if not end or source.is_file():
+                    shutil.copyfile(source, copy.with_name(copy.name + end))
+        with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+            connection.text_factory = decode_text
+            tables = read_tables(connection, lost)
+    for table, spare in _SPARE.items():
+        tables[table] = [_mended(table, row, spare) for row in tables[table]]
+    odd = odd_rows(tables)
+    lost += [f"table {table} row {number}: {problem}" for (table, number), problem in odd.items()]
+    kept = {
+        table: [row for row in rows if (table, row.get(_NUMBERS[table])) not in odd] for table, rows in tables.items()
+    }
+    if not kept["answers"]:
+        raise InputError("no answer in it can be read", path, "restore a copy")
+    write_atomically(out, lambda temporary: _write(temporary, kept))
+    return len(kept["answers"]), lost
+
+
+def _mended(table: str, row: Row, spare: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with what stands for the values that can be lost."""
+    fits = _COLUMNS[table]
+    return {**row, **{name: other for name, other in spare.items() if not (name in row and fits[name](row[name]))}}
+
+
+def _write(path: Path, tables: Mapping[str, list[dict[str, Any]]]) -> None:
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.execute("BEGIN")
+        create_tables(connection)
+        for table, rows in tables.items():
+            columns = ", ".join(_COLUMNS[table])
+            places = ", ".join(f":{name}" for name in _COLUMNS[table])
+            connection.executemany(f"INSERT OR REPLACE INTO {table} ({columns}) VALUES ({places})", rows)
+        connection.commit()
+        path.write_bytes(connection.serialize())  # a plain write: what the disk says against it is known
