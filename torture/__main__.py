@@ -59,11 +59,14 @@ def main() -> int:
     for row in rows:
         print(f"{row.name:{width}}  " + "  ".join(f"{row.counts[how]:8,}" for how in HOW))
     table = {row.name: {how: row.counts[how] for how in HOW} for row in rows}
+    runs = read_json(asked.out)["runs"] if asked.out.exists() else {}
+    name, commit = f"seed {asked.seed}", os.environ["CONSTRAINTMATCH_COMMIT"]
     if not asked.only:
-        seconds = round(time.monotonic() - began)
-        runs = read_json(asked.out)["runs"] if asked.out.exists() else {}
-        run = {"commit": os.environ["CONSTRAINTMATCH_COMMIT"], "size": asked.size, "seconds": seconds, "rows": table}
-        write_result(asked.out, {"runs": {**runs, f"seed {asked.seed}": run}})
+        runs[name] = {"commit": commit, "size": asked.size, "seconds": round(time.monotonic() - began), "rows": table}
+    elif runs.get(name, {}).get("size") == asked.size:  # a part of a run, made again: its rows name their commit
+        runs[name]["rows"] |= {row: {**counts, "commit": commit} for row, counts in table.items()}
+    if runs:
+        write_result(asked.out, {"runs": runs})
     shutil.rmtree(base, ignore_errors=True)
     return int(any(row.counts["failed"] for row in rows))
 

@@ -279,6 +279,8 @@ def test_impossible_models_are_refused() -> None:
         build_model(n_clusters=2, side=8, backbone="vgg")
     with pytest.raises(InputError, match=r"backbone tiny\+tiny: trained models are joined"):
         build_model(n_clusters=2, side=8, backbone="tiny+tiny")
+    with pytest.raises(InputError, match=r"backbone is \[7\]; give the name of one, such as resnet18"):
+        build_model(n_clusters=2, side=8, backbone=[7])  # type: ignore[arg-type]
     with pytest.raises(InputError, match="unknown backbone ''"):
         build_model(n_clusters=2, side=8, backbone="")
     with pytest.raises(InputError, match="timm knows no model 'resnet1'"):

@@ -112,6 +112,8 @@ def build_model(
     if n_clusters < 0:
         raise InputError(f"n_clusters is {n_clusters}; ask for 2 or more")
     name = default_backbone(side) if backbone is None else backbone
+    if not isinstance(name, str):
+        raise InputError(f"backbone is {reprlib.repr(name)}; give the name of one, such as resnet18")
     if JOIN in name:
         raise InputError(f"backbone {name}: trained models are joined, not new ones; use constraintmatch join")
     if pretrained and not name.startswith("timm:"):
