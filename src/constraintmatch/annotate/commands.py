@@ -227,12 +227,15 @@ def _oracle(loop: Loop, data: Data, error: float) -> LabelOracle:
 def _score_line(data: Data, learner: Learner) -> str:
     """ACC, NMI and ARI in %, of the images of --test or of those that were asked about; "" without labels."""
     from constraintmatch.evaluation.metrics import predict, scores
+    from constraintmatch.pipeline.embedding import encode
 
     tested = data.held_out is not None and data.held_out.labels is not None
     target = data.held_out if tested and data.held_out is not None else data.images
-    if target.labels is None or not learner.newest.config.n_clusters:
+    model = learner.newest
+    if target.labels is None or not model.config.n_clusters:
         return ""
-    found = scores(target.labels, predict(learner.newest, target))
+    seen = encode(model, target) if model.is_encoder and not target.embedded else target
+    found = scores(target.labels, predict(model, seen))
     where = "held-out images" if tested else "images that it was trained on; --test names others"
     values = ", ".join(f"{key.upper()} {100 * found[key]:.1f}" for key in ("acc", "nmi", "ari"))
     return f"{values} (in %, on {len(target):,} {where})"
@@ -310,7 +313,7 @@ def _start(loop: Loop, reporter: Reporter, check: Callable[[Data], object]) -> t
     try:
         made = pretrain(
             with_clusters(plan.model, 0) if bare else plan.model,
-            plan.data.images,
+            plan.seen,
             plan.clusters,
             stages=stages,
             recipe=short_start(len(plan.data.images), cpu=plan.cpu),
@@ -350,6 +353,8 @@ def _request(loop: Loop) -> tuple[Train, bool]:
         data=loop.data,
         clusters=2 if grows else loop.clusters,  # for a head that the start does not use
         model=model,
+        start=images.start if loop.model is not None or model is None else None,
+        frozen=True,  # of a pretrained encoder: people wait for a round
         backbone=images.backbone if loop.model is not None or model is None else None,
         out=place,
         settings={"seed": loop.seed, "device": loop.device},
@@ -363,11 +368,13 @@ def _learner(
     """Rounds that train the network, or with `frozen` only the head, on what the network makes of the images."""
     from constraintmatch.annotate.background_training import Learner
     from constraintmatch.methods.heads import attach_head, detach_head, embed_images
+    from constraintmatch.pipeline.embedding import encode
 
-    if not loop.frozen or data.images.embedded:  # of embeddings, only a head learns anyway
+    if not (loop.frozen or start.is_encoder) or data.images.embedded:  # of embeddings, only a head learns anyway
         learning = _learning(loop, data, cpu=start.device.type == "cpu")
         return Learner(data.images, start, store.answers, loop.out, learning, views=views, held_out=data.held_out)
-    seen = embed_images(start, data.images, reporter=reporter)  # one pass serves all rounds
+    look = encode if start.is_encoder else embed_images
+    seen = look(start, data.images, reporter=reporter)  # one pass serves all rounds
     learning = _learning(loop, replace(data, images=seen, row=None), cpu=True)  # a head needs no large batches
     whole = partial(attach_head, start)
     return Learner(seen, detach_head(start, seen), store.answers, loop.out, learning, whole=whole)

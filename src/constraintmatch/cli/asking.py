@@ -8,7 +8,18 @@ import typer
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Reporter, print_line
 from constraintmatch.cli.flags import read_settings
-from constraintmatch.cli.shared import Flags, Images, Sets, Source, command, flag, option, print_rows, shared
+from constraintmatch.cli.shared import (
+    Flags,
+    Images,
+    Sets,
+    Source,
+    command,
+    flag,
+    named_start,
+    option,
+    print_rows,
+    shared,
+)
 
 __all__ = ["annotate", "check", "loop"]
 
@@ -28,7 +39,7 @@ _SERVER = {
         "clusters": flag(int, "Number of clusters. (as many as the answers show)"),
         "questions": flag(int, "Number of questions in all. (200)"),
         "out": flag(Path, "Folder for the start, the answers and the models. (loop)"),
-        "model": flag(Path, "Model or run folder to begin with. (makes a short start)"),
+        **shared("start"),
         "kind": _KIND,
         "frozen": flag(bool, "The head learns and the network stays: seconds a round, on a CPU too.", "--frozen"),
         **shared("device"),
@@ -63,7 +74,9 @@ def loop(
     rounds = {name: given.pop(name) for name in ("every", "steps", "last_steps", "choose", "seed") if name in given}
     if "terminal" in who:
         asked.setdefault("kind", "pair")  # y and n need no other keys, and two pictures fit a narrow terminal
-    request = commands.Loop(data=data, images=Train(**images, **given), **{"out": Path("loop"), **asked}, **rounds)
+    asked = {"out": Path("loop"), **named_start(asked)}
+    begun = Train(**images, **given, start=asked.pop("start", None))
+    request = commands.Loop(data=data, images=begun, **asked, **rounds)
     if "oracle" in who:
         rows = commands.ask_labels(request, who.get("wrong", 0.0), reporter)
     elif "terminal" in who:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +31,7 @@ __all__ = [
     "fit_squares",
     "open_decoder",
     "pixels_of",
+    "typical_size",
 ]
 
 Progress = Callable[[int, int], None]
@@ -168,17 +170,28 @@ def _choose_size(request: FolderRequest) -> tuple[int, int, list[Skipped]]:
     """Side, channels and the files whose headers cannot be read; headers are read only when something is not given."""
     if request.side is not None and request.channels is not None:
         return request.side, request.channels, []
-
-    def header(file: ImageFile) -> tuple[int, int, bool]:
-        with Image.open(request.folder / file.name, formats=_FORMATS) as image:
-            return image.width, image.height, image.mode in _GREY_MODES
-
-    results = list(_in_parallel(header, request.files))
+    results = list(_in_parallel(partial(_header, request.folder), request.files))
     headers = [result for result in results if not isinstance(result, Skipped)]
     chosen = _choose_side([(width, height) for width, height, _ in headers])
     side = request.side or min(chosen, request.max_side or _SIDES[0])
     channels = request.channels or (1 if all(grey for *_, grey in headers) else 3)
     return side, channels, [result for result in results if isinstance(result, Skipped)]
+
+
+def _header(folder: Path, file: ImageFile) -> tuple[int, int, bool]:
+    """Width, height, and whether it is grey."""
+    with Image.open(folder / file.name, formats=_FORMATS) as image:
+        return image.width, image.height, image.mode in _GREY_MODES
+
+
+def typical_size(folder: Path, most: int = 200) -> tuple[int, int]:
+    """The median of the shorter sides, and the channels, by the headers of some of the images; (0, 1) without any."""
+    files = find_files(folder)[0]
+    with _quiet():
+        results = list(_in_parallel(partial(_header, folder), files[:: max(1, len(files) // most)]))
+    headers = [result for result in results if not isinstance(result, Skipped)]
+    sides = [min(width, height) for width, height, _ in headers]
+    return int(np.median(sides or [0])), 1 if all(grey for *_, grey in headers) else 3
 
 
 def _choose_side(sizes: list[tuple[int, int]]) -> int:

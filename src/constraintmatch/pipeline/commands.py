@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from constraintmatch.methods import Context, Trained
 from constraintmatch.methods.preparation import check_images
 from constraintmatch.models.cluster_model import load_model, model_folder, save_model
 from constraintmatch.pipeline.config import chain_stages
+from constraintmatch.pipeline.embedding import OWN, encode
 from constraintmatch.pipeline.plan import Plan, Train, plan_pretraining
 from constraintmatch.pipeline.sources import Data, open_at, read_pairs
 from constraintmatch.pipeline.train import pretrain, rehearse_stages
@@ -59,6 +61,9 @@ def predict_images(
         raise InputError(f"{model}: has no clusters yet (it comes from a pretext task); train it first")
     data = open_at(source, (network.config.side, network.config.channels), "test", reporter=reporter, **how)
     check_images(network, data.images)
+    if network.is_encoder:
+        seen = encode(network, data.images, device=place, reporter=reporter)
+        return data, evaluation.predict(network, seen, device=place)
     with watched(reporter, "predicting", len(data.images)) as progress:
         return data, evaluation.predict(network, data.images, device=place, progress=progress)
 
@@ -225,7 +230,7 @@ def finish_training(plan: Plan, trained: Trained) -> Rows:
     model, images, held_out, out = trained.model, plan.data.images, plan.data.held_out, plan.context.out
     assert out is not None
     device = choose_device(plan.config.settings.device)
-    predictions = evaluation.predict(model, images, device=device)
+    predictions = evaluation.predict(model, plan.seen, device=device)
     found = evaluate_images(images, predictions, plan.held_out_pairs)
     if held_out is not None and held_out.labels is not None:
         scores = evaluation.scores(held_out.labels, evaluation.predict(model, held_out, device=device))
@@ -281,7 +286,7 @@ def pretrain_model(
     """
     chosen = chain_stages(chain or ("scan" if request.data in DATASETS else "own"), stages, pretext)
     assert request.out is not None
-    plan = plan_pretraining(request, reporter)
+    plan = plan_pretraining(replace(request, start=OWN), reporter)
     data = plan.data
     if data.images.embedded and not (stages or chain or pretext):
         chosen = plan.stages  # features are there: only clusters are missing

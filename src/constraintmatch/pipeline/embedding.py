@@ -1,6 +1,8 @@
-"""What networks make of images: embeddings in a file that every command takes, and several networks as one model."""
+"""What networks make of images: embeddings for every command, pretrained encoders, several networks as one model."""
 
-from collections.abc import Sequence
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,34 @@ from torch import Tensor
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_new_folder, check_target, write_atomically
 from constraintmatch._internal.progress import QUIET, Reporter, watched
+from constraintmatch.data.cache import embed_cached
 from constraintmatch.data.datasets import DATASETS, DataSet
-from constraintmatch.data.image_set import ImageSet
+from constraintmatch.data.decoding import typical_size
+from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import embed
 from constraintmatch.methods.preparation import check_images, spread
-from constraintmatch.models.backbones import JOIN, Joined, made_for_side
+from constraintmatch.models.backbones import ENCODER, JOIN, Joined, is_at_hand, made_for_side
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model, unfilled_model
 from constraintmatch.pipeline.sources import open_at
 from constraintmatch.training.loop import choose_device
 
-__all__ = ["embed_images", "join", "join_folders", "write_embeddings"]
+__all__ = [
+    "DEFAULT",
+    "OWN",
+    "PRETRAINED",
+    "choose_encoder",
+    "embed_images",
+    "encode",
+    "join",
+    "join_folders",
+    "write_embeddings",
+]
 
 Device = torch.device | str | None
+OWN = "own"  # starts by name
+PRETRAINED = "pretrained"
+DEFAULT = "timm:tf_efficientnet_lite0"  # the encoder that the extra `photos` brings
+PHOTO_SIDE = 48  # pixels: of smaller images, and of grey ones, the own start is taken (decision 047)
 MEASURED = 10_000  # images by which the features of the networks are brought to one length
 
 
@@ -82,6 +100,89 @@ def _network(model: str, side: int | None, row: DataSet | None) -> ClusterModel:
     if side not in (None, found.config.side):
         raise InputError(f"{model}: takes images of {found.config.side} px; leave --side out")
     return found
+
+
+# Pretrained encoders
+
+
+def choose_encoder(
+    source: ImageSet | Path | str,
+    start: str | None = None,
+    *,
+    ask: bool = False,
+    say: Callable[[str], None] = QUIET.say,
+) -> ClusterModel | None:
+    """The pretrained encoder that a training on these images begins with, without clusters; None: the own start.
+
+    `start` names a network of timm's, PRETRAINED, OWN or None. None takes the encoder for photographs: colour images
+    of 48 pixels or more that are not a known data set. Only a network that is named is fetched without a word; with
+    `ask` the person at the terminal may agree to it.
+    """
+    known = isinstance(source, str) and source in DATASETS
+    if start == OWN or (start is None and known):
+        return None
+    if known:
+        raise InputError(f"{source}: a data set of the paper has its own size; leave --start {start} out")
+    name = start if start not in (None, PRETRAINED) else DEFAULT
+    if start in (None, PRETRAINED):
+        side, channels = _size_of(source)
+        if side == 1 and start is not None:
+            raise InputError(f"embeddings need no encoder; leave the start {start} out")
+        if start is None and (side < PHOTO_SIDE or channels != 3):
+            return None
+    if not (start == name or is_at_hand(name) or (ask and _agrees(name))):
+        fix = f"pip install 'constraintmatch[photos]' brings one, --start {name} fetches it"
+        if start is not None:
+            raise InputError(f"no pretrained encoder is at hand; {fix}")
+        say(f"no pretrained encoder is at hand, with which photographs are clustered far better: {fix}")
+        return None
+    say(f"start: the pretrained encoder {name}; --start timm:NAME takes another, --start own learns from these images")
+    return build_model(n_clusters=0, side=made_for_side(name), backbone=ENCODER + name, pretrained=True)
+
+
+def encode(
+    model: ClusterModel, images: ImageSet, *, device: Device = None, reporter: Reporter = QUIET, cache: bool = True
+) -> ImageSet:
+    """What the model's backbone makes of the images, as embeddings with these pictures; known ones are not made again.
+
+    The model takes them in place of the images.
+    """
+    check_images(model, images)
+    config, features = model.config, np.empty((len(images), model.width), np.float32)
+    digest = hashlib.blake2b(repr((config.backbone, config.side, config.mean, config.std)).encode(), digest_size=12)
+    for _, value in sorted(model.backbone.state_dict().items()):
+        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+    with watched(reporter, "embedding") as progress:
+        made = 0
+
+        def make(rows: NDArray[np.int64]) -> NDArray[np.float32]:
+            nonlocal made
+            progress(made, len(images))
+            made += len(rows)
+            return embed(model, images.take(rows), device=device)
+
+        for rows, numbers in embed_cached(images.images, digest.hexdigest(), make, cache):
+            features[rows] = numbers
+    return replace(images, images=features.reshape(len(images), 1, 1, -1), pictures=images)
+
+
+def _size_of(source: ImageSet | Path | str) -> tuple[int, int]:
+    """The typical side and the channels of the images, from a look at some; (0, 1) where there are none."""
+    if not isinstance(source, ImageSet):
+        if Path(source).is_dir():
+            return typical_size(Path(source))
+        if not Path(source).is_file():
+            return 0, 1
+        source = load_images(source)
+    return source.side, source.channels
+
+
+def _agrees(name: str) -> bool:
+    """Whether a person at the terminal wants the encoder to be fetched."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    print(f"Fetch the pretrained encoder {name} from the Hugging Face hub, once? [y/N] ", end="", file=sys.stderr)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 # Several networks as one model
