@@ -204,9 +204,13 @@ def test_photographs_are_trained_predicted_and_asked_about_with_no_other_word(tm
     again = run("train", "--from-run", out, "--out", tmp_path / "again").stderr
     assert "embedding: " not in again  # all are known
     asked = ("loop", photos, "--oracle", "labels", "--questions", 6, "--set", "every=6", "--device", "cpu")
-    loop = tmp_path / "loop"
-    assert "ACC 100.0" in run(*asked, "--out", loop).stdout
-    assert "8 of 8" in run(*asked[:5], 8, *asked[6:], "--out", loop).stdout
+    loop, ends = tmp_path / "loop", ("--out", tmp_path / "loop", "--sort", tmp_path / "sorted")
+    rows = dict(line.split(None, 1) for line in run(*asked, *ends).stdout.splitlines())
+    assert rows["scores"].startswith("ACC 100.0")
+    assert rows["agreement"].startswith("must-link 1.000, cannot-link 1.000")
+    assert rows["report"] == str(loop / "report.html")
+    assert {len(list((tmp_path / "sorted" / f"cluster-{number}").iterdir())) for number in (0, 1)} == {10}
+    assert "8 of 8" in run(*asked[:5], 8, *asked[6:], *ends).stdout  # the same command again
     assert load_model(loop).config.side == 224
 
 

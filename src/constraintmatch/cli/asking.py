@@ -41,13 +41,13 @@ _SERVER = {
         "out": flag(Path, "Folder for the start, the answers and the models. (loop)"),
         **shared("start"),
         "kind": _KIND,
+        "sort": flag(Path, "At the end, one folder of links to images per cluster goes there."),
         "frozen": flag(bool, "The head learns and the network stays: seconds a round, on a CPU too.", "--frozen"),
         **shared("device"),
     },
     who={
         "terminal": flag(bool, "Ask in the terminal, not on a page.", "--terminal"),
         "oracle": flag(str, "labels: the labels answer, for experiments."),
-        "wrong": flag(float, "Share of wrong answers with --oracle. (0)"),
     },
     images=shared("test", "data_dir", "pictures", "flip"),
     door=_SERVER,
@@ -64,13 +64,14 @@ def loop(
       constraintmatch loop photos --clusters 10 \
         --questions 200 --out loops/photos
       constraintmatch loop digits --clusters 10 \
-        --oracle labels --wrong 0.05
+        --oracle labels --set wrong=0.05
     """
     from constraintmatch.annotate import commands
     from constraintmatch.pipeline.plan import Train
 
-    _check_who(**who)
     given = read_settings("loop", sets)
+    wrong = given.pop("wrong", 0.0)
+    _check_who(**who, wrong=wrong)
     rounds = {name: given.pop(name) for name in ("every", "steps", "last_steps", "choose", "seed") if name in given}
     if "terminal" in who:
         asked.setdefault("kind", "pair")  # y and n need no other keys, and two pictures fit a narrow terminal
@@ -78,7 +79,7 @@ def loop(
     begun = Train(**images, **given, start=asked.pop("start", None))
     request = commands.Loop(data=data, images=begun, **asked, **rounds)
     if "oracle" in who:
-        rows = commands.ask_labels(request, who.get("wrong", 0.0), reporter)
+        rows = commands.ask_labels(request, wrong, reporter)
     elif "terminal" in who:
         rows = commands.ask_in_terminal(request, reporter=reporter)
     else:
@@ -93,9 +94,7 @@ def _check_who(terminal: bool = False, oracle: str | None = None, wrong: float =
     if terminal and oracle:
         raise InputError("--terminal asks you and --oracle asks the labels; give one of them")
     if wrong and oracle is None:
-        raise InputError("--wrong goes with --oracle labels")
-    if not 0 <= wrong <= 1:
-        raise InputError(f"--wrong is {wrong}; it is a share, from 0 to 1")
+        raise InputError("--set wrong goes with --oracle labels")
 
 
 @command(

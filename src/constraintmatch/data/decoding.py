@@ -21,6 +21,7 @@ from PIL import Image, ImageOps
 from constraintmatch._internal.errors import InputError, one_line
 
 __all__ = [
+    "PHOTO_SIDE",
     "SUFFIXES",
     "FolderRequest",
     "ImageFile",
@@ -38,6 +39,7 @@ Progress = Callable[[int, int], None]
 _Result = TypeVar("_Result")
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".dib", ".tif", ".tiff", ".gif"})
+PHOTO_SIDE = 48  # pixels from which on colour images count as photographs (decision 047)
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF")  # tried by content: a PNG named .jpg is still read
 _GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"})
 _SIDES = (96, 64, 32, 16, 8)  # sides chosen for images of different sizes

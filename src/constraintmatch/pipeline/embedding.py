@@ -17,7 +17,7 @@ from constraintmatch._internal.files import check_new_folder, check_target, writ
 from constraintmatch._internal.progress import QUIET, Reporter, watched
 from constraintmatch.data.cache import embed_cached
 from constraintmatch.data.datasets import DATASETS, DataSet
-from constraintmatch.data.decoding import typical_size
+from constraintmatch.data.decoding import PHOTO_SIDE, typical_size
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import embed
 from constraintmatch.methods.preparation import check_images, spread
@@ -35,6 +35,7 @@ __all__ = [
     "encode",
     "join",
     "join_folders",
+    "photo_features",
     "write_embeddings",
 ]
 
@@ -42,7 +43,6 @@ Device = torch.device | str | None
 OWN = "own"  # starts by name
 PRETRAINED = "pretrained"
 DEFAULT = "timm:tf_efficientnet_lite0"  # the encoder that the extra `photos` brings
-PHOTO_SIDE = 48  # pixels: of smaller images, and of grey ones, the own start is taken (decision 047)
 MEASURED = 10_000  # images by which the features of the networks are brought to one length
 
 
@@ -164,6 +164,16 @@ def encode(
         for rows, numbers in embed_cached(images.images, digest.hexdigest(), make, cache):
             features[rows] = numbers
     return replace(images, images=features.reshape(len(images), 1, 1, -1), pictures=images)
+
+
+def photo_features(source: str, images: ImageSet, reporter: Reporter) -> NDArray[np.float32] | None:
+    """What the encoder for photographs makes of the images of a source; None where another start is taken."""
+    model = choose_encoder(source, say=reporter.say)
+    if model is None:
+        return None
+    photos = open_at(source, (model.config.side, model.config.channels), "train", reporter=reporter).images
+    seen = encode(model, photos.take([photos.rows()[name] for name in images.names]), reporter=reporter)
+    return np.asarray(seen.images[:, 0, 0])
 
 
 def _size_of(source: ImageSet | Path | str) -> tuple[int, int]:
