@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import astuple
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
@@ -123,7 +124,8 @@ def _user_cache() -> Path | None:
 
 def _state(request: FolderRequest) -> str:
     """A digest of all that decides the pixels: each file's path, size and time, and the decoder's version and limit."""
-    digest = hashlib.sha256(f"{PIL.__version__} {Image.MAX_IMAGE_PIXELS}".encode())
+    plugin = " pillow-heif" if find_spec("pillow_heif") else ""
+    digest = hashlib.sha256(f"{PIL.__version__} {Image.MAX_IMAGE_PIXELS}{plugin}".encode())
     for file in request.files:
         digest.update(f"\n{file.name}\0{file.size}\0{file.mtime_ns}".encode())
     return digest.hexdigest()[:24]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,9 +38,11 @@ __all__ = [
 Progress = Callable[[int, int], None]
 _Result = TypeVar("_Result")
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".dib", ".tif", ".tiff", ".gif"})
+_PHONE = frozenset({".heic", ".heif", ".avif"})  # need a plugin, or a Pillow that has it built in
+_COMMON = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".dib", ".tif", ".tiff", ".gif"}
+SUFFIXES = _PHONE | _COMMON
 PHOTO_SIDE = 48  # pixels from which on colour images count as photographs (decision 047)
-_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF")  # tried by content: a PNG named .jpg is still read
+_FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF"]  # tried by content: a PNG named .jpg is still read
 _GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"})
 _SIDES = (96, 64, 32, 16, 8)  # sides chosen for images of different sizes
 _CHUNK = 16  # files per task: enough to hide what a task costs, few enough for a smooth progress bar
@@ -284,7 +286,9 @@ def _in_parallel(work: Callable[[ImageFile], _Result], files: Sequence[ImageFile
             return work(file)
         except Exception as error:  # Pillow's plugins raise nearly anything on broken bytes
             passing = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
-            return Skipped(file.name, "the file is empty" if file.size == 0 else _reason(error), passing)
+            known = isinstance(error, PIL.UnidentifiedImageError) and Path(file.name).suffix.lower() in _PHONE
+            reason = "needs a plugin: pip install pillow-heif" if known else _reason(error)
+            return Skipped(file.name, "the file is empty" if file.size == 0 else reason, passing)
 
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     n_threads = max(1, min(16, n_cores, len(files) // _CHUNK))
@@ -301,6 +305,17 @@ def _in_parallel(work: Callable[[ImageFile], _Result], files: Sequence[ImageFile
         pool.shutdown(cancel_futures=True)
 
 
+@cache
+def _add_formats() -> None:
+    """Let Pillow read what phones write, where it can or pillow-heif is installed."""
+    with suppress(ImportError):
+        from pillow_heif import register_heif_opener
+
+        register_heif_opener()
+    Image.init()
+    _FORMATS.extend(name for name in ("AVIF", "HEIF") if name in Image.OPEN)
+
+
 _filters = threading.RLock()
 
 
@@ -312,6 +327,7 @@ def _quiet() -> Iterator[None]:
     """
     with _filters, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        _add_formats()
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         yield
 
