@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.errors import InputError, one_line
 
 __all__ = [
     "ENCODER",
@@ -244,8 +244,12 @@ def _timm(name: str, side: int, channels: int, *, pretrained: bool) -> tuple[nn.
     packed = _package_weights(name) if pretrained else None
     if packed is not None and channels == 3:
         network = timm.create_model(name)
-        weights = torch.load(packed, map_location="cpu", weights_only=True)
-        network.load_state_dict(dict(zip(network.state_dict(), weights.values(), strict=True)))
+        try:
+            weights = torch.load(packed, map_location="cpu", weights_only=True)
+            network.load_state_dict(dict(zip(network.state_dict(), weights.values(), strict=True)))
+        except Exception as error:  # a torn file raises nearly anything
+            fix = "install the package again"
+            raise InputError(f"not the weights of {name} ({one_line(error)[:100]})", packed, fix) from None
         network.reset_classifier(0)
         return cast(nn.Module, network), int(network.num_features)
     options: dict[str, Any] = {"pretrained": pretrained, "num_classes": 0, "in_chans": channels}
