@@ -54,7 +54,7 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
     recipe : {"safe", "paper"}, default=None
         "safe" keeps the start unless held-out pairs favour the training; "paper" trains as published. None is "safe".
     start : str, Path, ClusterModel or None, default="auto"
-        The model that training starts from. "auto" is "pretrained" for photographs (colour images of 48 pixels or more)
+        The model that training starts from. "auto" is "pretrained" for photographs (32 pixels or more, grey ones 64)
         if an encoder is at hand, else "self-supervised". "pretrained" or "timm:NAME" takes a pretrained encoder, which
         stays as it is on a CPU. "self-supervised" makes a short start from X alone: SimCLR and linear heads for images,
         linear heads for embeddings. None is random weights. A model folder, a run folder or a `ClusterModel` (which is

@@ -26,7 +26,7 @@ from constraintmatch.annotate.import_export import Sitting, open_answers, open_i
 from constraintmatch.annotate.question_queue import Chooser, Line, Prompt, QuestionQueue, ask_one_by_one, pixel_belief
 from constraintmatch.annotate.store import Store
 from constraintmatch.data.datasets import DATASETS
-from constraintmatch.data.decoding import PHOTO_SIDE
+from constraintmatch.data.decoding import is_photo
 from constraintmatch.pipeline.sources import Data, read_pairs
 from constraintmatch.questions.answers import Question
 from constraintmatch.questions.belief import Belief
@@ -84,7 +84,7 @@ def serve_page(sitting: Sitting, door: Door, reporter: Reporter = QUIET) -> Rows
 
 def _believer(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Callable[[], Belief]:
     """A function that makes the belief, which may take long; the model and the device are checked at once."""
-    if sitting.model is None and images.side >= PHOTO_SIDE and images.channels == 3:
+    if sitting.model is None and is_photo(images.side, images.channels):
         from constraintmatch.pipeline.embedding import photo_features
 
         if (seen := photo_features(sitting.data, images, reporter)) is not None:

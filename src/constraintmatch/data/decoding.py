@@ -21,7 +21,6 @@ from PIL import Image, ImageOps
 from constraintmatch._internal.errors import InputError, one_line
 
 __all__ = [
-    "PHOTO_SIDE",
     "SUFFIXES",
     "FolderRequest",
     "ImageFile",
@@ -30,6 +29,7 @@ __all__ = [
     "eight_bits",
     "find_files",
     "fit_squares",
+    "is_photo",
     "open_decoder",
     "pixels_of",
     "typical_size",
@@ -41,7 +41,7 @@ _Result = TypeVar("_Result")
 _PHONE = frozenset({".heic", ".heif", ".avif"})  # need a plugin, or a Pillow that has it built in
 _COMMON = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".dib", ".tif", ".tiff", ".gif"}
 SUFFIXES = _PHONE | _COMMON
-PHOTO_SIDE = 48  # pixels from which on colour images count as photographs (decision 047)
+_PHOTO_SIDES = {3: 32, 1: 64}  # pixels from which on colour and grey images count as photographs (decision 047)
 _FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF"]  # tried by content: a PNG named .jpg is still read
 _GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"})
 _SIDES = (96, 64, 32, 16, 8)  # sides chosen for images of different sizes
@@ -186,6 +186,11 @@ def _header(folder: Path, file: ImageFile) -> tuple[int, int, bool]:
     """Width, height, and whether it is grey."""
     with Image.open(folder / file.name, formats=_FORMATS) as image:
         return image.width, image.height, image.mode in _GREY_MODES
+
+
+def is_photo(side: int, channels: int) -> bool:
+    """Whether images of this size count as photographs."""
+    return side >= _PHOTO_SIDES.get(channels, 2**31)
 
 
 def typical_size(folder: Path, most: int = 200) -> tuple[int, int]:

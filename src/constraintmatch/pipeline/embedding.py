@@ -2,22 +2,24 @@
 
 import hashlib
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_new_folder, check_target, write_atomically
 from constraintmatch._internal.progress import QUIET, Reporter, watched
 from constraintmatch.data.cache import embed_cached
 from constraintmatch.data.datasets import DATASETS, DataSet
-from constraintmatch.data.decoding import PHOTO_SIDE, typical_size
+from constraintmatch.data.decoding import is_photo, typical_size
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import embed
 from constraintmatch.methods.preparation import check_images, spread
@@ -33,6 +35,7 @@ __all__ = [
     "choose_encoder",
     "embed_images",
     "encode",
+    "export_model",
     "join",
     "join_folders",
     "photo_features",
@@ -102,6 +105,49 @@ def _network(model: str, side: int | None, row: DataSet | None) -> ClusterModel:
     return found
 
 
+# A network for other programs
+
+
+def export_model(model: Path | str, out: Path) -> float:
+    """Write a model as ONNX (.onnx) or a program of torch.export (.pt2); its largest difference from our predictions.
+
+    It takes images (n, c, side, side) of bytes, or embeddings (n, d, 1, 1), and gives the probability of each cluster.
+    """
+    if out.suffix not in (".onnx", ".pt2"):
+        raise InputError(f"{out}: a model is exported as .onnx or .pt2; give --out such a name")
+    if out.suffix == ".onnx" and not all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))):
+        raise InputError("ONNX needs other packages: pip install 'constraintmatch[onnx]'; .pt2 needs none", out)
+    check_target(out)
+    network = load_model(model)
+    if not network.config.n_clusters:
+        raise InputError(f"{model}: has no clusters yet; train it first")
+    side, channels = network.config.side, network.config.channels
+    draw = torch.Generator().manual_seed(0)
+    bytes_ = torch.randint(0, 256, (5, channels, side, side), generator=draw, dtype=torch.uint8)
+    images = bytes_ if side > 1 else torch.randn(5, channels, 1, 1, generator=draw)
+    whole = nn.Sequential(network, nn.Softmax(-1)).eval()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of packages that are changing
+        program = torch.export.export(whole, (images[:3],), dynamic_shapes=({0: torch.export.Dim("n", min=1)},))
+        if out.suffix == ".pt2":
+            write_atomically(out, lambda path: torch.export.save(program, path))
+            given = torch.export.load(out).module()(images).numpy()
+        else:
+            import onnxruntime
+
+            made = torch.onnx.export(program, (), input_names=["images"], output_names=["clusters"], verbose=False)
+            assert made is not None
+            write_atomically(out, lambda path: made.save(path))
+            given = onnxruntime.InferenceSession(out).run(None, {"images": images.numpy()})[0]
+        apart = float(np.abs(given - whole(images).numpy()).max())
+    if not apart < 1e-3:
+        out.unlink()
+        raise InputError(
+            f"the exported model differs from this one by {apart:.2g}; other versions of its packages may help", out
+        )
+    return apart
+
+
 # Pretrained encoders
 
 
@@ -114,8 +160,8 @@ def choose_encoder(
 ) -> ClusterModel | None:
     """The pretrained encoder that a training on these images begins with, without clusters; None: the own start.
 
-    `start` names a network of timm's, PRETRAINED, OWN or None. None takes the encoder for photographs: colour images
-    of 48 pixels or more that are not a known data set. Only a network that is named is fetched without a word; with
+    `start` names a network of timm's, PRETRAINED, OWN or None. None takes the encoder for photographs (`is_photo`)
+    that are not a known data set. Only a network that is named is fetched without a word; with
     `ask` the person at the terminal may agree to it.
     """
     known = isinstance(source, str) and source in DATASETS
@@ -128,7 +174,7 @@ def choose_encoder(
         side, channels = _size_of(source)
         if side == 1 and start is not None:
             raise InputError(f"embeddings need no encoder; leave the start {start} out")
-        if start is None and (side < PHOTO_SIDE or channels != 3):
+        if start is None and not is_photo(side, channels):
             return None
     if not (start == name or is_at_hand(name) or (ask and _agrees(name))):
         fix = f"pip install 'constraintmatch[photos]' brings one, --start {name} fetches it"
