@@ -23,6 +23,7 @@ from constraintmatch.methods.preparation import check_images
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pipeline import config as configuration
 from constraintmatch.pipeline.config import ORDER, PRETEXTS, TrainConfig, make_config
+from constraintmatch.pipeline.embedding import PRETRAINED, choose_encoder, encode
 from constraintmatch.pipeline.sources import Pairs, as_constraints, choose_pairs
 from constraintmatch.pipeline.train import train
 from constraintmatch.training.batches import derive_seed
@@ -32,7 +33,7 @@ from constraintmatch.training.views import View
 __all__ = ["ConstraintMatch"]
 
 Images = ImageSet | ArrayLike | Path | str
-SELF_SUPERVISED = "self-supervised"
+AUTO, SELF_SUPERVISED = "auto", "self-supervised"
 # parameters that are handed on by name; None leaves the choice to the method, the number of images and the device
 KNOBS = ("recipe", "steps", "lr", "pseudo_weight", "max_entropy", "error_rate", "pairs_per_step", "images_per_step")
 ELSEWHERE = {"device": "device", "seed": "random_state"}  # training settings and the parameters that give them
@@ -52,10 +53,12 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
         over to the other images; "supervised" and "fully_constrained" train on the labels of an `ImageSet`.
     recipe : {"safe", "paper"}, default=None
         "safe" keeps the start unless held-out pairs favour the training; "paper" trains as published. None is "safe".
-    start : str, Path, ClusterModel or None, default="self-supervised"
-        The model that training starts from. "self-supervised" makes a short start from X alone: SimCLR and linear heads
-        for images, linear heads for embeddings. None is random weights. A model folder, a run folder or a
-        `ClusterModel` (which is not changed) is the start itself; if it has no clusters, linear heads find them first.
+    start : str, Path, ClusterModel or None, default="auto"
+        The model that training starts from. "auto" is "pretrained" for photographs (32 pixels or more, grey ones 64)
+        if an encoder is at hand, else "self-supervised". "pretrained" or "timm:NAME" takes a pretrained encoder, which
+        stays as it is on a CPU. "self-supervised" makes a short start from X alone: SimCLR and linear heads for images,
+        linear heads for embeddings. None is random weights. A model folder, a run folder or a `ClusterModel` (which is
+        not changed) is the start itself; if it has no clusters, linear heads find them first.
     backbone : str, default=None
         "tiny", "resnet18", "resnet34" or "timm:NAME". None chooses by the size of the images. Embeddings need none.
     steps : int, default=None
@@ -127,7 +130,7 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
         *,
         method: str = "constraintmatch",
         recipe: str | None = None,
-        start: str | Path | ClusterModel | None = SELF_SUPERVISED,
+        start: str | Path | ClusterModel | None = AUTO,
         backbone: str | None = None,
         steps: int | None = None,
         lr: float | None = None,
@@ -166,13 +169,15 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
             "supervised" and "fully_constrained" need them.
         """
         given = choose_pairs(y, constraints)
-        start = self._load_start()
+        reporter = console_reporter() if self.verbose else Reporter()
+        start = self._load_start(X, reporter)
         images = self._read(X, start, reset=True)
+        if start is not None and start.is_encoder and choose_device(self.device).type == "cpu":
+            images = encode(start, images, reporter=reporter)
         n_clusters = self._count_clusters(start, len(images))
         pairs = as_constraints(given, images)
         _check_pairs(self.method, pairs, images, ignored=y is not None)
         config = self._configuration(start, images, n_clusters, _seed(self.random_state))
-        reporter = console_reporter() if self.verbose else Reporter()
         model, self.log_ = train(images, pairs, config, Context(reporter=reporter))
         self._keep(model)
         self.seed_, self.n_iter_ = config.settings.seed, int(self.log_[-1]["step"])
@@ -255,6 +260,8 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
             images = load_images(X, **size)
         else:
             images = X if isinstance(X, ImageSet) else ImageSet.from_arrays(self._check_table(X, reset))
+        if model is not None and model.is_encoder and not images.embedded:  # made for one size, good for others
+            images = images.resized(model.config.side, model.config.channels)
         if model is not None:
             check_images(model, images)
         return images
@@ -272,10 +279,15 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
         except ValueError as error:
             raise InputError(" ".join(str(error).split())) from None
 
-    def _load_start(self) -> ClusterModel | None:
-        """A copy of the model given as start; None if the start has to be made."""
+    def _load_start(self, X: Images, reporter: Reporter) -> ClusterModel | None:
+        """A copy of the model given as start, or a pretrained encoder; None if the start has to be made."""
         if self.start is None or (isinstance(self.start, str) and self.start == SELF_SUPERVISED):
             return None
+        if isinstance(self.start, str) and (self.start in (AUTO, PRETRAINED) or self.start.startswith("timm:")):
+            if self.start == AUTO and self.backbone is not None:
+                return None
+            source = X if isinstance(X, Path | str) else self._read(X, None)
+            return choose_encoder(source, None if self.start == AUTO else self.start, say=reporter.say)
         if not isinstance(self.start, ClusterModel | Path | str):
             raise InputError(f"start is {self.start!r}; give a model, its folder, {SELF_SUPERVISED!r} or None")
         model = copy.deepcopy(self.start) if isinstance(self.start, ClusterModel) else load_model(self.start)

@@ -632,8 +632,8 @@ def test_pictures_stand_under_their_captions() -> None:
     [
         (["--oracle", "people"], "--oracle people: known is labels"),
         (["--oracle", "labels", "--terminal"], "--terminal asks you"),
-        (["--wrong", "0.1"], "--wrong goes with --oracle labels"),
-        (["--oracle", "labels", "--wrong", "2"], "--wrong is 2.0; it is a share"),
+        (["--set", "wrong=0.1"], "--set wrong goes with --oracle labels"),
+        (["--oracle", "labels", "--set", "wrong=2"], "wrong must be 0 to 1"),
         (["--oracle", "labels", "--questions", "0"], "--questions is 0; it must be 1 or more"),
         (["--oracle", "labels", "--set", "steps=0"], "steps must be a whole number, 1 or more"),
     ],

@@ -200,7 +200,7 @@ def test_a_wrong_setting_is_answered_with_what_is_right(command: str, method: st
         ("pretrain --bf16", "--bf16 is now --set bf16=yes"),
         ("pretrain --epochs-simsiam 5", "--epochs-simsiam is gone: "),
         ("pretrain --restarts-k-means 5", "--restarts-k-means is gone: "),
-        ("loop --error 0.1", "--error is now --wrong"),
+        ("loop --error 0.1", "--error is now --set wrong=VALUE"),
         ("loop --last-steps 9", "--last-steps is now --set last_steps=VALUE"),
         ("search --without rotate", "--without is now --set without=VALUE"),
         ("sample --flip 0.1", "--flip is now --wrong"),

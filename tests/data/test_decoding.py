@@ -1,5 +1,6 @@
 """Decoding: every kind of file comes out right, at the right size and in order, and broken ones are named."""
 
+import importlib.util
 import os
 import threading
 import warnings
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from image_files import noise, save
-from PIL import Image, PngImagePlugin, TiffImagePlugin
+from PIL import Image, PngImagePlugin, TiffImagePlugin, features
 
 from constraintmatch.data.image_set import ImageSet, Skipped, load_images
 
@@ -378,6 +379,20 @@ def test_progress_counts_to_the_end_in_the_main_thread(tmp_path: Path) -> None:
     calls.clear()
     load_images(tmp_path, progress=progress)
     assert calls == []
+
+
+def test_what_phones_write_is_read_where_it_can_be_and_else_named_with_the_plugin(tmp_path: Path) -> None:
+    save(tmp_path / "0.png", noise(16, 16))
+    (tmp_path / "1.heic").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
+    if features.check("avif"):
+        Image.new("RGB", (16, 16), "red").save(tmp_path / "2.avif")
+    images = load_images(tmp_path)
+    assert images.names == (("0.png", "2.avif") if features.check("avif") else ("0.png",))
+    if importlib.util.find_spec("pillow_heif") is None:
+        assert (images.skipped[0].name, images.skipped[0].reason) == (
+            "1.heic",
+            "needs a plugin: pip install pillow-heif",
+        )
 
 
 def test_many_files_keep_their_order(tmp_path: Path) -> None:

@@ -304,7 +304,7 @@ def test_strict_stops_at_a_broken_file_cached_or_not(tmp_path: Path) -> None:
 def test_folders_without_images_are_errors(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
         load_images(tmp_path / "none")
-    with pytest.raises(InputError, match=r"no images there \(looked for .bmp"):
+    with pytest.raises(InputError, match=r"no images there \(looked for .avif"):
         load_images(tmp_path)
     (tmp_path / "a.png").write_text("hello")
     (tmp_path / "b.png").write_text("hello")

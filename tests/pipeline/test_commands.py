@@ -285,7 +285,7 @@ def test_without_a_gpu_a_folder_gets_small_images_and_a_tiny_backbone(asked: Tra
     for row in range(6):
         Image.new("RGB", (70 + row, 80), (40 * row, 0, 0)).save(tmp_path / "large" / f"{row:02d}.png")
     pairs = write_pairs(tmp_path / "q.csv", [("00.png", "01.png", 1)])
-    told = Told()
+    told, asked = Told(), replace(asked, start="own")
     plan = plan_training(replace(asked, data=str(tmp_path / "large"), pairs=pairs), told)
     assert (plan.config.start.config.side, plan.config.start.config.backbone, plan.config.settings.steps) == (
         32,

@@ -128,3 +128,35 @@ def test_the_command(tmp_path: Path) -> None:
     alone = CliRunner().invoke(app, [*words[:2], *words[3:-1], str(tmp_path / "other")])
     assert alone.exit_code == 2
     assert "two models or more" in alone.output
+
+
+# For other programs
+
+
+@pytest.mark.parametrize("name", ["model.pt2", "model.onnx"])
+def test_an_exported_model_predicts_as_ours_for_any_number_of_images(
+    name: str, digits: ImageSet, tmp_path: Path
+) -> None:
+    if name.endswith("onnx"):
+        pytest.importorskip("onnxscript", reason="needs the extra onnx")
+        onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    model = network(0)
+    save_model(model, tmp_path / "model")
+    out = tmp_path / name
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "model"), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    images = digits.images[:7].transpose(0, 3, 1, 2).copy()
+    if name.endswith("onnx"):
+        given = onnxruntime.InferenceSession(out).run(None, {"images": images})[0]
+    else:
+        given = torch.export.load(out).module()(torch.from_numpy(images)).detach().numpy()
+    np.testing.assert_allclose(given, predict(model, digits.take(np.arange(7))).probabilities, atol=1e-5)
+
+
+def test_a_model_that_cannot_be_exported_is_refused(tmp_path: Path) -> None:
+    save_model(network(0, n_clusters=0), tmp_path / "model")
+    for out, said in (("x.pt", "exported as .onnx or .pt2"), ("x.pt2", "has no clusters yet")):
+        done = CliRunner().invoke(app, ["export", str(tmp_path / "model"), "--out", str(tmp_path / out)])
+        assert done.exit_code == 2
+        assert said in done.output
+        assert not (tmp_path / out).exists()

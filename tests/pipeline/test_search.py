@@ -600,7 +600,13 @@ def test_the_next_command_asks_for_all_that_decided_the_trials(tmp_path: Path, s
     done = CliRunner().invoke(cli.app, words)
     assert done.exit_code == 0, done.output
     asked = asked_by(done.stdout.splitlines()[-1].removeprefix("next").strip())
-    expected = {"data": request.data, "model": request.model, "method": "constrained", "device": "cpu", "flip": False}
+    expected = {
+        "data": request.data,
+        "start": str(request.model),
+        "method": "constrained",
+        "device": "cpu",
+        "flip": False,
+    }
     expected |= {"pairs": pairs, "columns": "i,j,c ij"}
     assert {key: asked[key] for key in expected} == expected
     assert asked["sets"] == ["without=rotate,solarize", "weight_decay=0.0", "lr=0.01"]

@@ -109,6 +109,7 @@ class Learner:
         self.whole = whole or (lambda model: model)
         self.problem: str | None = None
         self.n_learned = 0  # answers that the newest model knows
+        self.run: Path | None = None  # the folder of its round
         self._steps = 0  # of its round
         self._training: _Watched | None = None  # the current round
         self._newest: ClusterModel = start
@@ -191,6 +192,7 @@ class Learner:
             model = self._train(first, pairs, settings, watched)
             self._belief = image_belief(model.to(self.start_model.device), self.images)
             self._newest, self.n_learned, self._steps = model, len(answers), int(settings.get("steps", 0))
+            self.run = self._round(len(answers))
             save_model(self.newest, self.folder / "model")
         finally:
             self._training, self._ahead = None, None
@@ -280,7 +282,7 @@ class Learner:
             elif n_answers <= len(self.answers()):
                 model = load_model(path)
                 if _kind(model) == _kind(self.start_model):
-                    self._newest, self.n_learned = model.to(self.start_model.device), n_answers
+                    self._newest, self.n_learned, self.run = model.to(self.start_model.device), n_answers, path
                     self._steps = int(read_json(path / "run.json")["request"]["settings"]["steps"])
                     return
 

@@ -26,11 +26,12 @@ from constraintmatch.annotate.import_export import Sitting, open_answers, open_i
 from constraintmatch.annotate.question_queue import Chooser, Line, Prompt, QuestionQueue, ask_one_by_one, pixel_belief
 from constraintmatch.annotate.store import Store
 from constraintmatch.data.datasets import DATASETS
+from constraintmatch.data.decoding import is_photo
 from constraintmatch.pipeline.sources import Data, read_pairs
 from constraintmatch.questions.answers import Question
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Choice, Kind
-from constraintmatch.questions.rounds import LabelOracle, image_belief
+from constraintmatch.questions.rounds import LabelOracle, closure_pairs, image_belief
 
 if TYPE_CHECKING:
     from constraintmatch.annotate.background_training import Learner, Learning
@@ -83,6 +84,11 @@ def serve_page(sitting: Sitting, door: Door, reporter: Reporter = QUIET) -> Rows
 
 def _believer(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Callable[[], Belief]:
     """A function that makes the belief, which may take long; the model and the device are checked at once."""
+    if sitting.model is None and is_photo(images.side, images.channels):
+        from constraintmatch.pipeline.embedding import photo_features
+
+        if (seen := photo_features(sitting.data, images, reporter)) is not None:
+            return lambda: Belief.of(seen)
     if sitting.model is None:
         what = "the embeddings" if images.embedded else "the pixels"
         reporter.say(f"no model: questions are chosen by {what} (--model asks better ones)")
@@ -163,6 +169,7 @@ class Loop:
     device: str | None = None
     frozen: bool = False  # whether only the head learns, and the network does not change
     last_steps: int | None = None  # of the training after the last answer
+    sort: Path | None = None  # the folder for one folder of images per cluster
 
     def __post_init__(self) -> None:
         own = {name: getattr(self, name) for name in ("every", "steps", "last_steps")}
@@ -177,7 +184,10 @@ def ask_on_page(loop: Loop, door: Door, reporter: Reporter = QUIET) -> Rows:
         learner.start()
         _serve(sock, door, reporter, data, queue, learner.activity)
         learner.stop()
-        return _end(loop, data, queue.store, learner)
+        rows = _end(loop, data, queue.store, learner)
+        if door.browse and (report := dict(rows).get("report")):
+            webbrowser.open(Path(report).resolve().as_uri())
+        return rows
 
 
 def ask_in_terminal(loop: Loop, prompt: Prompt | None = None, reporter: Reporter = QUIET) -> Rows:
@@ -200,6 +210,8 @@ def ask_in_terminal(loop: Loop, prompt: Prompt | None = None, reporter: Reporter
 
 def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter = QUIET) -> Rows:
     """Let the labels answer, some of them wrongly, and train after every `every` answers: for experiments and tests."""
+    from constraintmatch.pipeline.commands import score_line
+
     with _open(loop, reporter, lambda data: _oracle(loop, data, error)) as (data, queue, learner):
         oracle, store = _oracle(loop, data, error), queue.store
         while True:
@@ -213,7 +225,7 @@ def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter = QUIET) -> Ro
                     store.answer(asked.id, oracle.answer(asked.question).choice, "labels")
             if not learner.is_behind or not learner.learn(reporter):
                 break
-            scores = _score_line(data, learner)
+            scores = score_line(data, learner.newest)
             reporter.say(f"{learner.n_learned:,} answers" + (f": {scores}" if scores else ""))
         return _end(loop, data, store, learner)
 
@@ -224,25 +236,11 @@ def _oracle(loop: Loop, data: Data, error: float) -> LabelOracle:
     return LabelOracle(data.images.labels, error=error, seed=loop.seed)
 
 
-def _score_line(data: Data, learner: Learner) -> str:
-    """ACC, NMI and ARI in %, of the images of --test or of those that were asked about; "" without labels."""
-    from constraintmatch.evaluation.metrics import predict, scores
-
-    tested = data.held_out is not None and data.held_out.labels is not None
-    target = data.held_out if tested and data.held_out is not None else data.images
-    if target.labels is None or not learner.newest.config.n_clusters:
-        return ""
-    found = scores(target.labels, predict(learner.newest, target))
-    where = "held-out images" if tested else "images that it was trained on; --test names others"
-    values = ", ".join(f"{key.upper()} {100 * found[key]:.1f}" for key in ("acc", "nmi", "ari"))
-    return f"{values} (in %, on {len(target):,} {where})"
-
-
 def _end(loop: Loop, data: Data, store: Store, learner: Learner) -> Rows:
-    """Write the newest model and its clusters, and say where everything is."""
+    """Write the newest model and what it finds, and say where everything is."""
     from constraintmatch.evaluation.metrics import Predictions
     from constraintmatch.models.cluster_model import save_model
-    from constraintmatch.pipeline.commands import write_clusters
+    from constraintmatch.pipeline.commands import finish_loop, score_line
 
     out, counts = loop.out, store.counts()
     rows = [("answers", f"{out / 'answers.db'} ({counts.answered:,} of {loop.questions:,})")]
@@ -250,19 +248,17 @@ def _end(loop: Loop, data: Data, store: Store, learner: Learner) -> Rows:
     if probabilities is None:
         return [*rows, ("next", "the same command continues; the first clusters come with the first round of training")]
     save_model(learner.newest, out / "model")
-    write_clusters(out / "clusters.csv", data.images.names, Predictions(probabilities))
+    pairs = closure_pairs(store.answers(), len(data.images))
     left = f"; {learner.n_left:,} more wait: the same command trains on them" if learner.n_left else ""
     if learner.is_behind and not left:
         left = "; the last training waits: the same command continues it"
-    rows += [
-        ("model", f"{out / 'model'} (has learned from {learner.n_learned:,} answers{left})"),
-        ("clusters", f"{out / 'clusters.csv'} ({learner.newest.config.n_clusters:,} clusters)"),
-    ]
+    rows.append(("model", f"{out / 'model'} (has learned from {learner.n_learned:,} answers{left})"))
+    rows += finish_loop(data, learner.images, Predictions(probabilities), pairs, out, learner.run, loop.sort)
     if loop.last_steps and counts.answered < loop.questions:
         rows.append(("last training", f"not yet; --questions {counts.answered} takes these answers for all"))
     if n := store.n_contradictions():
         rows.append(("contradictions", f"{n:,}; answers that contradict more or heavier ones were left out"))
-    if scores := _score_line(data, learner):
+    if scores := score_line(data, learner.newest):
         rows.append(("scores", scores))
     quoted = shlex.quote(str(out / "model"))
     return [*rows, ("next", f"constraintmatch predict {quoted} NEW-IMAGES --out clusters.csv")]
@@ -273,8 +269,12 @@ def _open(
     loop: Loop, reporter: Reporter, check: Callable[[Data], object] = lambda data: data.images.to_look_at()
 ) -> Iterator[Open]:
     """The loop folder; `check` refuses images that cannot be asked about, before anything is written."""
+    from constraintmatch.pipeline.commands import check_sort_folder
+
     answers = loop.out / "answers.db"
     check_target(answers)  # before minutes are spent on a start
+    if loop.sort is not None:
+        check_sort_folder(loop.sort, loop.data, loop.out)
     data, start, views = _start(loop, reporter, check)
     with open_answers(answers, data, reporter, flag="--out") as store:
         learner = _learner(loop, data, start, store, views, reporter)
@@ -310,7 +310,7 @@ def _start(loop: Loop, reporter: Reporter, check: Callable[[Data], object]) -> t
     try:
         made = pretrain(
             with_clusters(plan.model, 0) if bare else plan.model,
-            plan.data.images,
+            plan.seen,
             plan.clusters,
             stages=stages,
             recipe=short_start(len(plan.data.images), cpu=plan.cpu),
@@ -350,6 +350,8 @@ def _request(loop: Loop) -> tuple[Train, bool]:
         data=loop.data,
         clusters=2 if grows else loop.clusters,  # for a head that the start does not use
         model=model,
+        start=images.start if loop.model is not None or model is None else None,
+        frozen=True,  # of a pretrained encoder: people wait for a round
         backbone=images.backbone if loop.model is not None or model is None else None,
         out=place,
         settings={"seed": loop.seed, "device": loop.device},
@@ -363,11 +365,13 @@ def _learner(
     """Rounds that train the network, or with `frozen` only the head, on what the network makes of the images."""
     from constraintmatch.annotate.background_training import Learner
     from constraintmatch.methods.heads import attach_head, detach_head, embed_images
+    from constraintmatch.pipeline.embedding import encode
 
-    if not loop.frozen or data.images.embedded:  # of embeddings, only a head learns anyway
+    if not (loop.frozen or start.is_encoder) or data.images.embedded:  # of embeddings, only a head learns anyway
         learning = _learning(loop, data, cpu=start.device.type == "cpu")
         return Learner(data.images, start, store.answers, loop.out, learning, views=views, held_out=data.held_out)
-    seen = embed_images(start, data.images, reporter=reporter)  # one pass serves all rounds
+    look = encode if start.is_encoder else embed_images
+    seen = look(start, data.images, reporter=reporter)  # one pass serves all rounds
     learning = _learning(loop, replace(data, images=seen, row=None), cpu=True)  # a head needs no large batches
     whole = partial(attach_head, start)
     return Learner(seen, detach_head(start, seen), store.answers, loop.out, learning, whole=whole)

@@ -8,7 +8,18 @@ import typer
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Reporter, print_line
 from constraintmatch.cli.flags import read_settings
-from constraintmatch.cli.shared import Flags, Images, Sets, Source, command, flag, option, print_rows, shared
+from constraintmatch.cli.shared import (
+    Flags,
+    Images,
+    Sets,
+    Source,
+    command,
+    flag,
+    named_start,
+    option,
+    print_rows,
+    shared,
+)
 
 __all__ = ["annotate", "check", "loop", "repair"]
 
@@ -28,15 +39,15 @@ _SERVER = {
         "clusters": flag(int, "Number of clusters. (as many as the answers show)"),
         "questions": flag(int, "Number of questions in all. (200)"),
         "out": flag(Path, "Folder for the start, the answers and the models. (loop)"),
-        "model": flag(Path, "Model or run folder to begin with. (makes a short start)"),
+        **shared("start"),
         "kind": _KIND,
+        "sort": flag(Path, "At the end, one folder of links to images per cluster goes there."),
         "frozen": flag(bool, "The head learns and the network stays: seconds a round, on a CPU too.", "--frozen"),
         **shared("device"),
     },
     who={
         "terminal": flag(bool, "Ask in the terminal, not on a page.", "--terminal"),
         "oracle": flag(str, "labels: the labels answer, for experiments."),
-        "wrong": flag(float, "Share of wrong answers with --oracle. (0)"),
     },
     images=shared("test", "data_dir", "pictures", "flip"),
     door=_SERVER,
@@ -53,19 +64,22 @@ def loop(
       constraintmatch loop photos --clusters 10 \
         --questions 200 --out loops/photos
       constraintmatch loop digits --clusters 10 \
-        --oracle labels --wrong 0.05
+        --oracle labels --set wrong=0.05
     """
     from constraintmatch.annotate import commands
     from constraintmatch.pipeline.plan import Train
 
-    _check_who(**who)
     given = read_settings("loop", sets)
+    wrong = given.pop("wrong", 0.0)
+    _check_who(**who, wrong=wrong)
     rounds = {name: given.pop(name) for name in ("every", "steps", "last_steps", "choose", "seed") if name in given}
     if "terminal" in who:
         asked.setdefault("kind", "pair")  # y and n need no other keys, and two pictures fit a narrow terminal
-    request = commands.Loop(data=data, images=Train(**images, **given), **{"out": Path("loop"), **asked}, **rounds)
+    asked = {"out": Path("loop"), **named_start(asked)}
+    begun = Train(**images, **given, start=asked.pop("start", None))
+    request = commands.Loop(data=data, images=begun, **asked, **rounds)
     if "oracle" in who:
-        rows = commands.ask_labels(request, who.get("wrong", 0.0), reporter)
+        rows = commands.ask_labels(request, wrong, reporter)
     elif "terminal" in who:
         rows = commands.ask_in_terminal(request, reporter=reporter)
     else:
@@ -80,9 +94,7 @@ def _check_who(terminal: bool = False, oracle: str | None = None, wrong: float =
     if terminal and oracle:
         raise InputError("--terminal asks you and --oracle asks the labels; give one of them")
     if wrong and oracle is None:
-        raise InputError("--wrong goes with --oracle labels")
-    if not 0 <= wrong <= 1:
-        raise InputError(f"--wrong is {wrong}; it is a share, from 0 to 1")
+        raise InputError("--set wrong goes with --oracle labels")
 
 
 @command(

@@ -185,6 +185,7 @@ _ROUNDS = {
     "every": _count("Answers between two rounds of training.", "25"),
     "last_steps": _count("Training steps after the last answer.", "as steps"),
     "choose": _choice("How questions are chosen.", "recommended", "uncertain", "random", default="recommended"),
+    "wrong": _share("Share of wrong answers with --oracle.", "0"),
 }
 SETTINGS: Mapping[str, Setting] = {**_ARGUMENTS, **_STAGE_ARGUMENTS, **_TRAINING, **_IMAGES, **_PAIRS, **_ROUNDS}
 
@@ -313,7 +314,7 @@ def _check_name(name: str, known: Sequence[str], title: str) -> None:
 # Flags of earlier versions
 
 _MOVED = {
-    ("loop", "--error"): "--wrong",
+    ("loop", "--error"): "--set wrong=VALUE",
     ("paper", "--figures"): "the folder docs/figures of python docs/make_gallery.py",
     ("sample", "--flip"): "--wrong",
     ("sample", "--flip-only"): "--wrong-only",

@@ -11,7 +11,7 @@ from constraintmatch._internal.progress import Reporter
 from constraintmatch.cli.flags import read_settings, words
 from constraintmatch.cli.shared import Flags, Model, Sets, Source, command, flag, option, print_rows, shared
 
-__all__ = ["card", "embed", "evaluate", "import_scan", "join", "paper", "report", "sample", "search"]
+__all__ = ["card", "embed", "evaluate", "export", "import_scan", "join", "paper", "report", "sample", "search"]
 
 _LOOK, _RESEARCH = "Look and reuse", "For researchers"
 _NAMES = "One or more of table1, table2, table3, flip, links, selection, entropy, amount and noise."
@@ -123,6 +123,21 @@ def join(
     from constraintmatch.pipeline.embedding import join_folders
 
     _print_model(out, join_folders(models, data, out, **how, reporter=reporter))
+
+
+@command(_LOOK)
+def export(model: Model, *, out: Annotated[Path, option("File: .onnx, or .pt2 for torch.export.")]) -> None:
+    """Write a model for other programs, and check it.
+
+    The file takes images as bytes, (n, channels, side, side), and gives the probability of each cluster. ONNX needs
+    pip install 'constraintmatch[onnx]'.
+
+    Example:
+      constraintmatch export runs/photos --out photos.onnx
+    """
+    from constraintmatch.pipeline.embedding import export_model
+
+    print_rows([("model", f"{out} (differs from {model} by at most {export_model(model, out):.1g})")])
 
 
 def _print_model(out: Path, model: Any) -> None:

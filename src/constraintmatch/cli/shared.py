@@ -17,7 +17,23 @@ from constraintmatch._internal.files import write_error
 from constraintmatch._internal.progress import Reporter, console_reporter, say_error
 from constraintmatch.cli.flags import new_spelling
 
-__all__ = ["Flags", "Images", "Model", "Sets", "Source", "app", "command", "flag", "option", "print_rows", "shared"]
+__all__ = [
+    "Flags",
+    "Images",
+    "Model",
+    "Sets",
+    "Source",
+    "app",
+    "command",
+    "flag",
+    "named_start",
+    "option",
+    "print_rows",
+    "shared",
+]
+
+
+Flags = dict[str, Any]  # those of a group that are given
 
 
 class _Command(TyperCommand):
@@ -196,10 +212,20 @@ def shared(*names: str) -> dict[str, Any]:
     return {name: _SHARED[name] for name in names}
 
 
+def named_start(given: Flags) -> Flags:
+    """The flags with a model or run folder that is given as start under its own name."""
+    start = given.get("start")
+    if start is None or start in ("own", "pretrained") or start.startswith("timm:"):
+        return given
+    return {**{name: value for name, value in given.items() if name != "start"}, "model": Path(start)}
+
+
+_START = "Model or run folder to begin with, pretrained, timm:NAME or own. (pretrained for photographs, else own)"
 _SHARED = {
     "columns": flag(str, "Names of the columns of the pairs: i,j,c_ij. (left,right,link)"),
     "device": flag(str, "cuda, mps or cpu. (the first that is there)"),
     "seed": flag(int, "Seed of everything random. (0)"),
+    "start": flag(str, _START, "--start", "--model"),
     "test": flag(str, "Held-out images, or a data set, for scores.", panel="Images"),
     "split": flag(str, "train, val, test, train+val or train+test of a data set.", panel="Images"),
     "data_dir": flag(Path, "Folder that holds the data set.", panel="Images"),
@@ -212,7 +238,6 @@ _SHARED = {
 }
 _DATA = "A folder of images, a .npy or .npz file of images or embeddings, or a data set: digits, cifar10, cifar100-20."
 _SET = "Any other setting; may be repeated. (constraintmatch settings lists them)"
-Flags = dict[str, Any]  # those of a group that are given
 Source = Annotated[str, typer.Argument(metavar="DATA", help=_DATA)]
 Images = Annotated[str | None, typer.Argument(metavar="DATA", help=_DATA)]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder or a run folder.")]

@@ -12,7 +12,19 @@ from constraintmatch._internal.files import check_target
 from constraintmatch._internal.progress import Reporter
 from constraintmatch.cli import flags
 from constraintmatch.cli.flags import METHODS, STAGES
-from constraintmatch.cli.shared import Flags, Images, Model, Sets, Source, command, flag, option, print_rows, shared
+from constraintmatch.cli.shared import (
+    Flags,
+    Images,
+    Model,
+    Sets,
+    Source,
+    command,
+    flag,
+    named_start,
+    option,
+    print_rows,
+    shared,
+)
 
 __all__ = ["demo", "predict", "pretrain", "settings", "train"]
 
@@ -51,7 +63,7 @@ def demo(
         **_CLUSTERS,
         "out": flag(Path, "The run folder. (runs/ and the name of DATA; a new one each time)"),
         "method": flag(str, f"One of {', '.join(METHODS)}. (constraintmatch)"),
-        "model": flag(Path, "Model or run folder to begin with. (makes a short start)"),
+        **shared("start"),
         "resume": flag(bool, "Continue the run in --out.", "--resume"),
         "from_run": flag(Path, "Repeat the choices of a run.json; flags given here win."),
     },
@@ -77,8 +89,9 @@ def train(
 ) -> None:
     r"""Train a clustering model on images and pairs.
 
-    Without --model it first makes a short self-supervised start of its own. The run folder gets the model,
-    clusters.csv, evaluation.json and report.html. A data set of the paper has its own sizes and rates.
+    Photographs begin with a pretrained encoder, on which a head learns in seconds; other images with a short
+    self-supervised start of their own. The run folder gets the model, clusters.csv, evaluation.json and report.html.
+    A data set of the paper has its own sizes and rates.
 
     Example:
       constraintmatch train photos --pairs pairs.csv \
@@ -99,13 +112,13 @@ def train(
     with _ranks(gpus, settings.get("device"), reporter) as reporter:
         if ranks.is_restarted() and _holds_run(request.get("out")):
             request["resume"] = True
-        asked = plan.Train(data=data, **request, **images, **more, arguments=arguments, settings=settings)
+        asked = plan.Train(data=data, **named_start(request), **images, **more, arguments=arguments, settings=settings)
         with ranks.in_turn():
             job = plan.plan_training(asked, reporter)
         check_neighbours(job.config.method, arguments, len(job.data.images))
         try:
             with ranks.together():
-                trained = train(job.data.images, job.pairs, job.config, job.context)
+                trained = train(job.seen, job.pairs, job.config, job.context)
         except Interrupted as stop:
             said = f"{stop}; the same command with --resume --out {job.context.out} goes on from there"
             raise Interrupted(said) from None

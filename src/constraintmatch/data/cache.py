@@ -1,18 +1,25 @@
-"""Folders decoded once: a memory-mapped cache that serves until a file in the folder changes.
+"""Folders decoded once, and embeddings made once, in the user's cache folder.
+
+Images: a memory-mapped cache that serves until a file in the folder changes.
 
 There is one place per request (folder, side, channels); in it DIGEST.npy and then DIGEST.json, whose name stands for
 the exact state of all files. Both are renamed into place when complete, so that a reader or a second writer never meets
 half of one; a file that vanishes under a reader counts as no cache.
+
+Embeddings: a database for each encoder, in which the pixels of an image name its embedding, so that an image that was
+moved or copied is known, and of a changed folder only what changed is embedded again.
 """
 
 import hashlib
 import json
 import logging
 import os
+import sqlite3
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import astuple
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
@@ -25,11 +32,12 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json, write_atomically, write_json
 from constraintmatch.data.decoding import FolderRequest, Skipped, open_decoder
 
-__all__ = ["decode_cached"]
+__all__ = ["decode_cached", "embed_cached"]
 
 _log = logging.getLogger(__name__)
 _CACHE_VERSION = 1  # raise it whenever the same file would come out as other pixels
 _DAY = 86_400
+_PART = 64  # images that are embedded, and kept, at a time
 _Decoded = tuple[NDArray[np.uint8], tuple[str, ...], tuple[Skipped, ...]]
 
 
@@ -58,6 +66,54 @@ def decode_cached(request: FolderRequest, cache: bool | Path | str = True, suffi
     return decoded or _decode_into_memory(request)
 
 
+def embed_cached(
+    pixels: NDArray[np.uint8],
+    encoder: str,
+    make: Callable[[NDArray[np.int64]], NDArray[np.float32]],
+    cache: bool = True,
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    """Rows of the images and their embeddings, part by part: those that are known first, then those that `make` makes.
+
+    `encoder` names the network exactly. What is made is kept at once; where it cannot be kept, all are made.
+    """
+    keys = [hashlib.blake2b(image.tobytes(), digest_size=16).digest() for image in pixels]
+    root = _user_cache() if cache else None
+    try:
+        with closing(_open_embeddings(root, encoder)) as known:
+            rest = []
+            for start in range(0, len(keys), _PART):
+                part = keys[start : start + _PART]
+                marks = ",".join("?" * len(part))
+                found = dict(known.execute(f"SELECT key, numbers FROM embeddings WHERE key IN ({marks})", part))
+                rows = [row for row, key in enumerate(part, start) if key in found]
+                rest += [row for row, key in enumerate(part, start) if key not in found]
+                if rows:
+                    yield np.array(rows), np.stack([np.frombuffer(found[keys[row]], "<f4") for row in rows])
+            for start in range(0, len(rest), _PART):
+                chosen = np.array(rest[start : start + _PART])
+                made = make(chosen)
+                lines = [
+                    (keys[row], numbers.astype("<f4").tobytes()) for row, numbers in zip(chosen, made, strict=True)
+                ]
+                with known:
+                    known.executemany("INSERT OR IGNORE INTO embeddings VALUES (?, ?)", lines)
+                yield chosen, made
+    except (OSError, sqlite3.Error) as error:
+        if root is None:
+            raise
+        _log.warning("the embeddings are not kept for the next time (%s: %s)", root, error)
+        yield from embed_cached(pixels, encoder, make, cache=False)
+
+
+def _open_embeddings(root: Path | None, encoder: str) -> sqlite3.Connection:
+    if root is not None:
+        (root / "embeddings").mkdir(parents=True, exist_ok=True)
+    place = ":memory:" if root is None else root / "embeddings" / f"{encoder}.db"
+    known = sqlite3.connect(place, timeout=30, check_same_thread=False)
+    known.execute("CREATE TABLE IF NOT EXISTS embeddings (key BLOB PRIMARY KEY, numbers BLOB)")
+    return known
+
+
 def _user_cache() -> Path | None:
     given = Path(os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", ""))
     try:
@@ -68,7 +124,8 @@ def _user_cache() -> Path | None:
 
 def _state(request: FolderRequest) -> str:
     """A digest of all that decides the pixels: each file's path, size and time, and the decoder's version and limit."""
-    digest = hashlib.sha256(f"{PIL.__version__} {Image.MAX_IMAGE_PIXELS}".encode())
+    plugin = " pillow-heif" if find_spec("pillow_heif") else ""
+    digest = hashlib.sha256(f"{PIL.__version__} {Image.MAX_IMAGE_PIXELS}{plugin}".encode())
     for file in request.files:
         digest.update(f"\n{file.name}\0{file.size}\0{file.mtime_ns}".encode())
     return digest.hexdigest()[:24]

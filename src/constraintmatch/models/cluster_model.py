@@ -1,5 +1,6 @@
 """Networks that place images in clusters, and the folder they are kept in."""
 
+import copy
 import math
 import reprlib
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json, write_atomically, write_json
-from constraintmatch.models.backbones import JOIN, default_backbone, make_backbone, timm_config
+from constraintmatch.models.backbones import ENCODER, JOIN, default_backbone, make_backbone, timm_config
 
 __all__ = [
     "ClusterModel",
@@ -52,16 +53,21 @@ class ModelConfig:
 class ClusterModel(nn.Module):
     """Cluster logits (n, k) for uint8 images (n, c, h, w); normalisation is part of the network.
 
-    Embeddings come as images of one pixel, float32 (n, d, 1, 1).
+    Embeddings come as images of one pixel, float32 (n, d, 1, 1). A network takes those that it made itself, too.
     """
 
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, config: ModelConfig, *, pretrained: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, *, pretrained: bool = False, made: tuple[nn.Module, int] | None = None
+    ) -> None:
+        """`made` is a backbone that is there already, and its width."""
         super().__init__()
         self.config = config
-        self.backbone, self.width = make_backbone(config.backbone, config.side, config.channels, pretrained=pretrained)
+        self.backbone, self.width = made or make_backbone(
+            config.backbone, config.side, config.channels, pretrained=pretrained
+        )
         self.head = nn.Linear(self.width, config.n_clusters) if config.n_clusters else None
         hidden = nn.Linear(self.width, self.width) if config.projection else None
         self.projection = nn.Sequential(hidden, nn.ReLU(), nn.Linear(self.width, config.projection)) if hidden else None
@@ -74,8 +80,15 @@ class ClusterModel(nn.Module):
         """Where the model is; one for embeddings may have no weights yet."""
         return self.scale.device
 
+    @property
+    def is_encoder(self) -> bool:
+        """Whether its network is a pretrained one whose features serve as they are."""
+        return self.config.backbone.startswith(ENCODER)
+
     def features(self, images: Tensor) -> Tensor:
         """Backbone features (n, width) of uint8 images (n, c, h, w)."""
+        if images.shape[-1] == 1 < self.config.side:
+            return images.flatten(1).float()  # the backbone made them
         return cast(Tensor, self.backbone(images.float() * self.scale + self.shift))
 
     def classify(self, features: Tensor) -> Tensor:
@@ -116,7 +129,7 @@ def build_model(
         raise InputError(f"backbone is {reprlib.repr(name)}; give the name of one, such as resnet18")
     if JOIN in name:
         raise InputError(f"backbone {name}: trained models are joined, not new ones; use constraintmatch join")
-    if pretrained and not name.startswith("timm:"):
+    if pretrained and not name.removeprefix(ENCODER).startswith("timm:"):
         raise InputError(f"{name} has no pretrained weights here; name a timm backbone, for example timm:resnet18")
     usual: tuple[tuple[float, ...], tuple[float, ...]] = IMAGENET_MEAN, IMAGENET_STD
     if pretrained and channels == 3 and (made := timm_config(name)) is not None:
@@ -294,12 +307,14 @@ def _read_config(path: Path) -> ModelConfig:
 
 
 def _on_backbone(model: ClusterModel, config: ModelConfig, seed: int) -> ClusterModel:
+    if model.is_encoder:  # to build one anew takes a second
+        return _build(config, seed, made=(copy.deepcopy(model.backbone), model.width)).to(model.device)
     fresh = _build(config, seed)
     fresh.backbone.load_state_dict(model.backbone.state_dict())
     return fresh.to(model.device)
 
 
-def _build(config: ModelConfig, seed: int, pretrained: bool = False) -> ClusterModel:
+def _build(config: ModelConfig, seed: int, pretrained: bool = False, **made: Any) -> ClusterModel:
     with torch.random.fork_rng(devices=[]):  # layers draw from the global generator; no other draw may change
         torch.manual_seed(seed)
-        return ClusterModel(config, pretrained=pretrained)
+        return ClusterModel(config, pretrained=pretrained, **made)

@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +19,36 @@ from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation import metrics as evaluation
 from constraintmatch.evaluation.metrics import Predictions
-from constraintmatch.evaluation.report import check_run, write_report
+from constraintmatch.evaluation.report import check_run, report_html, write_report
 from constraintmatch.methods import Context, Trained
 from constraintmatch.methods.preparation import check_images
-from constraintmatch.models.cluster_model import load_model, model_folder, save_model
+from constraintmatch.models.cluster_model import ClusterModel, load_model, model_folder, save_model
 from constraintmatch.pipeline.config import chain_stages, check_neighbours
+from constraintmatch.pipeline.embedding import OWN, encode
 from constraintmatch.pipeline.plan import Plan, Train, plan_pretraining
 from constraintmatch.pipeline.sources import Data, open_at, read_pairs
 from constraintmatch.pipeline.train import pretrain, rehearse_stages
 from constraintmatch.training import ranks
 from constraintmatch.training.loop import Interrupted, choose_device
+from constraintmatch.training.run_folder import read_log
 
 __all__ = [
     "check_sort_folder",
     "evaluate_images",
     "evaluate_model",
     "evaluation_rows",
+    "finish_loop",
     "finish_training",
     "predict_images",
     "pretrain_model",
+    "score_line",
     "sort_images",
     "write_clusters",
     "write_run_report",
 ]
 
 Rows = list[tuple[str, str]]  # of a table that a command prints
+UNSURE = 0.5  # the confidence below which an image is named as uncertain
 
 # A trained model
 
@@ -60,6 +66,9 @@ def predict_images(
         raise InputError(f"{model}: has no clusters yet (it comes from a pretext task); train it first")
     data = open_at(source, (network.config.side, network.config.channels), "test", reporter=reporter, **how)
     check_images(network, data.images)
+    if network.is_encoder:
+        seen = encode(network, data.images, device=place, reporter=reporter)
+        return data, evaluation.predict(network, seen, device=place)
     with watched(reporter, "predicting", len(data.images)) as progress:
         return data, evaluation.predict(network, data.images, device=place, progress=progress)
 
@@ -158,9 +167,9 @@ def write_run_report(
 def check_sort_folder(folder: Path, source: Path | str, out: Path | None = None) -> None:
     """An InputError unless the folder is new or empty, can be written, and is apart from `out` and from the images.
 
-    Among the images, the sorted ones would be counted twice.
+    Among the images, the sorted ones would be counted twice. Links of an earlier sorting count as nothing.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and not (folder.is_dir() and all(map(_is_sorted, folder.iterdir()))):
         raise InputError(f"{folder}: not an empty folder; choose another --sort-into")
     files.check_folder(folder)
     place, other = folder.resolve(), None if out is None else out.resolve()
@@ -174,6 +183,8 @@ def sort_images(data: Data, predictions: Predictions, folder: Path, *, link: boo
     """Put each image into a folder for its cluster: as a link, as a copy, or (from arrays) as a PNG; all or none."""
     check_sort_folder(folder, data.record["source"])
     data.images.to_look_at()
+    for earlier in folder.glob("cluster-*/"):
+        shutil.rmtree(earlier)
     width, taken = len(str(predictions.n_clusters - 1)), set[str]()
     try:
         for row, (name, cluster) in enumerate(zip(data.images.names, predictions.clusters.tolist(), strict=True)):
@@ -187,6 +198,11 @@ def sort_images(data: Data, predictions: Predictions, folder: Path, *, link: boo
         if isinstance(error, OSError) and (found := files.write_error(error, folder)):
             raise found from None
         raise
+
+
+def _is_sorted(place: Path) -> bool:
+    """Whether this is a folder of a cluster with links alone."""
+    return place.name.startswith("cluster-") and place.is_dir() and all(entry.is_symlink() for entry in place.iterdir())
 
 
 def _free_name(file: str, taken: set[str]) -> str:
@@ -226,7 +242,7 @@ def finish_training(plan: Plan, trained: Trained) -> Rows:
     model, images, held_out, out = trained.model, plan.data.images, plan.data.held_out, plan.context.out
     assert out is not None
     device = choose_device(plan.config.settings.device)
-    predictions = evaluation.predict(model, images, device=device)
+    predictions = evaluation.predict(model, plan.seen, device=device)
     found = evaluate_images(images, predictions, plan.held_out_pairs)
     if held_out is not None and held_out.labels is not None:
         scores = evaluation.scores(held_out.labels, evaluation.predict(model, held_out, device=device))
@@ -252,6 +268,55 @@ def finish_training(plan: Plan, trained: Trained) -> Rows:
         *evaluation_rows(found, short=True),
         ("next", f"constraintmatch predict {shlex.quote(str(out))} NEW_IMAGES --out new.csv"),
     ]
+
+
+def finish_loop(
+    data: Data,
+    seen: ImageSet,
+    predictions: Predictions,
+    pairs: Constraints,
+    out: Path,
+    run: Path | None,
+    sort: Path | None = None,
+) -> Rows:
+    """Write what a question loop found: clusters.csv, report.html, the sorted images; its summary as rows of a table.
+
+    `seen` is what was learned from, and `run` the folder of the round that made the model.
+    """
+    images, found = data.images, evaluate_images(data.images, predictions, pairs)
+    write_clusters(out / "clusters.csv", images.names, predictions)
+    rows = [("clusters", f"{out / 'clusters.csv'} ({found['clusters']:,} clusters)")]
+    if run is not None:
+        shown = replace(seen, pictures=images) if seen.shown is None and not images.embedded else seen
+        page = report_html(run, shown, predictions, constraints=pairs)
+        files.write_atomically(out / "report.html", lambda temporary: temporary.write_bytes(page.encode()) and None)
+        rows.append(("report", str(out / "report.html")))
+        if (log := read_log(run)) and log[-1].get("kind") == "verdict":
+            rows.append(("kept", f"{log[-1]['kept']}: {log[-1]['why']}"))
+    if sort is not None:
+        sort_images(data, predictions, sort)
+        rows.append(("sorted", str(sort)))
+    rows += evaluation_rows(found | {"scores": None}, short=True)
+    order = np.argsort(predictions.confidence, kind="stable")
+    if n := int((predictions.confidence < UNSURE).sum()):
+        names = ", ".join(images.names[row] for row in order[: min(n, 3)])
+        rows.append(
+            ("unsure", f"{n:,} images are in their cluster with less than 50 %: {names}{' …' if n > 3 else ''}")
+        )
+    return rows
+
+
+def score_line(data: Data, model: ClusterModel) -> str:
+    """ACC, NMI and ARI in %, of the images of --test or of those that were asked about; "" without labels."""
+    tested = data.held_out is not None and data.held_out.labels is not None
+    target = data.held_out if tested and data.held_out is not None else data.images
+    if target.labels is None or not model.config.n_clusters:
+        return ""
+    seen = encode(model, target) if model.is_encoder and not target.embedded else target
+    found = evaluation.scores(target.labels, evaluation.predict(model, seen))
+    where = "held-out images" if tested else "images that it was trained on; --test names others"
+    values = ", ".join(f"{key.upper()} {100 * found[key]:.1f}" for key in ("acc", "nmi", "ari"))
+    return f"{values} (in %, on {len(target):,} {where})"
 
 
 def _verdict(log: Sequence[Mapping[str, Any]], images: ImageSet, out: Path) -> dict[str, Any] | None:
@@ -283,7 +348,7 @@ def pretrain_model(
     chosen = chain_stages(chain or ("scan" if request.data in DATASETS else "own"), stages, pretext)
     assert request.out is not None
     with ranks.in_turn():
-        plan = plan_pretraining(request, reporter)
+        plan = plan_pretraining(replace(request, start=OWN), reporter)
     data = plan.data
     if data.images.embedded and not (stages or chain or pretext):
         chosen = plan.stages  # features are there: only clusters are missing

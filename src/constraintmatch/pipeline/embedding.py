@@ -1,30 +1,51 @@
-"""What networks make of images: embeddings in a file that every command takes, and several networks as one model."""
+"""What networks make of images: embeddings for every command, pretrained encoders, several networks as one model."""
 
-from collections.abc import Sequence
+import hashlib
+import sys
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_new_folder, check_target, write_atomically
 from constraintmatch._internal.progress import QUIET, Reporter, watched
+from constraintmatch.data.cache import embed_cached
 from constraintmatch.data.datasets import DATASETS, DataSet
-from constraintmatch.data.image_set import ImageSet
+from constraintmatch.data.decoding import is_photo, typical_size
+from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import embed
 from constraintmatch.methods.preparation import check_images, spread
-from constraintmatch.models.backbones import JOIN, Joined, made_for_side
+from constraintmatch.models.backbones import ENCODER, JOIN, Joined, is_at_hand, made_for_side
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model, unfilled_model
 from constraintmatch.pipeline.sources import open_at
 from constraintmatch.training.loop import choose_device
 
-__all__ = ["embed_images", "join", "join_folders", "write_embeddings"]
+__all__ = [
+    "DEFAULT",
+    "OWN",
+    "PRETRAINED",
+    "choose_encoder",
+    "embed_images",
+    "encode",
+    "export_model",
+    "join",
+    "join_folders",
+    "photo_features",
+    "write_embeddings",
+]
 
 Device = torch.device | str | None
+OWN = "own"  # starts by name
+PRETRAINED = "pretrained"
+DEFAULT = "timm:tf_efficientnet_lite0"  # the encoder that the extra `photos` brings
 MEASURED = 10_000  # images by which the features of the networks are brought to one length
 
 
@@ -82,6 +103,142 @@ def _network(model: str, side: int | None, row: DataSet | None) -> ClusterModel:
     if side not in (None, found.config.side):
         raise InputError(f"{model}: takes images of {found.config.side} px; leave --side out")
     return found
+
+
+# A network for other programs
+
+
+def export_model(model: Path | str, out: Path) -> float:
+    """Write a model as ONNX (.onnx) or a program of torch.export (.pt2); its largest difference from our predictions.
+
+    It takes images (n, c, side, side) of bytes, or embeddings (n, d, 1, 1), and gives the probability of each cluster.
+    """
+    if out.suffix not in (".onnx", ".pt2"):
+        raise InputError(f"{out}: a model is exported as .onnx or .pt2; give --out such a name")
+    if out.suffix == ".onnx" and not all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))):
+        raise InputError("ONNX needs other packages: pip install 'constraintmatch[onnx]'; .pt2 needs none", out)
+    check_target(out)
+    network = load_model(model)
+    if not network.config.n_clusters:
+        raise InputError(f"{model}: has no clusters yet; train it first")
+    side, channels = network.config.side, network.config.channels
+    draw = torch.Generator().manual_seed(0)
+    bytes_ = torch.randint(0, 256, (5, channels, side, side), generator=draw, dtype=torch.uint8)
+    images = bytes_ if side > 1 else torch.randn(5, channels, 1, 1, generator=draw)
+    whole = nn.Sequential(network, nn.Softmax(-1)).eval()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of packages that are changing
+        program = torch.export.export(whole, (images[:3],), dynamic_shapes=({0: torch.export.Dim("n", min=1)},))
+        if out.suffix == ".pt2":
+            write_atomically(out, lambda path: torch.export.save(program, path))
+            given = torch.export.load(out).module()(images).numpy()
+        else:
+            import onnxruntime
+
+            made = torch.onnx.export(program, (), input_names=["images"], output_names=["clusters"], verbose=False)
+            assert made is not None
+            write_atomically(out, lambda path: made.save(path))
+            given = onnxruntime.InferenceSession(out).run(None, {"images": images.numpy()})[0]
+        apart = float(np.abs(given - whole(images).numpy()).max())
+    if not apart < 1e-3:
+        out.unlink()
+        raise InputError(
+            f"the exported model differs from this one by {apart:.2g}; other versions of its packages may help", out
+        )
+    return apart
+
+
+# Pretrained encoders
+
+
+def choose_encoder(
+    source: ImageSet | Path | str,
+    start: str | None = None,
+    *,
+    ask: bool = False,
+    say: Callable[[str], None] = QUIET.say,
+) -> ClusterModel | None:
+    """The pretrained encoder that a training on these images begins with, without clusters; None: the own start.
+
+    `start` names a network of timm's, PRETRAINED, OWN or None. None takes the encoder for photographs (`is_photo`)
+    that are not a known data set. Only a network that is named is fetched without a word; with
+    `ask` the person at the terminal may agree to it.
+    """
+    known = isinstance(source, str) and source in DATASETS
+    if start == OWN or (start is None and known):
+        return None
+    if known:
+        raise InputError(f"{source}: a data set of the paper has its own size; leave --start {start} out")
+    name = start if start not in (None, PRETRAINED) else DEFAULT
+    if start in (None, PRETRAINED):
+        side, channels = _size_of(source)
+        if side == 1 and start is not None:
+            raise InputError(f"embeddings need no encoder; leave the start {start} out")
+        if start is None and not is_photo(side, channels):
+            return None
+    if not (start == name or is_at_hand(name) or (ask and _agrees(name))):
+        fix = f"pip install 'constraintmatch[photos]' brings one, --start {name} fetches it"
+        if start is not None:
+            raise InputError(f"no pretrained encoder is at hand; {fix}")
+        say(f"no pretrained encoder is at hand, with which photographs are clustered far better: {fix}")
+        return None
+    say(f"start: the pretrained encoder {name}; --start timm:NAME takes another, --start own learns from these images")
+    return build_model(n_clusters=0, side=made_for_side(name), backbone=ENCODER + name, pretrained=True)
+
+
+def encode(
+    model: ClusterModel, images: ImageSet, *, device: Device = None, reporter: Reporter = QUIET, cache: bool = True
+) -> ImageSet:
+    """What the model's backbone makes of the images, as embeddings with these pictures; known ones are not made again.
+
+    The model takes them in place of the images.
+    """
+    check_images(model, images)
+    config, features = model.config, np.empty((len(images), model.width), np.float32)
+    digest = hashlib.blake2b(repr((config.backbone, config.side, config.mean, config.std)).encode(), digest_size=12)
+    for _, value in sorted(model.backbone.state_dict().items()):
+        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+    with watched(reporter, "embedding") as progress:
+        made = 0
+
+        def make(rows: NDArray[np.int64]) -> NDArray[np.float32]:
+            nonlocal made
+            progress(made, len(images))
+            made += len(rows)
+            return embed(model, images.take(rows), device=device)
+
+        for rows, numbers in embed_cached(images.images, digest.hexdigest(), make, cache):
+            features[rows] = numbers
+    return replace(images, images=features.reshape(len(images), 1, 1, -1), pictures=images)
+
+
+def photo_features(source: str, images: ImageSet, reporter: Reporter) -> NDArray[np.float32] | None:
+    """What the encoder for photographs makes of the images of a source; None where another start is taken."""
+    model = choose_encoder(source, say=reporter.say)
+    if model is None:
+        return None
+    photos = open_at(source, (model.config.side, model.config.channels), "train", reporter=reporter).images
+    seen = encode(model, photos.take([photos.rows()[name] for name in images.names]), reporter=reporter)
+    return np.asarray(seen.images[:, 0, 0])
+
+
+def _size_of(source: ImageSet | Path | str) -> tuple[int, int]:
+    """The typical side and the channels of the images, from a look at some; (0, 1) where there are none."""
+    if not isinstance(source, ImageSet):
+        if Path(source).is_dir():
+            return typical_size(Path(source))
+        if not Path(source).is_file():
+            return 0, 1
+        source = load_images(source)
+    return source.side, source.channels
+
+
+def _agrees(name: str) -> bool:
+    """Whether a person at the terminal wants the encoder to be fetched."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    print(f"Fetch the pretrained encoder {name} from the Hugging Face hub, once? [y/N] ", end="", file=sys.stderr)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 # Several networks as one model

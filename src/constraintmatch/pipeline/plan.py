@@ -13,12 +13,13 @@ from constraintmatch._internal.progress import Reporter
 from constraintmatch._internal.rng import check_seed
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, DataSet
-from constraintmatch.data.image_set import kind_of
+from constraintmatch.data.image_set import ImageSet, kind_of
 from constraintmatch.methods import METHODS, Context, ViewChoice
-from constraintmatch.models.backbones import default_backbone
+from constraintmatch.models.backbones import ENCODER, default_backbone
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model
 from constraintmatch.pipeline import config as configuration
 from constraintmatch.pipeline.config import ORDER, PRETEXTS, SHORT_STAGES, TrainConfig, make_config, method_arguments
+from constraintmatch.pipeline.embedding import OWN, choose_encoder, encode
 from constraintmatch.pipeline.sources import ClassFolders, Data, open_data, open_pairs
 from constraintmatch.pipeline.train import rehearse
 from constraintmatch.training import ranks
@@ -41,6 +42,8 @@ class Train:
     out: Path | None = None
     method: str | None = None
     model: Path | None = None
+    start: str | None = None  # without a model: pretrained, own or timm:NAME
+    frozen: bool = False  # a pretrained encoder stays as it is on a GPU too
     backbone: str | None = None
     pretrained: bool = False
     side: int | None = None
@@ -67,6 +70,7 @@ class Plan:
     """A training with everything checked: what is left is to do it."""
 
     data: Data
+    seen: ImageSet  # what is learned from: the images, or what a pretrained encoder makes of them
     pairs: Constraints | None
     held_out_pairs: Constraints | None
     config: TrainConfig
@@ -78,6 +82,7 @@ class PretrainPlan:
     """The start of a training: a fresh or given model and what it is trained on."""
 
     data: Data
+    seen: ImageSet
     clusters: int
     model: ClusterModel
     views: ViewChoice
@@ -120,8 +125,8 @@ def plan_training(request: Train, reporter: Reporter) -> Plan:
         # with what --from-run needs to make the same start
         data={**data.record, "start": {"model": model, "pretrained": request.pretrained}, "test": test},
     )
-    plan = Plan(data, pairs, held_out, config, context)
-    rehearse(config, data.images, pairs=pairs is not None)  # before the start is made
+    plan = Plan(data, start.seen, pairs, held_out, config, context)
+    rehearse(config, start.seen, pairs=pairs is not None)  # before the start is made
     _say_plan(plan, out, automatic=start.cpu and request.from_run is None)
     if held_out is not None and ranks.first():
         held_out.write(out / "held-out-pairs.csv", names=data.images.names)
@@ -188,17 +193,34 @@ def _open_start(request: Train, reporter: Reporter) -> PretrainPlan:
     views = choose_views(request.flip, request.without, DATASETS.get(str(request.data)))
     seed = int(request.settings.get("seed") or 0)
     check_seed(seed)
-    given = None
-    if request.model is not None:
-        if request.backbone is not None or request.pretrained:
-            raise InputError("--model brings its own backbone; leave backbone and pretrained out")
-        given = load_model(request.model)
+    given = _given_model(request, reporter)
     data = _open_images(request, given, cpu, reporter)
+    seen = data.images
+    if given is not None and given.is_encoder and (cpu or request.frozen):
+        how: dict[str, Any] = {"device": choose_device(request.settings.get("device")), "reporter": reporter}
+        seen, held_out = encode(given, seen, **how), data.held_out
+        data = replace(data, held_out=None if held_out is None else encode(given, held_out, **how))
     clusters = _clusters(request, data, given)
     stages: tuple[str, ...] = SHORT_STAGES
     if given is not None or request.pretrained or data.images.embedded:  # the features are there
         stages = () if given is not None and given.config.n_clusters else SHORT_STAGES[1:]
-    return PretrainPlan(data, clusters, given or _fresh_model(request, data, clusters, cpu, seed), views, stages, cpu)
+    return PretrainPlan(
+        data, seen, clusters, given or _fresh_model(request, data, clusters, cpu, seed), views, stages, cpu
+    )
+
+
+def _given_model(request: Train, reporter: Reporter) -> ClusterModel | None:
+    """The model to begin with: a folder that is named, or a pretrained encoder; None: a fresh one."""
+    start, own = request.start, request.backbone is not None or request.pretrained
+    if own and request.model is not None:
+        raise InputError("--model brings its own backbone; leave backbone and pretrained out")
+    if request.model is not None:
+        return load_model(request.model)
+    if own or (request.side, request.channels) != (None, None):
+        if start in (None, OWN):
+            return None
+        raise InputError(f"--start {start} brings its own network; leave backbone, pretrained, side and channels out")
+    return choose_encoder(str(request.data), start, ask=True, say=reporter.say)
 
 
 def choose_views(flip: bool | None, without: tuple[str, ...], row: DataSet | None) -> ViewChoice:
@@ -308,7 +330,7 @@ def _say_plan(plan: Plan, out: Path, *, automatic: bool) -> None:
     say(f"{len(images):,} {what}, {config.n_clusters} clusters{pairs} → {out}")
     if images.labels is not None and plan.data.record["kind"] == "folder":
         say(f"sub-folders taken as {len(images.classes or ()):,} classes, for scores only (--set labels=no: not so)")
-    if automatic and plan.data.row is None and not images.embedded:
+    if automatic and plan.data.row is None and not plan.seen.embedded:
         start = config.start.config
         size = f"images of {start.side} px, backbone {start.backbone}, {config.settings.steps:,} steps"
         say(f"no GPU: {size}; --set side=64, --set backbone=NAME and --steps change that")
@@ -344,18 +366,21 @@ def _complete(request: Train) -> Train:
 def _fill(request: Train, asked: Mapping[str, Any], pairs: Path) -> Train:
     data, model, start = asked["data"], asked["model"], asked["data"].get("start", {})
     method = request.method or asked["method"]
-    if request.model is None and start.get("model"):
+    if request.model is None and request.start is None and start.get("model"):
         request = replace(request, model=Path(start["model"]))
+    if encoder := request.model is None and str(model["backbone"]).startswith(ENCODER):
+        request = replace(request, start=request.start or model["backbone"].removeprefix(ENCODER))
     if request.pairs is None and pairs.is_file() and _needs_pairs(method):
         request = replace(request, pairs=pairs, on_conflict="keep")  # settled when the run was made
     arguments: dict[str, Any] = {}
     if method == asked["method"]:
         has_recipe = "recipe" in method_arguments(method)  # a run of before there were recipes has the paper's
         arguments = ({"recipe": "paper"} if has_recipe else {}) | asked["arguments"]
-    recorded = {name: data.get(name) for name in ("data_dir", "test", "pictures", "side", "channels")} | {
+    sizes = () if encoder else ("side", "channels")
+    recorded = {name: data.get(name) for name in ("data_dir", "test", "pictures", *sizes)} | {
         "data": data.get("source"),
         "clusters": model["n_clusters"] or None,
-        "backbone": None if request.model else model["backbone"],
+        "backbone": None if request.model or encoder else model["backbone"],
         "pretrained": bool(start.get("pretrained")),
         "without": tuple(asked["views"]["without"]),
     }

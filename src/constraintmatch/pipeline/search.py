@@ -24,6 +24,7 @@ from constraintmatch.methods import Context
 from constraintmatch.models.cluster_model import ClusterModel, load_model
 from constraintmatch.pipeline import trials
 from constraintmatch.pipeline.config import make_config, method_arguments, split_options, training_size
+from constraintmatch.pipeline.embedding import encode
 from constraintmatch.pipeline.plan import Plan, choose_views
 from constraintmatch.pipeline.sources import Data, open_data, open_pairs
 from constraintmatch.pipeline.train import pairs_hash, rehearse, train, weights_hash
@@ -123,15 +124,18 @@ def _open_task(request: Search, reporter: Reporter) -> tuple[Plan, Space, dict[s
         raise InputError(f"{request.model}: has no clusters yet; give one that has (constraintmatch pretrain)")
     opened = _draw_pairs(request) if request.pairs is None else _read_pairs(request, model, reporter)
     data, constraints, judged, judges = opened
+    seen = data.images
+    if model.is_encoder and cpu:
+        seen, judged = (None if part is None else encode(model, part, reporter=reporter) for part in (seen, judged))
     base = _base_options(request, len(data.images), cpu)
     options = {**base, **({} if request.steps is None else {"steps": request.steps}), **request.settings}
     config = make_config(request.method, options, start=model, views=views)
     context = Context(None, True, reporter, judged, judges, data.record)
-    plan = Plan(data, constraints, judges, config, context)
+    plan = Plan(data, seen, constraints, judges, config, context)
     for name, value in [(name, value) for name, values in space.values.items() for value in values]:
         if name in config.arguments and value not in PAPER_VALUES[request.method].get(name, ()):  # those are right
             with suppress(NonFinite):  # a trial that diverges is part of a search
-                rehearse(replace(config, arguments={**config.arguments, name: value}), data.images, pairs=True)
+                rehearse(replace(config, arguments={**config.arguments, name: value}), seen, pairs=True)
     return plan, space, base
 
 
@@ -216,7 +220,7 @@ def _train(plan: Plan, settings: Mapping[str, float], folder: Path | None) -> di
     assert judged is not None
     assert judges is not None
     try:
-        trained = train(plan.data.images, plan.pairs, config, replace(plan.context, out=folder))
+        trained = train(plan.seen, plan.pairs, config, replace(plan.context, out=folder))
     except NonFinite as error:
         return {"loss": None, "note": str(error)}
     found = predict(trained.model, judged)

