@@ -352,9 +352,7 @@ def _read_arrays(path: Path) -> dict[str, Any]:
     except InputError:
         raise
     except (MemoryError, OverflowError):
-        raise InputError(
-            "says that it holds more numbers than fit into memory", path, f"write it with {made_by}"
-        ) from None
+        raise InputError("says that it holds more than fits into memory", path, f"write it with {made_by}") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
         if "allow_pickle" in reason or "Python objects" in reason:  # without the advice to unpickle
