@@ -197,10 +197,11 @@ def find_hidden(graph: sp.csr_array, first: Floats, known: Rows, reach: float) -
     return found
 
 
-def likely_kinds(pairs: Constraints, probabilities: Floats) -> tuple[Rows, Doubles]:
-    """The images of the pairs (m,), and the probability of each kind (m, k), numbered as the clusters (n, k) are.
+def likely_kinds(pairs: Constraints, probabilities: Floats) -> tuple[Rows, Doubles, float]:
+    """The images of the pairs (m,), the probability of each kind (m, k), and how often one kind is called different.
 
-    How often "same" and "different" are wrong, and how clusters differ from kinds, is estimated on the way (EM).
+    Kinds are numbered as the clusters (n, k). Both rates of wrong pairs, and how clusters differ from kinds, are
+    estimated on the way (EM).
     """
     rows, ends = np.unique(np.stack([pairs.left, pairs.right]), return_inverse=True)
     ends, same = ends.reshape(2, -1), pairs.link > 0.5
@@ -213,7 +214,7 @@ def likely_kinds(pairs: Constraints, probabilities: Floats) -> tuple[Rows, Doubl
         kinds, alike, messages = pass_messages(prior, ends, same, (missed, invented), messages, SWEEPS)
         missed, invented = _rate(alike, ~same), _rate(1 - alike, same)
         counts = seen.T @ kinds + known
-    return rows, kinds
+    return rows, kinds, missed
 
 
 def _rate(weight: Doubles, wrong: NDArray[np.bool_]) -> float:

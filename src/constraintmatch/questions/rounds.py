@@ -53,6 +53,7 @@ Rows = NDArray[np.int64]
 ANCHORS = 10_000  # pairs at most that hold a round to its start; there are as many as images
 SURE = 0.9  # the least confidence of an image in one of them
 MOSTLY = 0.5  # the start is right about most known images; a kind has most of the probability
+DOUBTFUL = 0.045  # a rate of wrong answers that right ones hardly reach: 200 right pairs have 0.042
 MOST_PAIRS = 1_000_000  # of the closure in one training; 1,400 images that are all settled have as many
 
 
@@ -104,10 +105,11 @@ class Asking:
 
 
 def trusted_constraints(answers: Sequence[Answer], beliefs: NDArray[np.float32] | None, n_images: int) -> Constraints:
-    """What to learn from the answers: what they state or, if the start is right about most of them, what is likeliest.
+    """What to learn from the answers: what they state or, if some of them seem wrong, what is likeliest.
 
     `beliefs` (n, k) are the start's. If it agrees with most of the images that the answers put into groups, one that
-    contradicts it may be a wrong answer, and both are weighed (`likely_kinds`). Else the answers know better.
+    contradicts it may be a wrong answer, and both are weighed (`likely_kinds`). If it does not, or if hardly any answer
+    seems wrong then, the answers know better.
     """
     said = confirm_merges(stated_constraints(answers, n_images))
     groups = [] if beliefs is None else known_groups(said)
@@ -119,7 +121,9 @@ def trusted_constraints(answers: Sequence[Answer], beliefs: NDArray[np.float32] 
     if (placed[known].argmax(1) == beliefs[known].argmax(1)).mean() <= MOSTLY:
         return said
     left, right, link = links_of(answers)
-    rows, kinds = likely_kinds(Constraints.from_arrays(left, right, link, n_images=n_images), beliefs)
+    rows, kinds, wrong = likely_kinds(Constraints.from_arrays(left, right, link, n_images=n_images), beliefs)
+    if wrong < DOUBTFUL:
+        return said
     sure = kinds.max(1) > MOSTLY
     rows = rows[sure]
     _, first, number = np.unique(kinds.argmax(1)[sure], return_index=True, return_inverse=True)
