@@ -53,7 +53,7 @@ Rows = NDArray[np.int64]
 ANCHORS = 10_000  # pairs at most that hold a round to its start; there are as many as images
 SURE = 0.9  # the least confidence of an image in one of them
 MOSTLY = 0.5  # the start is right about most known images; a kind has most of the probability
-DOUBTFUL = 0.045  # a rate of wrong answers that right ones hardly reach: 200 right pairs have 0.042
+DOUBTFUL = 0.03  # a rate of wrong answers that 500 right ones do not reach
 MOST_PAIRS = 1_000_000  # of the closure in one training; 1,400 images that are all settled have as many
 
 
