@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import adjusted_rand_score
 from sklearn.semi_supervised import LabelSpreading
 
 from constraintmatch.annotate.background_training import round_start
@@ -28,7 +29,7 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import load_dataset
 from constraintmatch.data.decoding import fit_squares
 from constraintmatch.data.image_set import ImageSet, load_images
-from constraintmatch.evaluation.metrics import accuracy, ari, predict
+from constraintmatch.evaluation.metrics import accuracy, predict
 from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models.backbones import ENCODER, made_for_side
 from constraintmatch.models.cluster_model import ClusterModel, build_model
@@ -160,7 +161,7 @@ def compare_answers(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 told["label spreading"] = float((spread.predict(others) == test.labels).mean())
                 told["PCKMeans"] = accuracy(test.labels, ((others[:, None] - centres) ** 2).sum(2).argmin(1))
                 told["clusters found"] = free.config.n_clusters
-                told["ARI with them"] = ari(test.labels, predict(free, new).clusters)
+                told["ARI with them"] = adjusted_rand_score(test.labels, predict(free, new).clusters)
                 found.append(told)
                 print(name, seed, told, flush=True)
         for n in BUDGETS:
