@@ -1,6 +1,6 @@
 """What the features of a model without clusters are worth: neighbours, linear heads, and answers to chosen questions.
 
-    python research/features.py cifar100-20 weights/propos-cifar100-20 --data-dir data --against weights/scan-cifar100-20
+    python research/features.py cifar100-20 weights/propos-cifar100-20 --against weights/scan-cifar100-20
 
 All is measured on frozen features of some training and test images, with one sample of questions.
 """

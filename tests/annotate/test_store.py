@@ -574,17 +574,17 @@ def test_a_row_that_cannot_be_is_named_and_the_others_are_saved(
     for read_only in (False, True):
         with pytest.raises(InputError, match=said), open_store(answered, IMAGES, read_only=read_only):
             pass
-    mended = tmp_path / "mended.db"
+    repaired = tmp_path / "repaired.db"
     if not n_saved:
         with pytest.raises(InputError, match="no answer in it can be read"):
-            repair_answers(answered, mended)
-        assert not mended.exists()
+            repair_answers(answered, repaired)
+        assert not repaired.exists()
         return
-    n, lost = repair_answers(answered, mended)
+    n, lost = repair_answers(answered, repaired)
     assert n == n_saved
     assert len(lost) == (5 - n_saved) * (2 if "questions" in statement else 1) + ("about" in said or "clusters" in said)
     assert answered.read_bytes() == before
-    with open_store(mended, IMAGES) as store:
+    with open_store(repaired, IMAGES) as store:
         assert len(store.rows()) == n_saved
         assert [row.annotator for row in store.rows()] == ["ann"] * n_saved
 
@@ -599,10 +599,10 @@ def test_what_can_be_read_of_a_file_with_broken_pages_is_saved(path: Path, tmp_p
     path.write_bytes(content)
     with pytest.raises(InputError, match="the database is damaged"), open_store(path, IMAGES):
         pass
-    n, lost = repair_answers(path, tmp_path / "mended.db")
+    n, lost = repair_answers(path, tmp_path / "repaired.db")
     assert 0 < n < 435
     assert lost
-    with open_store(tmp_path / "mended.db", IMAGES) as store:
+    with open_store(tmp_path / "repaired.db", IMAGES) as store:
         assert store.counts().unsure == n
-    with pytest.raises(InputError, match=r"mended\.db: exists already"):
-        repair_answers(path, tmp_path / "mended.db")
+    with pytest.raises(InputError, match=r"repaired\.db: exists already"):
+        repair_answers(path, tmp_path / "repaired.db")

@@ -267,16 +267,17 @@ def ask(address: str) -> Any:
 
 
 def test_repair_saves_the_answers_that_can_be_read_and_lists_the_others(folder: Path) -> None:
-    db, mended = import_some(folder), folder.parent / "mended.db"
+    db, repaired = import_some(folder), folder.parent / "repaired.db"
     with closing(sqlite3.connect(db, isolation_level=None)) as connection:
         connection.execute("UPDATE answers SET choice = 'same' WHERE id = 1")
     said = refused(folder, "--db", db, "--export", folder.parent / "out.csv")
     assert said == f"error: {db}: table answers row 1: choice is 'same'; save what can be read: " + (
-        f"constraintmatch repair {db} --out mended.db"
+        f"constraintmatch repair {db} --out repaired.db"
     )
-    told = run("repair", db, "--out", mended)
+    told = run("repair", db, "--out", repaired)
     assert "lost: table answers row 1: choice is 'same'" in told.stderr
     assert "1 saved" in told.stdout
     assert (
-        "1 pairs from 1 answers" in run("annotate", folder, "--db", mended, "--export", folder.parent / "o.csv").stdout
+        "1 pairs from 1 answers"
+        in run("annotate", folder, "--db", repaired, "--export", folder.parent / "o.csv").stdout
     )

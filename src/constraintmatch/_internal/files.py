@@ -108,7 +108,7 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
 
 
 def _make_temporary(target: Path, suffix: str) -> tuple[Path, int]:
-    """A new file beside the target, and a handle that holds it until it has its name; -1 where files are not held."""
+    """A new file next to the target, and a handle that holds it until it has its name; -1 where files are not held."""
     while True:
         handle, name = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=suffix, dir=target.parent)
         for pause in (0, 0.01, 0.1):  # another process may just look at it

@@ -339,8 +339,8 @@ def _fixed(content: bytes, media_type: str) -> Callable[[], Response]:
 async def _explain(_request: Request, error: Exception) -> Response:
     """What does not fit the description; not the input itself, which may hold what JSON or UTF-8 cannot."""
     assert isinstance(error, RequestValidationError)
-    told = [{key: one[key] for key in ("type", "loc", "msg")} for one in error.errors()]
-    return Response(json.dumps({"detail": told}), 422, media_type="application/json")  # beyond ASCII as escapes
+    found = [{key: one[key] for key in ("type", "loc", "msg")} for one in error.errors()]
+    return Response(json.dumps({"detail": found}), 422, media_type="application/json")  # beyond ASCII as escapes
 
 
 async def _refuse(_request: Request, error: Exception) -> JSONResponse:

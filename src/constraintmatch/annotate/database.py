@@ -25,7 +25,7 @@ _Edges = defaultdict[int, dict[int, list[int]]]  # image -> the other image -> a
 _Tree = dict[int, tuple[int, int]]  # image -> (the image before it, steps from the root)
 
 _KEPT = "every saved answer is kept"
-_SAVE = "save what can be read: constraintmatch repair {path} --out mended.db"
+_SAVE = "save what can be read: constraintmatch repair {path} --out repaired.db"
 _DAMAGED = f"the database is damaged; {_SAVE}"
 _BUSY = "another program writes to this database; close it and try again"
 _FORBIDDEN = "no permission to write there; choose another {flag}"

@@ -189,7 +189,7 @@ def repair(
     Every answer that can be read goes to a new database; the rows that cannot are listed. The old file does not change.
 
     Example:
-      constraintmatch repair answers.db --out mended.db
+      constraintmatch repair answers.db --out repaired.db
     """
     from constraintmatch.annotate.tables import repair_answers
 

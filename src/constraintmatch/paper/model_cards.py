@@ -43,22 +43,22 @@ def card_text(folder: Path | str, results: Path | str = "results/paper") -> str:
     trained = model.config.trained
     stages = [_stage(one, str(trained[0]["method"]), results.parent) for one in trained]
     if cell is not None:
-        found, told = cell, {**_cell_values(cell), "cell": cell["cell"]}
+        found, values = cell, {**_cell_values(cell), "cell": cell["cell"]}
     elif stages and stages[-1][2]:
         entry, path, found = stages[-1]
         named = {title: found["scores"][key] for key, title in _STAGE_SCORES.items() if key in found["scores"]}
-        told = {"scores": ", ".join(f"{title} {100 * value:.2f}" for title, value in named.items())}
-        told["cell"] = {"method": "", "dataset": entry["data"]["name"]}
+        values = {"scores": ", ".join(f"{title} {100 * value:.2f}" for title, value in named.items())}
+        values["cell"] = {"method": "", "dataset": entry["data"]["name"]}
     else:
         raise InputError(
             f"{folder}: no result in {results} has these weights, so there is nothing to state; "
             "run its cell with constraintmatch paper, or name the folder with --results"
         )
     size = (model_folder(folder) / "model.safetensors").stat().st_size / 1e6
-    told |= {"name": folder.name, "folder": _shown(folder), "source": _shown(path), "config": model.config}
-    told["stages"] = _made(stages, cell)
-    row = DATASETS[told["cell"]["dataset"]]
-    return _CARDS.get_template("card.md").render(found=found, row=row, megabytes=size, **told)
+    values |= {"name": folder.name, "folder": _shown(folder), "source": _shown(path), "config": model.config}
+    values["stages"] = _made(stages, cell)
+    row = DATASETS[values["cell"]["dataset"]]
+    return _CARDS.get_template("card.md").render(found=found, row=row, megabytes=size, **values)
 
 
 def _stage(entry: Mapping[str, Any], pretext: str, folder: Path) -> Stage:

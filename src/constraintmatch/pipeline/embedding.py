@@ -162,7 +162,7 @@ def choose_encoder(
 
     `start` names a network of timm's, PRETRAINED, OWN or None. None takes the encoder for photographs (`is_photo`)
     that are not a known data set. Only a network that is named is fetched without a word; with
-    `ask` the person at the terminal may agree to it.
+    `ask` the user at the terminal may agree to it.
     """
     known = isinstance(source, str) and source in DATASETS
     if start == OWN or (start is None and known):
@@ -234,7 +234,7 @@ def _size_of(source: ImageSet | Path | str) -> tuple[int, int]:
 
 
 def _agrees(name: str) -> bool:
-    """Whether a person at the terminal wants the encoder to be fetched."""
+    """Whether the user at the terminal agrees that the encoder is fetched."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     print(f"Fetch the pretrained encoder {name} from the Hugging Face hub, once? [y/N] ", end="", file=sys.stderr)

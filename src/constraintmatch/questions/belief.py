@@ -4,8 +4,8 @@ Must-links join a group of images; a cluster of the model only suggests a group.
 second is found when the answer is "none of these" for all exemplars. Two clusters may be one group: then answers link
 their exemplars, and one image is shown for both.
 
-Up to 65,536 images, all are compared. In larger sets only candidates are: the work and the memory beside the features
-and probabilities do not grow with the number of pairs, and hardly with the number of images.
+Up to 65,536 images, all are compared. In larger sets only candidates are. Then work and memory, apart from the features
+and probabilities, do not grow with the number of pairs, and hardly with the number of images.
 """
 
 from collections.abc import Iterator
@@ -142,7 +142,7 @@ class Belief:
 
 
 def at_equal_steps(n: int, most: int) -> Rows:
-    """At most so many of the numbers below n, at equal steps."""
+    """At most `most` of the numbers below n, at equal steps."""
     return np.linspace(0, n - 1, min(n, most)).astype(np.int64)
 
 

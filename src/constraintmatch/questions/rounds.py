@@ -104,7 +104,7 @@ class Asking:
     candidates: Rows | None = None  # the images that a question may be about; None: all
 
 
-def trusted_constraints(answers: Sequence[Answer], beliefs: NDArray[np.float32] | None, n_images: int) -> Constraints:
+def trusted_constraints(answers: Sequence[Answer], n_images: int, beliefs: NDArray[np.float32] | None) -> Constraints:
     """What to learn from the answers: what they state or, if some of them seem wrong, what is likeliest.
 
     `beliefs` (n, k) are the start's. If it agrees with most of the images that the answers put into groups, one that
@@ -118,7 +118,7 @@ def trusted_constraints(answers: Sequence[Answer], beliefs: NDArray[np.float32] 
     placed = seeds(groups, beliefs)
     known = np.concatenate(groups)
     known = known[placed[known].max(1) > 0]
-    if (placed[known].argmax(1) == beliefs[known].argmax(1)).mean() <= MOSTLY:
+    if (placed[known].argmax(1) == beliefs[known].argmax(1)).sum() <= MOSTLY * len(known):
         return said
     left, right, link = links_of(answers)
     rows, kinds, wrong = likely_kinds(Constraints.from_arrays(left, right, link, n_images=n_images), beliefs)
@@ -147,7 +147,7 @@ def closure_pairs(
     Cannot-links that only follow from the choice of another image are left out: one wrong link would spread over two
     groups. Must-links keep their natural share: with half must-links the pair loss merges clusters (docs/findings.md).
     """
-    said = trusted_constraints(answers, beliefs, n_images)
+    said = trusted_constraints(answers, n_images, beliefs)
     view = said.component_constraints()
     sizes = np.bincount(view.component, minlength=1)
     within, between = sizes * (sizes - 1) // 2, sizes[view.cannot[:, 0]] * sizes[view.cannot[:, 1]]
@@ -253,7 +253,7 @@ def inform_start(start: "ClusterModel", frozen: "Frozen", answers: Sequence[Answ
     from constraintmatch.methods.propagate import teach_groups
 
     n = len(frozen)
-    groups = known_groups(trusted_constraints(answers, frozen.probabilities(start), n), constraints_of(answers, n))
+    groups = known_groups(trusted_constraints(answers, n, frozen.probabilities(start)), constraints_of(answers, n))
     return teach_groups(start, frozen, groups) if len(groups) > 1 else copy.deepcopy(start)
 
 
