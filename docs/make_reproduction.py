@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from constraintmatch._internal.files import read_json, write_atomically
 from constraintmatch.data.datasets import DATASETS
-from constraintmatch.paper.figures import FIGURES, Drawing, drawing
 from constraintmatch.paper.grids import GRIDS, STEPS, Cell, grid_cells
 from constraintmatch.paper.results import METRICS, TABLE_1, TABLE_3, Result, Row, find_rows, published, read_results
 from constraintmatch.paper.tables import (
     DASH,
+    FIGURES,
     NOT_YET,
     TITLES,
+    Drawing,
+    drawing,
     figure_numbers,
     markdown,
     not_run,

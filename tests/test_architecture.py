@@ -34,7 +34,7 @@ LIGHT = ["_internal", "data", "constraints", "questions", "cli"]  # without torc
 
 VISIBLE_NAMES = 12  # modules and folders in the package whose names do not begin with an underscore
 FILES_IN_A_FOLDER = 14
-FILES = 89
+FILES = 88
 LINES = 21_010  # goal: 17_500
 LINES_OF_A_FILE = 400
 CLASSES = 119  # goal: 110

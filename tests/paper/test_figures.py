@@ -12,9 +12,9 @@ from scripts import script
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.datasets import DATASETS
-from constraintmatch.paper.figures import FIGURES, Drawing, drawing
 from constraintmatch.paper.grids import GRIDS, Cell, grid_cells
 from constraintmatch.paper.results import TABLE_1, Row, find_rows, published, read_results
+from constraintmatch.paper.tables import FIGURES, Drawing, drawing
 
 SET = "cifar100-20"
 maker = script("docs", "make_reproduction")

@@ -11,10 +11,9 @@ from paper_results import content, write, write_cells
 from scripts import ROOT, script
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch.paper.figures import FIGURES
 from constraintmatch.paper.grids import GRIDS, Cell, grid_cells
 from constraintmatch.paper.results import find_rows, read_results
-from constraintmatch.paper.tables import part_text
+from constraintmatch.paper.tables import FIGURES, part_text
 
 RESULTS, DOCS = ROOT / "results" / "paper", ROOT / "docs"
 ADVICE = "run python docs/make_reproduction.py"

@@ -9,7 +9,18 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target, write_json
 from constraintmatch._internal.progress import Reporter
 from constraintmatch.cli.flags import read_settings, words
-from constraintmatch.cli.shared import Flags, Model, Sets, Source, command, flag, option, print_rows, shared
+from constraintmatch.cli.shared import (
+    Flags,
+    Model,
+    Sets,
+    Source,
+    command,
+    flag,
+    for_terminal,
+    option,
+    print_rows,
+    shared,
+)
 
 __all__ = ["card", "embed", "evaluate", "export", "import_scan", "join", "paper", "report", "sample", "search"]
 
@@ -307,7 +318,7 @@ def _show(name: str, results: Path, sets: tuple[str, ...], steps: int | None, *,
     from rich.console import Console
 
     from constraintmatch.paper.grids import GRIDS
-    from constraintmatch.paper.tables import for_terminal, part_text
+    from constraintmatch.paper.tables import part_text
 
     own = tuple(dataset for dataset in sets if dataset in (*GRIDS[name].sets, "digits"))
     if sets and not own:

@@ -1,15 +1,14 @@
 """The paper's tables and figures with our numbers next to its own, as Markdown, for a page or a terminal."""
 
 import statistics
-import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import groupby, product
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from constraintmatch.data.datasets import DATASETS
-from constraintmatch.paper.figures import Drawing, drawing
-from constraintmatch.paper.grids import GRIDS, HEAD_FIRST, MERGED_FIRST, Cell
+from constraintmatch.paper.grids import GRIDS, HEAD_FIRST, MERGED_FIRST, PAIRED, STEPS, Cell
 from constraintmatch.paper.results import (
     METRICS,
     TABLE_1,
@@ -22,16 +21,21 @@ from constraintmatch.paper.results import (
     compare,
     find_rows,
     is_whole,
+    published,
     read_results,
 )
 
 __all__ = [
     "DASH",
+    "FIGURES",
     "NOT_YET",
     "TABLES",
     "TITLES",
+    "Curve",
+    "Drawing",
+    "Level",
+    "drawing",
     "figure_numbers",
-    "for_terminal",
     "markdown",
     "not_run",
     "number",
@@ -75,18 +79,6 @@ def not_run(name: str) -> str:
     return f"{NOT_YET.capitalize()} (`constraintmatch paper {name}`)."
 
 
-def figure_numbers(shown: Drawing) -> str:
-    """The figure's points as a table, x across, and a line with what does not depend on x."""
-    places = sorted({x for curve in shown.curves for x, _ in curve.points})
-    lines = []
-    for curve in shown.curves:
-        known = dict(curve.points)
-        lines.append([curve.label, *(spread(known[x]) if x in known else DASH for x in places)])
-    table = markdown([f"{shown.metric.upper()} in %", *(f"{x:,g}" for x in places)], lines)
-    across = ", ".join(f"{level.label} {spread(level.summary)}" for level in shown.levels)
-    return table + (f"\n\nFor comparison: {across}." if across else "")
-
-
 # Forms
 
 
@@ -94,8 +86,8 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]], left: int = 
     """A table with aligned columns in plain text too; the first `left` of them are left-aligned."""
     widths = [max(3, *map(len, column)) for column in zip(header, *lines, strict=True)]
     rule = ["-" * width if column < left else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
-    rows = [[_pad(line[c], width, c < left) for c, width in enumerate(widths)] for line in (header, *lines)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (rows[0], rule, *rows[1:]))
+    form = " | ".join(f"{{:{'<' if column < left else '>'}{width}}}" for column, width in enumerate(widths))
+    return "\n".join(f"| {form.format(*line)} |" for line in (header, rule, *lines))
 
 
 def spread(summary: Summary) -> str:
@@ -110,10 +102,6 @@ def signed(value: float | None) -> str:
 
 def number(value: float | None) -> str:
     return DASH if value is None else f"{value:.2f}"
-
-
-def _pad(cell: str, width: int, left: bool) -> str:
-    return cell.ljust(width) if left else cell.rjust(width)
 
 
 # The tables
@@ -245,60 +233,167 @@ def _amount(line: Line) -> str:
     return "all" if line[2] is None or line[2].n_constraints is None else f"{line[2].n_constraints:,}"
 
 
-# In a terminal
+# The figures, as numbers
 
-_NARROWEST = 16  # letters of a title that are not broken: ConstraintMatch and a comma
+_BOTH = {"constraintmatch": "ConstraintMatch", "constrained": "constrained"}
+_START = "SCAN (the start)"
+
+# of each figure its title, its x, the label of each curve, and the levels across it
+FIGURES: dict[str, tuple[str, str, Mapping[str, str], tuple[str, ...]]] = {
+    "flip": (
+        "Wrong pseudo-labels: two clusters swapped",
+        "share ρ of unconstrained images whose pseudo-label is flipped",
+        {
+            "constraintmatch": "ConstraintMatch",
+            "any": "ConstraintMatch, any two (the published code)",
+            "expecting": "ConstraintMatch, expecting a tenth (ours)",
+            "pseudo_label": "naive pseudo-labelling",
+        },
+        ("constrained", _START),
+    ),
+    "links": (
+        "Soft against hard pseudo-constraints",
+        "threshold μ from which a hard link is a must-link",
+        {"constraintmatch": "hard links"},
+        ("soft links", "constrained", _START),
+    ),
+    "selection": (
+        "Informative against confident images",
+        "confidence from which an image is selected",
+        {"constraintmatch": "confident images"},
+        ("informative images, τ = 0.2", "constrained", _START),
+    ),
+    "entropy": (
+        "Sensitivity to τ",
+        "largest normalised entropy τ of a selected image",
+        {"constraintmatch": "ConstraintMatch"},
+        ("constrained", _START),
+    ),
+    "amount": ("Number of constraints", "constraints", _BOTH, (_START,)),
+    "noise": (
+        "Wrong annotations of constraints",
+        "share of constraints with the wrong annotation",
+        {
+            **_BOTH,
+            **{f"{method} alike": f"{label}, both kinds alike" for method, label in _BOTH.items()},
+            **{f"{method} expecting": f"{label}, expecting a tenth (ours)" for method, label in _BOTH.items()},
+        },
+        (_START,),
+    ),
+}
 
 
-def for_terminal(text: str, width: int) -> str:
-    """Markdown in lines of at most `width` letters: tables without bars, wide ones in parts below each other.
+@dataclass(frozen=True)
+class Curve:
+    """One line of points (x, score over the folds), in order of x."""
 
-    Numbers are never broken, so the width must be 40 or more.
+    label: str
+    method: str  # or a variant of it: its colours
+    points: tuple[tuple[float, Summary], ...]
+
+
+@dataclass(frozen=True)
+class Level:
+    """A score that does not depend on x, drawn across the figure."""
+
+    label: str
+    method: str
+    summary: Summary
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What one figure shows; all of it was trained for the same number of steps."""
+
+    name: str
+    dataset: str
+    title: str
+    x_label: str
+    metric: str
+    steps: int
+    curves: tuple[Curve, ...]
+    levels: tuple[Level, ...]
+    paper: tuple[tuple[str, float, float], ...] = ()  # (method, x, value) that the paper's tables print
+    log_x: bool = False
+
+    @property
+    def note(self) -> str:
+        """Set, constraints and folds, which belong to the figure wherever it is shown."""
+        counts = sorted({summary.n for curve in self.curves for _, summary in curve.points})
+        folds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        pairs = "" if self.name == "amount" else ", 10,000 pairs"
+        return f"{DATASETS[self.dataset].title} test{pairs}, {folds} {'fold' if folds == '1' else 'folds'}"
+
+    @property
+    def heading(self) -> str:
+        """The title; that of a cut figure says so."""
+        return self.title + (f", cut ({self.steps:,} steps)" if self.steps < STEPS else "")
+
+
+def drawing(name: str, rows: Mapping[Cell, Row], dataset: str, steps: int | None = None) -> Drawing | None:
+    """The figure's numbers, or None with fewer than two points on every curve.
+
+    Cut and full cells never meet: without a number of steps the one with the most points is shown, the larger of
+    equals.
     """
-    blocks = []
-    for is_table, found in groupby(text.splitlines(), lambda line: line.startswith("|")):
-        lines = list(found)
-        blocks += [_narrow_table(lines, width)] if is_table else [_prose(line, width) for line in lines]
-    return "\n".join(blocks)
+    title, x_label, labels, across = FIGURES[name]
+    metric = "nmi" if name == "amount" else "acc"
+    points = [point for point in GRIDS[name].points_of(dataset) if point[0]]
+    own = {cell for _, _, cell in points}
+    counts = Counter(cell.steps for cell in rows if replace(cell, steps=STEPS) in own and steps in (None, cell.steps))
+    if not counts:
+        return None
+    steps = max(counts, key=lambda value: (counts[value], value))
+    shown = [(curve, x, rows[cut]) for curve, x, cell in points if (cut := replace(cell, steps=steps)) in rows]
+    known = _levels(dataset, steps)
+    levels = [(label, rows[known[label]]) for label in across if known[label] in rows]
+    check_same_start([*(row for _, _, row in shown), *(row for _, row in levels)])
+    curves = []
+    for curve, label in labels.items():
+        found = sorted((x, row.summary("test", metric)) for its, x, row in shown if its == curve)
+        curves.append(Curve(label, curve, tuple(found)))
+    if all(len(curve.points) < 2 for curve in curves):
+        return None
+    return Drawing(
+        name,
+        dataset,
+        title,
+        x_label,
+        metric,
+        steps,
+        # a variant is shown if it has more than the training that it shares with its method
+        tuple(curve for curve in curves if len(curve.points) > (curve.method not in PAIRED)),
+        tuple(Level(label, row.cell.method, row.summary("test", metric)) for label, row in levels),
+        _paper_points(dataset, metric) if name == "amount" and steps == STEPS else (),
+        log_x=name == "amount",
+    )
 
 
-def _prose(line: str, width: int) -> str:
-    plain = line.lstrip("#").strip() if line.startswith("#") else line.replace("`", "")
-    indent = "  " if plain.startswith("- ") else ""
-    return textwrap.fill(plain, width, subsequent_indent=indent, break_on_hyphens=False)
+def _levels(dataset: str, steps: int) -> dict[str, Cell]:
+    """The cells that may be across a figure, trained as long as its curves; the start is not trained."""
+    plain = Cell(dataset, "constraintmatch", 10_000, steps=steps)
+    return {
+        "soft links": plain,
+        "informative images, τ = 0.2": replace(plain, options=(("max_entropy", 0.2),)),
+        "constrained": replace(plain, method="constrained"),
+        _START: Cell(dataset, "scan"),
+    }
 
 
-def _narrow_table(lines: Sequence[str], width: int) -> str:
-    """The first columns say what a line is: every part has them, then as many groups of columns as fit."""
-    header, rule, *rows = [[cell.strip().replace("**", "") for cell in line.strip("|").split("|")] for line in lines]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    n_keys = 1 + sum(name in ("", "pairs") for name in header[1:])
-    groups: list[list[int]] = []
-    for column in range(n_keys, len(header)):
-        if groups and header[column] in ("paper", "diff."):  # mean nothing without the column before
-            groups[-1].append(column)
-        else:
-            groups.append([column])
-    keys = list(range(n_keys))
-    parts: list[list[int]] = []
-    for group in groups:
-        taken = sum(2 + widths[column] for column in (*keys[1:], *(parts[-1][n_keys:] if parts else ()), *group))
-        if parts and min(widths[0], _NARROWEST) + taken <= width:
-            parts[-1] += group
-        else:
-            parts.append([*keys, *group])
-    left = [not cell.endswith(":") for cell in rule]
-    return "\n\n".join(_columns([header, *rows], widths, left, part[1:], width) for part in parts or [keys])
+def _paper_points(dataset: str, metric: str) -> tuple[tuple[str, float, float], ...]:
+    """The points of the curves over the number of constraints that Table I has."""
+    rows = [(method, n, published(TABLE_1, "test", method, n)) for method in _BOTH for n in (5_000, 10_000)]
+    values = [(method, float(n), row.value(dataset, metric)) for method, n, row in rows if row is not None]
+    return tuple((method, x, value) for method, x, value in values if value is not None)
 
 
-def _columns(
-    lines: Sequence[Sequence[str]], widths: Sequence[int], left: Sequence[bool], others: Sequence[int], width: int
-) -> str:
-    """Some columns of a table; the first one is wrapped to what the others leave."""
-    first = min(widths[0], max(_NARROWEST, width - sum(2 + widths[column] for column in others)))
-    drawn = []
-    for line in lines:
-        *before, title = textwrap.wrap(line[0], first) or [""]
-        drawn += before
-        drawn.append("  ".join([title.ljust(first), *(_pad(line[c], widths[c], left[c]) for c in others)]))
-    return "\n".join(text.rstrip() for text in drawn)
+def figure_numbers(shown: Drawing) -> str:
+    """The figure's points as a table, x across, and a line with what does not depend on x."""
+    places = sorted({x for curve in shown.curves for x, _ in curve.points})
+    lines = []
+    for curve in shown.curves:
+        known = dict(curve.points)
+        lines.append([curve.label, *(spread(known[x]) if x in known else DASH for x in places)])
+    table = markdown([f"{shown.metric.upper()} in %", *(f"{x:,g}" for x in places)], lines)
+    across = ", ".join(f"{level.label} {spread(level.summary)}" for level in shown.levels)
+    return table + (f"\n\nFor comparison: {across}." if across else "")
