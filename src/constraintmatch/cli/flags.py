@@ -317,6 +317,7 @@ _MOVED = {
     ("loop", "--error"): "--set wrong=VALUE",
     ("paper", "--figures"): "the folder docs/figures of python docs/make_gallery.py",
     ("sample", "--flip"): "--wrong",
+    ("search", "--workers"): "the same command, started once for each worker",
     ("sample", "--flip-only"): "--wrong-only",
     ("train", "--pseudo-error-rate"): "--error-rate",
     ("", "--flip"): "--mirror",

@@ -197,7 +197,6 @@ def sample(data: Source, *, how: Flags, reporter: Reporter) -> None:
         "steps": flag(int, "Training steps of a trial; fewer than the paper's mark the search as cut."),
         "storage": flag(str, "SQLite file, or postgresql://… for workers on many machines. (search.db)"),
         "study": flag(str, "Name of the search in the storage. (data set, method and sampler)"),
-        "workers": flag(int, "Processes to work here; the same command elsewhere is one more. (1)"),
         "out": flag(Path, "Write trials and best settings to this file too."),
     },
     settings=shared("device"),
@@ -228,7 +227,7 @@ def search(
         --model weights/scan-cifar10 --out best.json
       constraintmatch search photos --pairs pairs.csv \
         --model starts/photos --grid lr=0.03,0.01 \
-        --grid weight_decay=1e-4 --workers 2
+        --grid weight_decay=1e-4
     """
     from constraintmatch.pipeline import search as searching
 

@@ -2,12 +2,10 @@
 
 import copy
 import json
-import multiprocessing
 import os
 import shlex
-import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any, Literal
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
-from constraintmatch._internal.progress import QUIET, Reporter, say_error
+from constraintmatch._internal.progress import QUIET, Reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, STEPS, load_dataset
 from constraintmatch.data.image_set import ImageSet
@@ -55,7 +53,6 @@ class Search:
     steps: int | None = None
     storage: str = "search.db"  # a SQLite file, or the URL of a database
     study: str | None = None
-    workers: int = 1
     out: Path | None = None
     data_dir: Path | None = None
     columns: str | None = None
@@ -80,8 +77,7 @@ def search(request: Search, reporter: Reporter = QUIET) -> tuple[dict[str, Any],
         study = trials.open_study(storage, name, protocol, request.storage)
         runs = trials.runs_folder(request.storage, name, protocol)
         try:
-            with _helpers(request):
-                tried = trials.work(study, space, partial(_train, plan), runs=runs, reporter=reporter)
+            tried = trials.work(study, space, partial(_train, plan), runs=runs, reporter=reporter)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("stopped; the same command goes on with what is left") from None
     steps, fitting = plan.config.settings.steps, training_size(len(plan.data.images), cpu=False)["steps"]
@@ -114,8 +110,6 @@ def search(request: Search, reporter: Reporter = QUIET) -> tuple[dict[str, Any],
 def _open_task(request: Search, reporter: Reporter) -> tuple[Plan, Space, dict[str, Any]]:
     """A trial before its first step, the values to try, and the options of all trials; all that can be wrong shows."""
     space = trials.search_space(request.method, request.values, request.sampler, request.trials)
-    if request.workers < 1:
-        raise InputError(f"--workers {request.workers}: at least one has to work")
     row = DATASETS.get(request.data)
     views = choose_views(request.flip, request.without, row)
     cpu = choose_device(request.settings.get("device")).type == "cpu"
@@ -227,33 +221,6 @@ def _train(plan: Plan, settings: Mapping[str, float], folder: Path | None) -> di
     kept = agreement(judges, found)
     labelled = {} if judged.labels is None else scores(judged.labels, found)
     return {"loss": kept.pop("constraint_loss"), **kept, **labelled}
-
-
-@contextmanager
-def _helpers(request: Search) -> Iterator[None]:
-    """Inside, the other workers of --workers are at it: the same request, each in a process of its own."""
-    context = multiprocessing.get_context("spawn")  # a fork would share CUDA and the storage's connections
-    ours = replace(request, workers=1, out=None)
-    helpers = [context.Process(target=_help, args=(ours,)) for _ in range(request.workers - 1)]
-    for helper in helpers:
-        helper.start()
-    try:
-        yield
-    finally:  # there is no work left, or they put their trials back
-        for helper in helpers:
-            helper.terminate()
-        for helper in helpers:
-            helper.join()
-
-
-def _help(request: Search) -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a helper that is ended puts its trial back
-    try:
-        search(request)
-    except InputError as error:
-        raise SystemExit(say_error(f"a helper stopped: {error}", 2)) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
 
 
 # The report
