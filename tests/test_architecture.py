@@ -35,7 +35,7 @@ LIGHT = ["_internal", "data", "constraints", "questions", "cli"]  # without torc
 VISIBLE_NAMES = 12  # modules and folders in the package whose names do not begin with an underscore
 FILES_IN_A_FOLDER = 14
 FILES = 88
-LINES = 20_980  # goal: 17_500
+LINES = 20_610  # goal: 17_500
 LINES_OF_A_FILE = 400
 CLASSES = 119  # goal: 110
 LINES_OF_A_FUNCTION = 60  # with its signature
@@ -137,11 +137,12 @@ def test_importing_the_light_folders_does_not_import_torch_or_scikit_learn() -> 
 # What a module offers
 
 
-def test_all_names_exactly_what_is_public_and_is_sorted() -> None:
-    for path in (path for path in MODULES if path.stem != "__main__"):
+def test_a_list_of_public_names_is_exact_and_sorted() -> None:
+    """A module needs no `__all__`: what begins with an underscore is its own. One that has it keeps it right."""
+    lists = {path: listed for path in MODULES if (listed := listed_names(tree_of(path))) is not None}
+    assert lists
+    for path, listed in lists.items():
         tree = tree_of(path)
-        listed = listed_names(tree)
-        assert listed is not None, f"{path} has no __all__"
         defined = {node.name for node in tree.body if isinstance(node, Function | ast.ClassDef) and not command(node)}
         public = {name for name in defined if not name.startswith("_")}
         assert public <= set(listed), f"{path}: public but not in __all__: {sorted(public - set(listed))}"

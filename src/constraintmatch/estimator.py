@@ -30,8 +30,6 @@ from constraintmatch.training.batches import derive_seed
 from constraintmatch.training.loop import TrainSettings, choose_device
 from constraintmatch.training.views import View
 
-__all__ = ["ConstraintMatch"]
-
 Images = ImageSet | ArrayLike | Path | str
 AUTO, SELF_SUPERVISED = "auto", "self-supervised"
 # parameters that are handed on by name; None leaves the choice to the method, the number of images and the device

@@ -1,3 +1,1 @@
 """What every room uses: errors, safe writing of files, progress, and draws that are the same everywhere."""
-
-__all__: list[str] = []

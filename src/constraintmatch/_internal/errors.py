@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Self
 
-__all__ = ["InputError", "one_line"]
-
 
 class InputError(ValueError):
     """Bad input: what is wrong, where, and how to fix it, where these are known.

@@ -16,22 +16,6 @@ from typing import Any
 
 from constraintmatch._internal.errors import InputError
 
-__all__ = [
-    "InUse",
-    "check_folder",
-    "check_memory",
-    "check_new_folder",
-    "check_target",
-    "folder_lock",
-    "parse_json",
-    "read_errors",
-    "read_json",
-    "remove_leftovers",
-    "write_atomically",
-    "write_error",
-    "write_json",
-]
-
 
 class InUse(InputError):
     """Another process holds the folder."""

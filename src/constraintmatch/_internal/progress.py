@@ -17,19 +17,6 @@ if TYPE_CHECKING:  # imported where it is used: help should be quick
     from rich.console import Console
     from rich.live import Live
 
-__all__ = [
-    "QUIET",
-    "Bar",
-    "Lines",
-    "Reporter",
-    "Stop",
-    "console_reporter",
-    "print_line",
-    "say_error",
-    "stop_signals",
-    "watched",
-]
-
 
 class Reporter:
     """Takes the state of a long job: `start` once a job, `update` often, `say` for lines that stay.

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
 
-__all__ = ["Purpose", "another", "balanced_partners", "below", "check_seed", "permutation", "stream"]
-
 
 class Purpose(IntEnum):
     """One stream per purpose, so that equal seeds for two purposes do not give related draws."""

@@ -30,8 +30,6 @@ from constraintmatch.questions.answers import NONE, UNSURE
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import certain_share
 
-__all__ = ["Page", "create_app"]
-
 LOCAL = server.Rules(frozenset({"localhost"}))
 PAGE_FILES = {
     "index.html": "text/html",

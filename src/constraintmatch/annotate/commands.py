@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from constraintmatch.models.cluster_model import ClusterModel
     from constraintmatch.pipeline.plan import Train
 
-__all__ = ["Door", "Loop", "ask_in_terminal", "ask_labels", "ask_on_page", "open_port", "serve_page"]
-
 CHECKPOINT_EVERY = 200  # steps of a round that a crash loses at most
 Rows = list[tuple[str, str]]  # of a table: what was answered, and what to do next
 Open = tuple[Data, QuestionQueue, "Learner"]

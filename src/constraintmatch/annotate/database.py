@@ -19,8 +19,6 @@ from constraintmatch._internal.files import InUse, check_target, folder_lock, wr
 from constraintmatch.annotate import tables
 from constraintmatch.questions.answers import NONE, Answer, Question
 
-__all__ = ["Asked", "Contradiction", "Database", "Given", "LinkGraph", "StoredAnswer", "clean"]
-
 _Edges = defaultdict[int, dict[int, list[int]]]  # image -> the other image -> answers that say so, oldest first
 _Tree = dict[int, tuple[int, int]]  # image -> (the image before it, steps from the root)
 

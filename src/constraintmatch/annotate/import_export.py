@@ -33,18 +33,6 @@ from constraintmatch.questions.next_question import Choice, Kind
 if TYPE_CHECKING:  # torch
     from constraintmatch.models.cluster_model import ClusterModel
 
-__all__ = [
-    "Sitting",
-    "export_answers",
-    "export_pairs",
-    "import_answers",
-    "import_file",
-    "open_answers",
-    "open_images",
-    "open_model",
-    "read_answers",
-]
-
 _SAME = "same, same kind, same class, match, similar, yes, true, must-link"
 _DIFFERENT = "different, different kind, different class, no match, not similar, dissimilar, not the same, not same"
 _DIFFERENT += ", no, false, cannot-link"

@@ -21,19 +21,6 @@ from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question, im
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Choice, Kind, next_questions, question_about
 
-__all__ = [
-    "FINISHED",
-    "PREVIOUS",
-    "Chooser",
-    "Prompt",
-    "QuestionQueue",
-    "ask_one_by_one",
-    "picture",
-    "pixel_belief",
-    "read_choice",
-    "side_by_side",
-]
-
 Line = Callable[[], str | None]  # gives a line to show, or nothing
 LOW = 4  # new questions are chosen when fewer wait
 FRESH = 5  # answers after which waiting questions are chosen again: they know less than what was answered

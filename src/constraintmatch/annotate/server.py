@@ -25,23 +25,6 @@ from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from constraintmatch._internal.errors import InputError
 from constraintmatch.questions.answers import MAX_SHOWN, NONE, UNSURE
 
-__all__ = [
-    "MAX_BODY",
-    "AnswerRequest",
-    "AskRequest",
-    "ClaimRequest",
-    "NameRequest",
-    "Rules",
-    "SettleRequest",
-    "UndoRequest",
-    "address",
-    "is_loopback",
-    "listen",
-    "protect",
-    "rules_for",
-    "run_app",
-]
-
 MAX_BODY = 16_384  # bytes; the largest honest request, the name of a cluster, needs a few hundred
 OPEN_PATHS = frozenset({"/", "/style.css", "/script.js", "/icon.svg"})  # nothing secret: the page asks for the rest
 HEADERS = {

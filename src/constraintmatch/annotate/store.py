@@ -21,8 +21,6 @@ from constraintmatch.annotate.thumbnails import ImageIdentity
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question
 
-__all__ = ["Counts", "Store", "annotator_name", "open_store"]
-
 LONGEST = 100  # characters of an annotator's or a cluster's name
 _RECENT = 50  # answers that decide the speed
 _PAUSE = 60_000  # milliseconds; longer is a pause

@@ -15,18 +15,6 @@ from constraintmatch._internal.errors import InputError, one_line
 from constraintmatch._internal.files import check_target, parse_json, read_errors, write_atomically
 from constraintmatch.questions.answers import MAX_SHOWN, UNSURE
 
-__all__ = [
-    "APPLICATION",
-    "LOOK_BYTES",
-    "VERSION",
-    "create_tables",
-    "decode_text",
-    "odd_columns",
-    "odd_rows",
-    "read_tables",
-    "repair_answers",
-]
-
 APPLICATION = 0x434D4131  # "CMA1": sets our databases apart from those of other programs
 VERSION = 1
 LOOK_BYTES = 16  # of the thumbnail of one image

@@ -22,8 +22,6 @@ from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import Answer, Question, implied_groups
 from constraintmatch.questions.belief import Belief
 
-__all__ = ["Gallery", "ImageIdentity", "Picture", "galleries", "large_picture", "small_picture"]
-
 LARGEST = 800  # pixels: what a large screen shows of one of two images
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 MAX_PIXELS = 100_000_000  # larger files would block the server; the pixels of the model are shown instead

@@ -16,21 +16,6 @@ from typing import Any
 from constraintmatch._internal.errors import InputError
 from constraintmatch.training.run_folder import GONE
 
-__all__ = [
-    "METHODS",
-    "SETTINGS",
-    "STAGES",
-    "Setting",
-    "method_defaults",
-    "new_spelling",
-    "read_settings",
-    "setting_tables",
-    "settings_of",
-    "split_settings",
-    "training_defaults",
-    "words",
-]
-
 METHODS = ("constraintmatch", "pseudo_label", "constrained", "propagate", "fully_constrained", "supervised")
 STAGES = ("simclr", "byol", "propos", "linear_scan", "scan", "self_label", "neighbour_label")
 

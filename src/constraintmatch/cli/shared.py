@@ -19,23 +19,6 @@ from constraintmatch._internal.files import write_error
 from constraintmatch._internal.progress import Reporter, console_reporter, say_error
 from constraintmatch.cli.flags import new_spelling
 
-__all__ = [
-    "Flags",
-    "Images",
-    "Model",
-    "Sets",
-    "Source",
-    "app",
-    "command",
-    "flag",
-    "for_terminal",
-    "named_start",
-    "option",
-    "print_rows",
-    "shared",
-]
-
-
 Flags = dict[str, Any]  # those of a group that are given
 
 

@@ -17,8 +17,6 @@ from constraintmatch.constraints.graph import Components, Conflict
 from constraintmatch.constraints.pair_cells import MAX_IMAGES, Places
 from constraintmatch.constraints.pairs_file import read_pairs, write_pairs
 
-__all__ = ["Constraints"]
-
 _NUMBERS, _TEXTS = ("left", "right", "link", "weight"), ("annotator", "time")  # the columns
 
 

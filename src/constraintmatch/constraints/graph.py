@@ -12,17 +12,6 @@ from numpy.typing import NDArray
 
 from constraintmatch.constraints.pair_cells import Places
 
-__all__ = [
-    "Components",
-    "Conflict",
-    "components",
-    "implied_pairs",
-    "keep_consistent",
-    "n_pairs",
-    "pair_keys",
-    "shortest_chains",
-]
-
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
 

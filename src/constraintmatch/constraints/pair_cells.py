@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
 
-__all__ = ["MAX_IMAGES", "Places", "image_rows", "is_link", "is_row_number", "read_links", "read_weights"]
-
 _Columns = Mapping[str, list[str]]  # the texts of a file's columns under our names
 
 _SPELLINGS = dict.fromkeys(("mustlink", "ml", "same", "yes", "true"), 1.0)

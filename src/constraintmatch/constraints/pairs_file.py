@@ -20,8 +20,6 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import parse_json, read_errors, write_atomically
 from constraintmatch.constraints.pair_cells import Places, image_rows, is_link, is_row_number, read_links, read_weights
 
-__all__ = ["names_in", "read_pairs", "write_pairs"]
-
 _REQUIRED = ("left", "right", "link")
 _OPTIONAL = ("weight", "annotator", "time")
 _Cells = tuple[dict[str, list[str]], Places]

@@ -1,3 +1,1 @@
 """Images: the `ImageSet`, decoding, the cache of decoded images, the data sets and their readers."""
-
-__all__: list[str] = []

@@ -19,8 +19,6 @@ from constraintmatch.data.cache import decode_cached
 from constraintmatch.data.decoding import FolderRequest, ImageFile, Progress, find_files
 from constraintmatch.data.image_set import ImageSet
 
-__all__ = ["DATASETS", "STEPS", "DataSet", "Pickled", "load_dataset"]
-
 STEPS = 20_000  # of each of the paper's trainings
 
 _SPLIT_SEED = 0  # one split for all folds: a fold is a new sample of constraints, never of images

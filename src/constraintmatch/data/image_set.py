@@ -17,8 +17,6 @@ from constraintmatch._internal.files import check_memory
 from constraintmatch.data.cache import decode_cached
 from constraintmatch.data.decoding import SUFFIXES, FolderRequest, Progress, Skipped, find_files, fit_squares, pixels_of
 
-__all__ = ["ImageSet", "Skipped", "kind_of", "load_images"]
-
 _ClassFolders = bool | Literal["auto"]
 _ODD_NAME = re.compile(r"[\0\ud800-\udfff]|(^|[/\\])\.\.([/\\]|$)")
 _ARRAYS = {".npy": (b"\x93NUMPY", "numpy.save"), ".npz": (b"PK", "numpy.savez")}  # how it begins, what writes it

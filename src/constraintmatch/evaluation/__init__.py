@@ -1,3 +1,1 @@
 """What a model is worth: predictions and scores, neighbours, the judge of held-out pairs, the report."""
-
-__all__: list[str] = []

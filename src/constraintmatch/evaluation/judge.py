@@ -16,18 +16,6 @@ from constraintmatch._internal import rng
 from constraintmatch._internal.rng import Purpose
 from constraintmatch.constraints.constraint_set import Constraints
 
-__all__ = [
-    "Guard",
-    "Judge",
-    "Rates",
-    "Verdict",
-    "doubts",
-    "estimate_rates",
-    "hide_images",
-    "link_losses",
-    "repeat_rate",
-]
-
 Floats = NDArray[np.float64]
 
 SHARE = 0.2  # of the pairs, held out to judge by
@@ -39,15 +27,7 @@ LEAST_GAIN = 0.001  # nats: less is no reason to change anything
 FALLEN = 2.0  # standard errors by which a model must be worse for a training to go back
 MOST_WRONG = 0.4  # of either kind: answers of which half are wrong say nothing
 USUAL = 0.02, 50.0  # the rate of wrong answers that is expected before any is seen, and how many answers that weighs
-TEMPERATURES = (
-    8.0,
-    4.0,
-    2.0,
-    1.0,
-    0.5,
-    0.25,
-    0.12,
-)  # of the logits: how sure a model is of itself is not what is judged
+TEMPERATURES = (8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.12)  # of the logits: how sure a model is of itself is not judged
 
 
 class Rates(NamedTuple):

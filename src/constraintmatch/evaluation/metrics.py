@@ -15,27 +15,10 @@ from scipy.optimize import linear_sum_assignment
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.neighbours import nearest_blocks, nearest_neighbours, unit_rows
+from constraintmatch.evaluation.neighbours import nearest_blocks, unit_rows
+from constraintmatch.evaluation.neighbours import nearest_neighbours as nearest_neighbours  # offered here too
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.losses import pair_loss
-
-__all__ = [
-    "Predictions",
-    "accuracy",
-    "agreement",
-    "calibration_error",
-    "cluster_quality",
-    "cluster_sizes",
-    "collapse_warnings",
-    "embed",
-    "knn_accuracy",
-    "match_clusters",
-    "nearest_neighbours",
-    "neighbour_consistency",
-    "predict",
-    "pseudo_quality",
-    "scores",
-]
 
 Device = torch.device | str | None
 Progress = Callable[[int, int], None] | None

@@ -20,8 +20,6 @@ from constraintmatch._internal.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["nearest_blocks", "nearest_in_lists", "nearest_neighbours", "unit_rows"]
-
 COLUMNS = 2**16  # rows that a block of rows is compared with; sets up to this size are compared in one go
 BLOCK = 2**25  # cosines in one block: 128 MiB in fp32
 MOST_EXACT = 2**17  # rows that are all compared even where FAISS is installed: minutes on two cores

@@ -23,8 +23,6 @@ from constraintmatch.evaluation.metrics import Predictions, agreement, collapse_
 from constraintmatch.evaluation.report_parts import SCORES, Clustering, clustering_sections, line_chart, percent, plural
 from constraintmatch.training.run_folder import flat_items, read_log
 
-__all__ = ["check_run", "report_html", "write_report"]
-
 MAX_SKIPPED = 200  # images shown
 MAX_VIOLATED = 24  # pairs shown
 

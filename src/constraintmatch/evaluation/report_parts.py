@@ -16,18 +16,6 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, cluster_sizes, match_clusters, scores
 
-__all__ = [
-    "SCORES",
-    "Clustering",
-    "clustering_sections",
-    "histogram",
-    "line_chart",
-    "nice_ticks",
-    "percent",
-    "plural",
-    "short_number",
-]
-
 _Item = TypeVar("_Item")
 Points = Sequence[tuple[float, float]]
 

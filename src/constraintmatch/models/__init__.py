@@ -1,3 +1,1 @@
 """Networks: backbones and heads as `ClusterModel`, the model folder, batch norm by parts."""
-
-__all__: list[str] = []

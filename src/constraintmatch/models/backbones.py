@@ -14,23 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from constraintmatch._internal.errors import InputError, one_line
 
-__all__ = [
-    "ENCODER",
-    "JOIN",
-    "BatchNorm",
-    "Encoder",
-    "Joined",
-    "apart",
-    "can_keep_apart",
-    "default_backbone",
-    "frozen_statistics",
-    "is_at_hand",
-    "made_for_side",
-    "make_backbone",
-    "passes",
-    "timm_config",
-]
-
 HUB_LIBRARIES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
 IDENTITY = "identity"  # the backbone of embeddings: they are the features
 JOIN = "+"  # between the names of backbones that are joined in one model

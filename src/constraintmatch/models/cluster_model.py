@@ -16,20 +16,6 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json, write_atomically, write_json
 from constraintmatch.models.backbones import ENCODER, JOIN, default_backbone, make_backbone, timm_config
 
-__all__ = [
-    "ClusterModel",
-    "ModelConfig",
-    "build_model",
-    "list_misfits",
-    "load_model",
-    "model_folder",
-    "save_model",
-    "unfilled_model",
-    "with_clusters",
-    "with_head",
-    "with_projection",
-]
-
 FORMAT = 1
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 FLOAT32 = torch.finfo(torch.float32).max

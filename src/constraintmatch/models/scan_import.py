@@ -20,8 +20,6 @@ from constraintmatch._internal.files import check_new_folder
 from constraintmatch.data.datasets import DATASETS, DataSet, Pickled
 from constraintmatch.models.cluster_model import ClusterModel, ModelConfig, list_misfits, save_model, unfilled_model
 
-__all__ = ["import_scan"]
-
 _CIFAR = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 _NORMALISATIONS = {"cifar10": _CIFAR, "cifar100-20": _CIFAR}  # SCAN's where it is not the data set's row that has it
 _DEPTHS: dict[tuple[int, ...], str] = {(2, 2, 2, 2): "resnet18", (3, 4, 6, 3): "resnet34"}  # by blocks in each layer

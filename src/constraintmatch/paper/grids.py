@@ -7,8 +7,6 @@ from typing import Any
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.datasets import DATASETS, STEPS
 
-__all__ = ["FOLDS", "GRIDS", "NOISE_OF", "PAIRED", "PAPER_SETS", "STEPS", "Cell", "Grid", "grid_cells"]
-
 FOLDS = 5
 PAPER_SETS = ("cifar10", "cifar100-20", "stl10", "imagenet10", "imagenet-dogs")
 NOISE_OF = ("all", "alike")  # which constraints are annotated wrongly

@@ -14,8 +14,6 @@ from constraintmatch.paper.results import METRICS, TABLE_1, TABLE_3, is_whole, p
 from constraintmatch.paper.tables import DASH, TITLES, markdown, number
 from constraintmatch.pipeline.train import weights_hash
 
-__all__ = ["card_text", "write_card"]
-
 _CARDS = Environment(
     loader=PackageLoader("constraintmatch.paper"), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
 )

@@ -15,26 +15,6 @@ from constraintmatch.data.datasets import DATASETS
 from constraintmatch.paper.grids import Cell, Option
 from constraintmatch.training.run_folder import current_arguments
 
-__all__ = [
-    "FORMAT",
-    "FREE_SETTINGS",
-    "METRICS",
-    "TABLE_1",
-    "TABLE_2",
-    "TABLE_3",
-    "PublishedRow",
-    "Result",
-    "Row",
-    "Summary",
-    "check_same_start",
-    "compare",
-    "find_rows",
-    "is_whole",
-    "published",
-    "read_content",
-    "read_results",
-]
-
 METRICS = ("acc", "nmi", "ari")
 
 # What the paper prints, in percent

@@ -31,8 +31,6 @@ from constraintmatch.training.loop import NonFinite, choose_device
 from constraintmatch.training.run_folder import is_finished as run_is_finished
 from constraintmatch.training.run_folder import write_result
 
-__all__ = ["Place", "cell_pairs", "cell_states", "is_finished", "run_cell", "run_cells", "run_missing", "train_cell"]
-
 # A supervised training begins with random weights and is no part of the paper's search: the field's usual setting.
 SUPERVISED = {"lr": 0.1, "weight_decay": 5e-4, "schedule": "cosine"}
 SHARING = 6  # cells in a row that share compiled code; the compiler keeps eight versions of a function

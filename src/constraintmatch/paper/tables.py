@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from constraintmatch.data.datasets import DATASETS
-from constraintmatch.paper.grids import GRIDS, HEAD_FIRST, MERGED_FIRST, PAIRED, STEPS, Cell
+from constraintmatch.data.datasets import DATASETS, STEPS
+from constraintmatch.paper.grids import GRIDS, HEAD_FIRST, MERGED_FIRST, PAIRED, Cell
 from constraintmatch.paper.results import (
     METRICS,
     TABLE_1,
@@ -24,26 +24,6 @@ from constraintmatch.paper.results import (
     published,
     read_results,
 )
-
-__all__ = [
-    "DASH",
-    "FIGURES",
-    "NOT_YET",
-    "TABLES",
-    "TITLES",
-    "Curve",
-    "Drawing",
-    "Level",
-    "drawing",
-    "figure_numbers",
-    "markdown",
-    "not_run",
-    "number",
-    "part_text",
-    "signed",
-    "spread",
-    "table",
-]
 
 TABLES = {"table1": TABLE_1, "table2": TABLE_2, "table3": TABLE_3}
 TITLES = {

@@ -1,3 +1,1 @@
 """Whole jobs, from a folder or file to results: open, train, pretrain, predict, embed, search, demo."""
-
-__all__: list[str] = []

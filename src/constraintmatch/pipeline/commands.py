@@ -32,21 +32,6 @@ from constraintmatch.training import ranks
 from constraintmatch.training.loop import Interrupted, choose_device
 from constraintmatch.training.run_folder import read_log
 
-__all__ = [
-    "check_sort_folder",
-    "evaluate_images",
-    "evaluate_model",
-    "evaluation_rows",
-    "finish_loop",
-    "finish_training",
-    "predict_images",
-    "pretrain_model",
-    "score_line",
-    "sort_images",
-    "write_clusters",
-    "write_run_report",
-]
-
 Rows = list[tuple[str, str]]  # of a table that a command prints
 UNSURE = 0.5  # the confidence below which an image is named as uncertain
 

@@ -14,28 +14,6 @@ from constraintmatch.methods import METHODS, ViewChoice
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.loop import TrainSettings
 
-__all__ = [
-    "CHAINS",
-    "MOST_LR",
-    "ORDER",
-    "PRETEXTS",
-    "SHORT_STAGES",
-    "STAGES",
-    "Recipe",
-    "TrainConfig",
-    "chain_stages",
-    "check_neighbours",
-    "default_options",
-    "make_config",
-    "method_arguments",
-    "method_settings",
-    "own_start",
-    "round_size",
-    "short_start",
-    "split_options",
-    "training_size",
-]
-
 STAGES = ("simclr", "scan", "self_label")  # the paper's start
 SHORT_STAGES = ("simclr", "linear_scan")  # the start that a training makes when it has none
 PRETEXTS = ("simclr", "byol", "propos")  # the ways to learn features; a start has one of them

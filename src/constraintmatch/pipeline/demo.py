@@ -28,8 +28,6 @@ from constraintmatch.questions.rounds import Asking, LabelOracle, head_belief, i
 from constraintmatch.training.batches import derive_seed
 from constraintmatch.training.run_folder import write_result
 
-__all__ = ["run_demo"]
-
 # Values were compared on training and validation images; test scores of earlier settings were seen on the way.
 N_PAIRS, N_SAMPLES = 200, 3
 BUDGETS = (25, 50, 75, 100)  # answers after which the head learns

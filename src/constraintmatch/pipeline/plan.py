@@ -27,8 +27,6 @@ from constraintmatch.training.loop import choose_device
 from constraintmatch.training.run_folder import current_request
 from constraintmatch.training.views import check_operation_names
 
-__all__ = ["Plan", "PretrainPlan", "Train", "choose_views", "plan_pretraining", "plan_training"]
-
 CPU_SIDE = 32  # without a GPU a ResNet step of the published size takes half a minute; this brings a folder to minutes
 
 

@@ -30,8 +30,6 @@ from constraintmatch.pipeline.trials import PAPER_VALUES, Space
 from constraintmatch.training.loop import NonFinite, choose_device
 from constraintmatch.training.run_folder import write_result
 
-__all__ = ["Search", "search"]
-
 FORMAT = 1
 _FLAGS = ("data_dir", "model", "method", "columns", "pairs", "n", "out", "steps", "device")  # others go by --set
 Rows = list[tuple[str, str]]

@@ -21,20 +21,6 @@ from constraintmatch.constraints.pairs_file import names_in
 from constraintmatch.data.datasets import DATASETS, DataSet, load_dataset
 from constraintmatch.data.image_set import ImageSet, load_images
 
-__all__ = [
-    "ClassFolders",
-    "Data",
-    "Pairs",
-    "as_constraints",
-    "check_pairs",
-    "choose_pairs",
-    "open_at",
-    "open_data",
-    "open_pairs",
-    "read_pairs",
-    "sample_pairs",
-]
-
 ClassFolders = bool | Literal["auto"]
 Pairs = Constraints | Mapping[str, Any] | Sequence[Any] | Path | str | Any  # Any: an array or a sparse matrix
 

@@ -24,8 +24,6 @@ from constraintmatch.training import ranks
 from constraintmatch.training.loop import choose_device
 from constraintmatch.training.run_folder import flat_items, open_run, read_log
 
-__all__ = ["pairs_hash", "pretrain", "rehearse", "rehearse_stages", "stage_summary", "train", "weights_hash"]
-
 _ALONE = Context()  # nothing is kept, and nobody watches
 _QUICK: dict[str, Any] = {"device": "cpu", "compile": False, "cuda_graph": False, "bf16": False, "tensorboard": False}
 _SHARED = ("seed", "device", "bf16", "channels_last", "compile", "cuda_graph")  # settings that the start shares

@@ -23,18 +23,6 @@ from constraintmatch._internal.progress import Reporter
 from constraintmatch.pipeline.config import method_arguments, method_settings, split_options
 from constraintmatch.training.run_folder import environment, flat_items
 
-__all__ = [
-    "PAPER_VALUES",
-    "Space",
-    "finished_trials",
-    "load_optuna",
-    "open_storage",
-    "open_study",
-    "runs_folder",
-    "search_space",
-    "work",
-]
-
 BEAT, GRACE, LOOK = 15, 90, 2.0  # seconds: between signs of life, without one until a trial is dead, between looks
 
 _SHARED = {"weight_decay": (1e-3, 1e-4, 1e-5), "lr": (0.03, 0.01, 0.003, 0.001, 0.0001)}
