@@ -329,7 +329,7 @@ def test_a_model_can_be_kept_later_while_its_run_is_there(finished: Place, tmp_p
     run_cells([CELL], later)
     stored = json.loads((finished.results / f"{CELL.name}.json").read_text())
     assert weights_hash(load_model(tmp_path / "models" / CELL.name)) == stored["half"]["weights"]
-    assert (tmp_path / "models" / CELL.name / "README.md").is_file()
+    assert (tmp_path / "models" / CELL.name / "config.json").is_file()
 
 
 def test_without_a_data_folder_what_is_finished_is_shown(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Look and reuse: report, evaluate, embed, join. For researchers: sample, search, paper, card, import-scan."""
+"""Look and reuse: report, evaluate, embed, join. For researchers: sample, search, paper, import-scan."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,7 +22,7 @@ from constraintmatch.cli.shared import (
     shared,
 )
 
-__all__ = ["card", "embed", "evaluate", "export", "import_scan", "join", "paper", "report", "sample", "search"]
+__all__ = ["embed", "evaluate", "export", "import_scan", "join", "paper", "report", "sample", "search"]
 
 _LOOK, _RESEARCH = "Look and reuse", "For researchers"
 _NAMES = "One or more of table1, table2, table3, flip, links, selection, entropy, amount and noise."
@@ -265,7 +265,7 @@ def _values(texts: list[str]) -> dict[str, tuple[float, ...]]:
         "starts": flag(Path, "Folder with the starts: scan-cifar10 and so on. (weights)"),
         "results": flag(Path, "Folder for one JSON per cell. (results/paper)"),
         "runs": flag(Path, "Folder for the run folders. (runs/paper)", "--out"),
-        "models": flag(Path, "Folder for the trained models, in half precision, with cards. (not kept)"),
+        "models": flag(Path, "Folder for the trained models, in half precision. (not kept)"),
     },
     settings=shared("device"),
     images=shared("data_dir"),
@@ -342,23 +342,6 @@ def _numbers(text: str, flag: str, *, last: int | None = None) -> list[int]:
             raise InputError(f"{flag}: {word!r} goes too far; there are 0 to {last}")
         found += range(int(ends[0]), int(ends[-1]) + 1)
     return found
-
-
-@command(_RESEARCH)
-def card(
-    model: Model,
-    results: Annotated[Path, option("Folder with one JSON per cell. (results/paper)")] = Path("results/paper"),
-) -> None:
-    """Write the model card of a model folder.
-
-    README.md with its scores, how to check them and how it was made, from the result that has the same weights.
-
-    Example:
-      constraintmatch card weights/constraintmatch-cifar10
-    """
-    from constraintmatch.paper.model_cards import write_card
-
-    print_rows([("card", str(write_card(model, results)))])
 
 
 @command(_RESEARCH)

@@ -63,6 +63,11 @@ class _Commands(TyperGroup):
             with formatter.section(heading):
                 formatter.write_dl(lines)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] == "card":  # of earlier versions
+            raise InputError("card is now python docs/make_cards.py FOLDER, in a copy of the source")
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)

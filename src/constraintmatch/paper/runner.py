@@ -22,7 +22,6 @@ from constraintmatch.evaluation.metrics import Predictions, agreement, predict, 
 from constraintmatch.methods import Context, Trained, ViewChoice
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, model_folder, save_model
 from constraintmatch.paper.grids import PAIRED, Cell
-from constraintmatch.paper.model_cards import write_card
 from constraintmatch.paper.results import FORMAT, FREE_SETTINGS, METRICS, read_content
 from constraintmatch.pipeline.config import make_config, method_arguments, method_settings, split_options
 from constraintmatch.pipeline.train import train, weights_hash
@@ -176,7 +175,7 @@ def run_cell(cell: Cell, place: Place) -> dict[str, Any]:
     }
     write_result(place.result(cell), result)
     if place.models is not None and cell.method != "scan":  # a start has its own folder
-        _keep(kept, place.models / cell.name, place)
+        save_model(kept, place.models / cell.name, half=True)
     return result
 
 
@@ -259,13 +258,8 @@ def _keep_later(cell: Cell, place: Place) -> str:
         return ""
     if not run_is_finished(place.runs / cell.name):
         return f"; its model is not kept: there is no run in {place.runs / cell.name}"
-    _keep(load_model(place.runs / cell.name), place.models / cell.name, place)
+    save_model(load_model(place.runs / cell.name), place.models / cell.name, half=True)
     return ""
-
-
-def _keep(model: ClusterModel, folder: Path, place: Place) -> None:
-    save_model(model, folder, half=True)
-    write_card(folder, place.results)
 
 
 def _start(cell: Cell, place: Place) -> ClusterModel:

@@ -1,10 +1,11 @@
-"""Model cards: README.md of a model folder, made from the results that have its weights."""
+"""Writes README.md of model folders from the results that have their weights: python docs/make_cards.py weights/NAME"""
 
+import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
+from jinja2 import Environment, FileSystemLoader
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json, write_atomically
@@ -15,7 +16,7 @@ from constraintmatch.paper.tables import DASH, TITLES, markdown, number
 from constraintmatch.pipeline.train import weights_hash
 
 _CARDS = Environment(
-    loader=PackageLoader("constraintmatch.paper"), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
 )
 _STAGE_SCORES = {"knn_acc": "accuracy of the 20 nearest neighbours", "acc": "ACC", "nmi": "NMI", "ari": "ARI"}
 Stage = tuple[Mapping[str, Any], Path, Mapping[str, Any]]  # an entry of a model's history, and the result of that run
@@ -56,7 +57,7 @@ def card_text(folder: Path | str, results: Path | str = "results/paper") -> str:
     values |= {"name": folder.name, "folder": _shown(folder), "source": _shown(path), "config": model.config}
     values["stages"] = _made(stages, cell)
     row = DATASETS[values["cell"]["dataset"]]
-    return _CARDS.get_template("card.md").render(found=found, row=row, megabytes=size, **values)
+    return _CARDS.get_template("card.jinja").render(found=found, row=row, megabytes=size, **values)
 
 
 def _stage(entry: Mapping[str, Any], pretext: str, folder: Path) -> Stage:
@@ -122,3 +123,19 @@ def _made(stages: Sequence[Stage], cell: Mapping[str, Any] | None) -> str:
 def _shown(path: Path) -> str:
     """The path as given; only the name of an absolute path, which differs on other machines."""
     return path.name if path.is_absolute() else path.as_posix()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a model folder")
+    parser.add_argument("--results", type=Path, default=Path("results/paper"), help="folder with one JSON per cell")
+    asked = parser.parse_args()
+    try:
+        for folder in asked.folders:
+            print(write_card(folder, asked.results))
+    except InputError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from paper_results import content, write
+from scripts import ROOT, script
 from typer.testing import CliRunner
 
 from constraintmatch import cli
@@ -14,11 +15,11 @@ from constraintmatch._internal.files import read_json
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.models.cluster_model import build_model, save_model
 from constraintmatch.paper.grids import Cell
-from constraintmatch.paper.model_cards import card_text, write_card
 from constraintmatch.paper.runner import Place, run_cell
 from constraintmatch.pipeline.train import weights_hash
 
-ROOT = Path(__file__).resolve().parents[2]
+maker = script("docs", "make_cards")
+card_text, write_card = maker.card_text, maker.write_card
 FOLDERS = sorted(path.parent for path in (ROOT / "weights").glob("*/config.json"))
 CARDS = [path / "README.md" for path in FOLDERS if read_json(path / "config.json")["n_clusters"]]  # others: no scores
 
@@ -27,7 +28,7 @@ CARDS = [path / "README.md" for path in FOLDERS if read_json(path / "config.json
 def test_the_card_of_a_shipped_model_is_current(card: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     folder = card.parent.relative_to(ROOT)
-    assert card.read_text(encoding="utf-8") == card_text(folder), f"run constraintmatch card {folder}"
+    assert card.read_text(encoding="utf-8") == card_text(folder), f"run python docs/make_cards.py {folder}"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ NAME = "digits-constraintmatch-300-fold0-steps3"
 
 
 def test_the_stated_scores_are_those_that_evaluate_finds(trained: Path, tmp_path: Path) -> None:
-    card = (trained / "models" / NAME / "README.md").read_text(encoding="utf-8")
+    card = card_text(trained / "models" / NAME, trained / "results")
     stated = re.search(r"should say ACC (\S+), NMI (\S+), ARI (\S+),", card)
     assert stated
     words = ["evaluate", str(trained / "models" / NAME), "digits", "--json", str(tmp_path / "s.json")]
@@ -66,18 +67,24 @@ def test_the_card_says_what_the_model_was_made_of_and_no_path_of_this_machine(tr
     assert str(trained) not in card
 
 
-def test_the_command_writes_the_card_of_a_start(trained: Path) -> None:
-    words = ["card", str(trained / "starts" / "scan-digits"), "--results", str(trained / "results")]
-    refused = CliRunner().invoke(cli.app, words)  # in full precision: not the weights that the result is of
-    assert refused.exit_code == 2
-    assert "no result in" in refused.stderr
+def test_the_script_writes_the_card_of_a_start(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["make_cards.py", "--results", str(trained / "results")]
+    monkeypatch.setattr("sys.argv", [*words, str(trained / "starts" / "scan-digits")])
+    with pytest.raises(SystemExit):  # in full precision: not the weights that the result is of
+        maker.main()
     half = trained / "half" / "scan-digits"
     row = DATASETS["digits"]
     start = build_model(n_clusters=10, side=8, channels=1, backbone="tiny", mean=row.mean, std=row.std)
     save_model(start, half, half=True)
-    done = CliRunner().invoke(cli.app, ["card", str(half), "--results", str(trained / "results")])
-    assert done.exit_code == 0, done.output
+    monkeypatch.setattr("sys.argv", [*words, str(half)])
+    maker.main()
     assert "without labels or pairs" in (half / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_command_of_earlier_versions_names_the_script() -> None:
+    refused = CliRunner().invoke(cli.app, ["card", "weights/scan-cifar10"])
+    assert refused.exit_code == 2
+    assert "card is now python docs/make_cards.py FOLDER" in refused.stderr
 
 
 def test_a_full_cell_of_the_paper_has_its_values_beside_ours(tmp_path: Path) -> None:
