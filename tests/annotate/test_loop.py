@@ -533,7 +533,7 @@ def test_a_person_answers_takes_back_and_finishes_in_the_terminal(start: Path, t
     assert rows["last training"] == "not yet; --questions 2 takes these answers for all"
     with open_store(tmp_path / "loop" / "answers.db", images, read_only=True) as store:
         assert [answer.choice for answer in store.answers()] == [0, UNSURE]
-        assert store.counts().withdrawn == 1
+        assert store.counts()["withdrawn"] == 1
     assert rows["answers"].endswith("(2 of 12)")
     assert any(line.startswith("that is not an answer") for line in person.shown)
 

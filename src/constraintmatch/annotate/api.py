@@ -6,9 +6,8 @@ import sqlite3
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +17,7 @@ from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as InPath
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.staticfiles import StaticFiles
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate import server
@@ -31,12 +31,6 @@ from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import certain_share
 
 LOCAL = server.Rules(frozenset({"localhost"}))
-PAGE_FILES = {
-    "index.html": "text/html",
-    "style.css": "text/css",
-    "script.js": "text/javascript",
-    "icon.svg": "image/svg+xml",
-}
 _DETAIL = {"type": "object", "properties": {"detail": {"type": "string"}}, "required": ["detail"]}
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": _DETAIL}}}
@@ -86,7 +80,7 @@ class Page:
     def state(self) -> Json:
         """Where the work stands."""
         counts, belief = self.store.counts(), self.belief()
-        key, known = (counts.answered, counts.withdrawn), self._implied
+        key, known = (counts["answered"], counts["withdrawn"]), self._implied
         if known is None or known[0] != key or known[1] is not belief:  # kept until an answer or the belief changes
             certain = 0.0 if belief is None else certain_share(belief, self.store.answers())
             self._implied = known = key, belief, certain, self.store.n_contradictions()
@@ -95,7 +89,7 @@ class Page:
             "source": self.source,
             "model": self.queue.model(),
             "images": len(self.images),
-            "counts": asdict(counts),
+            "counts": counts,
             "wanted": self.queue.chooser.total,
             "certain": known[2],
             "contradictions": known[3],
@@ -321,17 +315,7 @@ def _add_routes(app: FastAPI, page: Page) -> None:
     for name, (send, kinds) in sent.items():
         content: dict[int | str, dict[str, Any]] = {200: {"content": {kind: {} for kind in kinds}}}
         app.add_api_route(f"/api/{name}", send, response_class=Response, responses=content)
-    for name, kind in PAGE_FILES.items():
-        handler = _fixed((files("constraintmatch.annotate") / "page" / name).read_bytes(), kind)
-        path = "/" if name == "index.html" else f"/{name}"
-        app.add_api_route(path, handler, methods=["GET", "HEAD"], include_in_schema=False)
-
-
-def _fixed(content: bytes, media_type: str) -> Callable[[], Response]:
-    def send() -> Response:
-        return Response(content, media_type=media_type, headers={"Cache-Control": "no-cache"})
-
-    return send
+    app.mount("/", StaticFiles(packages=[("constraintmatch.annotate", "page")], html=True))
 
 
 async def _explain(_request: Request, error: Exception) -> Response:

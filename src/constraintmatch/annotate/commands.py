@@ -1,11 +1,9 @@
 """The commands `annotate` and `loop`, once their words are read: what they ask about, and who is asked.
 
 A loop folder holds the start, the answers, the rounds and the newest model: the same command continues it. Without a
-number of clusters the start has none, and each round begins with as many as the answers have shown so far. torch,
-fastapi and uvicorn are imported only by what needs them.
+number of clusters the start has none, and each round begins with as many as the answers have shown so far. fastapi and
+uvicorn, which may be missing, are imported only by what needs them.
 """
-
-from __future__ import annotations
 
 import shlex
 import socket
@@ -17,32 +15,37 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
 from constraintmatch._internal.progress import QUIET, Reporter, watched
+from constraintmatch.annotate.background_training import Learner, Learning
 from constraintmatch.annotate.import_export import Sitting, open_answers, open_images, open_model
 from constraintmatch.annotate.question_queue import Chooser, Line, Prompt, QuestionQueue, ask_one_by_one, pixel_belief
 from constraintmatch.annotate.store import Store
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.decoding import is_photo
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.evaluation.metrics import Predictions
+from constraintmatch.methods import Context, ViewChoice
+from constraintmatch.methods.heads import attach_head, detach_head, embed_images
+from constraintmatch.models.cluster_model import ClusterModel, save_model, with_clusters
+from constraintmatch.pipeline.commands import check_sort_folder, finish_loop, score_line
+from constraintmatch.pipeline.config import MOST_LR, SHORT_STAGES, round_size, short_start
+from constraintmatch.pipeline.embedding import encode, photo_features
+from constraintmatch.pipeline.plan import Train, plan_pretraining
 from constraintmatch.pipeline.sources import Data, read_pairs
+from constraintmatch.pipeline.train import pretrain
 from constraintmatch.questions.answers import Question
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Choice, Kind
 from constraintmatch.questions.rounds import LabelOracle, closure_pairs, image_belief
-
-if TYPE_CHECKING:
-    from constraintmatch.annotate.background_training import Learner, Learning
-    from constraintmatch.data.image_set import ImageSet
-    from constraintmatch.methods import ViewChoice
-    from constraintmatch.models.cluster_model import ClusterModel
-    from constraintmatch.pipeline.plan import Train
+from constraintmatch.training.loop import choose_device
+from constraintmatch.training.run_folder import is_finished
 
 CHECKPOINT_EVERY = 200  # steps of a round that a crash loses at most
 Rows = list[tuple[str, str]]  # of a table: what was answered, and what to do next
-Open = tuple[Data, QuestionQueue, "Learner"]
+Open = tuple[Data, QuestionQueue, Learner]
 
 
 # The page
@@ -82,17 +85,13 @@ def serve_page(sitting: Sitting, door: Door, reporter: Reporter = QUIET) -> Rows
 
 def _believer(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Callable[[], Belief]:
     """A function that makes the belief, which may take long; the model and the device are checked at once."""
-    if sitting.model is None and is_photo(images.side, images.channels):
-        from constraintmatch.pipeline.embedding import photo_features
-
-        if (seen := photo_features(sitting.data, images, reporter)) is not None:
-            return lambda: Belief.of(seen)
+    photos = sitting.model is None and is_photo(images.side, images.channels)
+    if photos and (seen := photo_features(sitting.data, images, reporter)) is not None:
+        return partial(Belief.of, seen)
     if sitting.model is None:
         what = "the embeddings" if images.embedded else "the pixels"
         reporter.say(f"no model: questions are chosen by {what} (--model asks better ones)")
         return lambda: pixel_belief(images)
-    from constraintmatch.training.loop import choose_device
-
     model, device = open_model(sitting.model, (images.side, images.channels)), choose_device(sitting.device)
 
     def look() -> Belief:
@@ -105,11 +104,11 @@ def _believer(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Callabl
 def _next_steps(sitting: Sitting, store: Store, belief: Belief) -> Rows:
     """Where the answers are and what to do with them."""
     counts, quoted = store.counts(), shlex.quote(sitting.data)
-    kinds = f"{counts.same:,} same, {counts.different:,} different, {counts.unsure:,} unsure"
-    rows = [("answers", f"{sitting.db} ({counts.answered:,}: {kinds})")]
+    kinds = ", ".join(f"{counts[kind]:,} {kind}" for kind in ("same", "different", "unsure"))
+    rows = [("answers", f"{sitting.db} ({counts['answered']:,}: {kinds})")]
     if n := store.n_contradictions():
         rows.append(("contradictions", f"{n:,}; settle them on the page, or train leaves some of them out"))
-    if not counts.answered:
+    if not counts["answered"]:
         return rows
     split = "" if sitting.split is None else f" --split {sitting.split}"
     split += "" if sitting.pictures is None else f" --pictures {shlex.quote(str(sitting.pictures))}"
@@ -208,8 +207,6 @@ def ask_in_terminal(loop: Loop, prompt: Prompt | None = None, reporter: Reporter
 
 def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter = QUIET) -> Rows:
     """Let the labels answer, some of them wrongly, and train after every `every` answers: for experiments and tests."""
-    from constraintmatch.pipeline.commands import score_line
-
     with _open(loop, reporter, lambda data: _oracle(loop, data, error)) as (data, queue, learner):
         oracle, store = _oracle(loop, data, error), queue.store
         while True:
@@ -236,12 +233,8 @@ def _oracle(loop: Loop, data: Data, error: float) -> LabelOracle:
 
 def _end(loop: Loop, data: Data, store: Store, learner: Learner) -> Rows:
     """Write the newest model and what it finds, and say where everything is."""
-    from constraintmatch.evaluation.metrics import Predictions
-    from constraintmatch.models.cluster_model import save_model
-    from constraintmatch.pipeline.commands import finish_loop, score_line
-
-    out, counts = loop.out, store.counts()
-    rows = [("answers", f"{out / 'answers.db'} ({counts.answered:,} of {loop.questions:,})")]
+    out, answered = loop.out, store.counts()["answered"]
+    rows = [("answers", f"{out / 'answers.db'} ({answered:,} of {loop.questions:,})")]
     probabilities = learner.belief().probabilities
     if probabilities is None:
         return [*rows, ("next", "the same command continues; the first clusters come with the first round of training")]
@@ -252,8 +245,8 @@ def _end(loop: Loop, data: Data, store: Store, learner: Learner) -> Rows:
         left = "; the last training waits: the same command continues it"
     rows.append(("model", f"{out / 'model'} (has learned from {learner.n_learned:,} answers{left})"))
     rows += finish_loop(data, learner.images, Predictions(probabilities), pairs, out, learner.run, loop.sort)
-    if loop.last_steps and counts.answered < loop.questions:
-        rows.append(("last training", f"not yet; --questions {counts.answered} takes these answers for all"))
+    if loop.last_steps and answered < loop.questions:
+        rows.append(("last training", f"not yet; --questions {answered} takes these answers for all"))
     if n := store.n_contradictions():
         rows.append(("contradictions", f"{n:,}; answers that contradict more or heavier ones were left out"))
     if scores := score_line(data, learner.newest):
@@ -267,8 +260,6 @@ def _open(
     loop: Loop, reporter: Reporter, check: Callable[[Data], object] = lambda data: data.images.to_look_at()
 ) -> Iterator[Open]:
     """The loop folder; `check` refuses images that cannot be asked about, before anything is written."""
-    from constraintmatch.pipeline.commands import check_sort_folder
-
     answers = loop.out / "answers.db"
     check_target(answers)  # before minutes are spent on a start
     if loop.sort is not None:
@@ -285,13 +276,6 @@ def _open(
 
 def _start(loop: Loop, reporter: Reporter, check: Callable[[Data], object]) -> tuple[Data, ClusterModel, ViewChoice]:
     """The images and the model that every round begins with: given, or made once by the missing stages."""
-    from constraintmatch.methods import Context
-    from constraintmatch.models.cluster_model import with_clusters
-    from constraintmatch.pipeline.config import SHORT_STAGES, short_start
-    from constraintmatch.pipeline.plan import plan_pretraining
-    from constraintmatch.pipeline.train import pretrain
-    from constraintmatch.training.loop import choose_device
-
     request, grows = _request(loop)
     plan = plan_pretraining(request, reporter)
     check(plan.data)
@@ -326,10 +310,6 @@ def _request(loop: Loop) -> tuple[Train, bool]:
 
     A start that is there already is used, even if images have come or gone since.
     """
-    from constraintmatch.pipeline.config import SHORT_STAGES
-    from constraintmatch.pipeline.plan import Train
-    from constraintmatch.training.run_folder import is_finished
-
     place, model, images = loop.out / "start", loop.model, loop.images or Train()
     features, clusters = (place / stage for stage in SHORT_STAGES)
     if model is None and is_finished(clusters):
@@ -361,10 +341,6 @@ def _learner(
     loop: Loop, data: Data, start: ClusterModel, store: Store, views: ViewChoice, reporter: Reporter
 ) -> Learner:
     """Rounds that train the network, or with `frozen` only the head, on what the network makes of the images."""
-    from constraintmatch.annotate.background_training import Learner
-    from constraintmatch.methods.heads import attach_head, detach_head, embed_images
-    from constraintmatch.pipeline.embedding import encode
-
     if not (loop.frozen or start.is_encoder) or data.images.embedded:  # of embeddings, only a head learns anyway
         learning = _learning(loop, data, cpu=start.device.type == "cpu")
         return Learner(data.images, start, store.answers, loop.out, learning, views=views, held_out=data.held_out)
@@ -377,9 +353,6 @@ def _learner(
 
 def _learning(loop: Loop, data: Data, *, cpu: bool) -> Learning:
     """A round: the setting of the paper for its data sets, else what fits the number of images; always short."""
-    from constraintmatch.annotate.background_training import Learning
-    from constraintmatch.pipeline.config import MOST_LR, round_size
-
     size = round_size(len(data.images), cpu=cpu)
     arguments = {key: size[key] for key in ("images_per_step", "pairs_per_step", "warm_up")}
     rate = size["lr"]

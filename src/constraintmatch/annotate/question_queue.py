@@ -264,7 +264,7 @@ def ask_one_by_one(queue: QuestionQueue, prompt: Prompt, activity: Line) -> None
     """Ask until enough is answered or the user finishes. `activity` is a line about the training."""
     store, names, who = queue.store, prompt.images.names, "terminal"
     while (asked := _claim(queue, who)) is not None:
-        began, n_answers = time.monotonic(), store.counts().answered
+        began, n_answers = time.monotonic(), store.counts()["answered"]
         heading = f"{n_answers:,} of {queue.chooser.total:,} answered; {activity() or 'no round yet'}"
         choice = prompt.ask(asked.question, heading)
         if choice == FINISHED:

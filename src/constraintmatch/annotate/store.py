@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -44,18 +44,6 @@ _DROP_WAITING = (  # those that nobody holds
     "UPDATE questions SET state = 'retired' WHERE state = 'waiting' AND NOT urgent "
     "AND (holder IS NULL OR held_until <= ?)"
 )
-
-
-@dataclass(frozen=True)
-class Counts:
-    """The answers that stand; `same` and `different` count both kinds of questions."""
-
-    answered: int
-    same: int
-    different: int
-    unsure: int
-    withdrawn: int
-    per_minute: float
 
 
 def annotator_name(text: str) -> str:
@@ -355,8 +343,11 @@ class Store:
             n_kept = self._database.number("SELECT count(*) FROM answers WHERE withdrawn = ''")
             return n_kept - len(self._standing)
 
-    def counts(self) -> Counts:
-        """How many answers of each kind stand, and answers per minute over the last ones, with pauses cut short."""
+    def counts(self) -> dict[str, Any]:
+        """How many answers of each kind stand, and answers per minute over the last ones, with pauses cut short.
+
+        `same` and `different` count both kinds of questions.
+        """
         with self._database.lock:
             standing = list(self._standing.values())
             withdrawn = self._database.number("SELECT count(*) FROM answers WHERE withdrawn != ''")
@@ -364,7 +355,8 @@ class Store:
         times = (given.milliseconds for given in reversed(standing) if given.milliseconds is not None)
         recent = [min(max(one, 0), _PAUSE) for one in islice(times, _RECENT)]
         speed = round(60_000 * len(recent) / max(sum(recent), 1), 1)
-        return Counts(len(standing), kinds[0], kinds[NONE], kinds[UNSURE], withdrawn, speed)
+        said = {"same": kinds[0], "different": kinds[NONE], "unsure": kinds[UNSURE]}
+        return {"answered": len(standing), **said, "withdrawn": withdrawn, "per_minute": speed}
 
     def names(self) -> dict[int, str]:
         """The names that people gave to clusters."""

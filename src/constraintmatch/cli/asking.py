@@ -131,7 +131,7 @@ def annotate(data: Source, *, asked: Flags, reporter: Reporter, exchange: Flags,
       constraintmatch train photos --pairs pairs.csv \
         --model runs/photos --out runs/better
     """
-    from constraintmatch.annotate import commands, import_export
+    from constraintmatch.annotate import import_export
 
     export, import_ = (exchange.pop(name, None) for name in ("export", "import_"))
     if export is not None and import_ is not None:
@@ -147,6 +147,8 @@ def annotate(data: Source, *, asked: Flags, reporter: Reporter, exchange: Flags,
         taken = import_export.import_file(sitting, import_, reporter, **exchange)
         print_rows([("answers", f"{sitting.db} ({taken})")])
     else:
+        from constraintmatch.annotate import commands  # with torch: not to write a file
+
         print_rows(commands.serve_page(sitting, commands.Door(**door), reporter))
 
 
