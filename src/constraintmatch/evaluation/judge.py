@@ -69,14 +69,9 @@ def estimate_rates(same: Floats, link: Floats, weight: Floats | None = None, *, 
     rates = Rates(expected, expected)
     for _ in range(steps):
         truly = _truly_same(same, link, rates)
-        rates = Rates(
-            *(
-                float(
-                    min((expected * strength + (weight * wrong).sum()) / (strength + (weight * of).sum()), MOST_WRONG)
-                )
-                for wrong, of in (((1 - link) * truly, truly), (link * (1 - truly), 1 - truly))
-            )
-        )
+        kinds = ((1 - link) * truly, truly), (link * (1 - truly), 1 - truly)
+        shares = [(expected * strength + (weight * odd).sum()) / (strength + (weight * of).sum()) for odd, of in kinds]
+        rates = Rates(*(float(min(share, MOST_WRONG)) for share in shares))
     return rates
 
 

@@ -6,19 +6,14 @@ is compared with those of the nearest lists only. How many lists is decided by t
 assumed: rows of a sample find at least 95 % of their true neighbours (decision 046).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
 from constraintmatch._internal.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
 
 COLUMNS = 2**16  # rows that a block of rows is compared with; sets up to this size are compared in one go
 BLOCK = 2**25  # cosines in one block: 128 MiB in fp32
@@ -41,8 +36,6 @@ def nearest_neighbours(
     recall to `say`. Beside the features and the result, it holds the rows at length 1, which FAISS copies, and two
     blocks of 128 MiB.
     """
-    import torch
-
     if len(features) < 2:
         raise InputError("neighbours need at least two images")
     unit, few = unit_rows(features, device), min(k, len(features) - 1)
@@ -61,8 +54,6 @@ def nearest_blocks(
     Rows have length 1. A block has at most 128 MiB of cosines: the best of one block of known rows meet those of the
     next. Without `itself`, asked and known rows are the same, and none is its own neighbour.
     """
-    import torch
-
     few, step = min(k, len(known)), max(1, min(chunk, BLOCK // max(1, min(COLUMNS, len(known)))))
     for start in range(0, len(asked), step):
         rows = asked[start : start + step]
@@ -89,7 +80,6 @@ def nearest_in_lists(
     95 % of the neighbours that exact search gives them; `say` gets both numbers. The same rows give the same result.
     """
     import faiss
-    import torch
 
     n, width = unit.shape
     n_lists = max(1, min(int(2 * n**0.5), n // 39))  # FAISS warns of lists with fewer than 39 rows to learn from
@@ -132,8 +122,6 @@ def _without_itself(near: NDArray[np.int64], rows: NDArray[np.int64], k: int) ->
 
 def unit_rows(values: ArrayLike, device: torch.device | str = "cpu") -> torch.Tensor:
     """The rows at length 1, in fp32; a row of zeros stays one. They are copied block by block: a file may hold them."""
-    import torch
-
     given = np.asarray(values, np.float32)
     unit = torch.empty(given.shape, device=device)
     for start in range(0, len(given), COLUMNS):

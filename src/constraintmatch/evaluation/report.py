@@ -48,10 +48,15 @@ def check_run(run: Path) -> None:
 
 
 def write_report(
-    run: Path | str, images: ImageSet, predictions: Predictions, *, constraints: Constraints | None = None
+    run: Path | str,
+    images: ImageSet,
+    predictions: Predictions,
+    *,
+    constraints: Constraints | None = None,
+    out: Path | None = None,
 ) -> Path:
-    """The path of the run's `report.html`, which is written; see `report_html`."""
-    path = Path(run) / "report.html"
+    """The path of `report.html`, which is written to the run or to `out`; see `report_html`."""
+    path = (out or Path(run)) / "report.html"
     page = report_html(run, images, predictions, constraints=constraints)
     write_atomically(path, lambda temporary: temporary.write_bytes(page.encode()) and None)
     return path

@@ -19,11 +19,12 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, agreement, predict, scores
-from constraintmatch.methods import Context, Trained, ViewChoice
+from constraintmatch.methods import Context, Trained
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, model_folder, save_model
 from constraintmatch.paper.grids import PAIRED, Cell
 from constraintmatch.paper.results import FORMAT, FREE_SETTINGS, METRICS, read_content
 from constraintmatch.pipeline.config import make_config, method_arguments, method_settings, split_options
+from constraintmatch.pipeline.plan import choose_views
 from constraintmatch.pipeline.train import train, weights_hash
 from constraintmatch.training.batches import derive_seed
 from constraintmatch.training.loop import NonFinite, choose_device
@@ -205,7 +206,7 @@ def _train(cell: Cell, start: ClusterModel, place: Place) -> Trained:
     device = choose_device(place.settings.get("device"))
     if cell.method == "scan":
         return Trained(start.to(device), [])
-    images, row = place.images(cell, "train"), DATASETS[cell.dataset]
+    images = place.images(cell, "train")
     context = Context(
         out=place.runs / cell.name,
         resume=True,
@@ -213,7 +214,7 @@ def _train(cell: Cell, start: ClusterModel, place: Place) -> Trained:
         held_out=place.images(cell, "test"),
         data={"name": cell.dataset, "split": "train", "kind": "dataset"},
     )
-    views = ViewChoice(flip=row.flip, without=tuple(sorted(row.without)))
+    views = choose_views(None, (), DATASETS[cell.dataset])
     config = make_config(cell.method, _options(cell, place), start=start, views=views)
     trained = train(images, cell_pairs(cell, images), config, context)
     trained.model.to(device)  # a finished run comes from its folder

@@ -19,7 +19,7 @@ from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation import metrics as evaluation
 from constraintmatch.evaluation.metrics import Predictions
-from constraintmatch.evaluation.report import check_run, report_html, write_report
+from constraintmatch.evaluation.report import check_run, write_report
 from constraintmatch.methods import Context, Trained
 from constraintmatch.methods.preparation import check_images
 from constraintmatch.models.cluster_model import ClusterModel, load_model, model_folder, save_model
@@ -273,9 +273,7 @@ def finish_loop(
     rows = [("clusters", f"{out / 'clusters.csv'} ({found['clusters']:,} clusters)")]
     if run is not None:
         shown = replace(seen, pictures=images) if seen.shown is None and not images.embedded else seen
-        page = report_html(run, shown, predictions, constraints=pairs)
-        files.write_atomically(out / "report.html", lambda temporary: temporary.write_bytes(page.encode()) and None)
-        rows.append(("report", str(out / "report.html")))
+        rows.append(("report", str(write_report(run, shown, predictions, constraints=pairs, out=out))))
         if (log := read_log(run)) and log[-1].get("kind") == "verdict":
             rows.append(("kept", f"{log[-1]['kept']}: {log[-1]['why']}"))
     if sort is not None:

@@ -18,11 +18,12 @@ from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, embed, predict, scores
 from constraintmatch.evaluation.report import write_report
-from constraintmatch.methods import Context, ViewChoice
+from constraintmatch.methods import Context
 from constraintmatch.methods.heads import regression_head
 from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_head
 from constraintmatch.pipeline.config import make_config
+from constraintmatch.pipeline.plan import choose_views
 from constraintmatch.pipeline.train import pretrain, train
 from constraintmatch.questions.rounds import Asking, LabelOracle, head_belief, inform_start, simulate
 from constraintmatch.training.batches import derive_seed
@@ -43,6 +44,7 @@ TITLES = {
 }
 NEXT = f"your own photos:\n  constraintmatch loop PHOTOS --clusters 10 --questions {BUDGETS[-1]} --frozen"
 METHODS = ("constrained", "constraintmatch")
+VIEWS = choose_views(None, (), DATASETS["digits"])
 METRICS = ("acc", "nmi", "ari")
 Found = dict[str, list[dict[str, float]]]
 
@@ -79,7 +81,7 @@ def _start(images: ImageSet, seed: int, context: Context) -> ClusterModel:
         n_clusters=0, side=row.side, channels=row.channels, mean=row.mean, std=row.std, seed=derive_seed(seed, "model")
     )
     how: dict[str, Any] = {"stages": tuple(START), "recipe": START, "settings": {"device": "cpu", "seed": seed}}
-    model = pretrain(fresh, images, row.n_clusters, context=context, views=_views(), **how)
+    model = pretrain(fresh, images, row.n_clusters, context=context, views=VIEWS, **how)
     projected = embed(model, images, projected=True)
     unit = projected / np.linalg.norm(projected, axis=1, keepdims=True)
     clusters = _k_means(unit, derive_seed(seed, "k-means")).labels_.astype(np.int64)
@@ -97,16 +99,11 @@ def _pixel_clusters(images: ImageSet, others: ImageSet, seed: int) -> Prediction
     return Predictions(np.eye(DATASETS["digits"].n_clusters, dtype=np.float32)[clusters])
 
 
-def _views() -> ViewChoice:
-    row = DATASETS["digits"]
-    return ViewChoice(row.flip, tuple(sorted(row.without)))
-
-
 def _train(
     name: str, start: ClusterModel, images: ImageSet, pairs: Constraints, seed: int, context: Context
 ) -> ClusterModel:
     options = {**TRAINING, **(FREE if name == "constraintmatch" else {}), "device": "cpu", "seed": seed}
-    config = make_config(name, options, start=copy.deepcopy(start), views=_views())
+    config = make_config(name, options, start=copy.deepcopy(start), views=VIEWS)
     return train(images, pairs, config, context).model
 
 
