@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import mimetypes
 import sqlite3
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -315,6 +316,7 @@ def _add_routes(app: FastAPI, page: Page) -> None:
     for name, (send, kinds) in sent.items():
         content: dict[int | str, dict[str, Any]] = {200: {"content": {kind: {} for kind in kinds}}}
         app.add_api_route(f"/api/{name}", send, response_class=Response, responses=content)
+    mimetypes.add_type("text/javascript", ".js")  # Windows may know it as plain text, which browsers do not run
     app.mount("/", StaticFiles(packages=[("constraintmatch.annotate", "page")], html=True))
 
 
