@@ -3,7 +3,8 @@
     python benchmarks/label_efficiency.py cifar10 --data-dir data --model weights/scan-cifar10 --out results
 
 One JSON for each way of asking and error rate: random-pair, chosen-pair, chosen-which. Every round begins with the
-start, whose head is told all answers so far (`propagate`), and trains on them. `--plain` leaves the head as it was.
+start, whose head is told all answers so far (`propagate`), and trains on them by the paper's recipe. `--plain` leaves
+the head as it was. `--safe` trains each round by the default recipe, as `loop` does.
 `--steps 0` leaves the network as it is: the features are found once, and the head alone is told; minutes on a CPU. With
 `--head-steps` it is then trained on them for so many steps, as by `loop --frozen`. `--last-steps` makes the training
 after the last answer longer than those between. A stopped curve goes on after its last round, a finished one to larger
@@ -30,7 +31,7 @@ from constraintmatch.evaluation.metrics import Predictions, predict, scores
 from constraintmatch.methods import ViewChoice
 from constraintmatch.methods.heads import attach_head, detach_head
 from constraintmatch.methods.propagate import Frozen
-from constraintmatch.models.cluster_model import ClusterModel, load_model
+from constraintmatch.models.cluster_model import ClusterModel, load_model, save_model
 from constraintmatch.pipeline.config import make_config, round_size
 from constraintmatch.pipeline.train import train, weights_hash
 from constraintmatch.questions.answers import Answer, Question, implied_groups
@@ -102,11 +103,22 @@ class WholeNetwork:
 
     def train(self, answers: Sequence[Answer]) -> ClusterModel:
         asked = self.asked
-        begun = load_model(asked.model) if asked.plain else inform_start(self.start, self.frozen, answers)
-        pairs = pairs_of(asked, answers, self.frozen, begun)
-        steps = self.last if len(answers) >= asked.budgets[-1] else asked.steps
-        config = make_config("constraintmatch", {**self.options, "steps": steps}, start=begun, views=self.views)
-        return train(self.images, pairs, config).model
+        plain = asked.plain or asked.safe
+        begun = load_model(asked.model) if plain else inform_start(self.start, self.frozen, answers)
+        pairs = (
+            closure_pairs(answers, len(self.frozen), self.frozen.probabilities(self.start), seed=asked.seed)
+            if asked.safe
+            else pairs_of(asked, answers, self.frozen, begun)
+        )
+        options = {**self.options, "steps": self.last if len(answers) >= asked.budgets[-1] else asked.steps}
+        options |= {"recipe": "safe"} if asked.safe else {}
+        config = make_config("constraintmatch", options, start=begun, views=self.views)
+        model, log = train(self.images, pairs, config)
+        if asked.safe:
+            print(f"{len(answers):,} answers: kept {log[-1]['kept']}: {log[-1]['why']}", flush=True)
+        if asked.keep:
+            save_model(model, asked.keep / str(len(answers)), half=True)
+        return model
 
     def score(self, model: ClusterModel, labels: Any) -> dict[str, float]:
         return scores(labels, predict(model, self.test))
@@ -180,6 +192,7 @@ def request_of(asked: argparse.Namespace, way: str, error: float) -> dict[str, A
     request["head"] = "the start's" if asked.plain else "told the answers"
     request |= {"start_name": asked.start} if asked.start else {}
     request |= {"anchors": "apart"} if asked.anchors else {}
+    request |= {"recipe": "safe"} if asked.safe else {}
     request |= {"last_steps": asked.last_steps, "budgets": asked.budgets} if asked.last_steps else {}
     return {**request, "options": training_options(asked), "start": weights_hash(load_model(asked.model))}
 
@@ -220,6 +233,8 @@ def main() -> None:
     parser.add_argument("--last-steps", type=int, default=0, help="of the network after the last answer; as --steps")
     parser.add_argument("--head-steps", type=int, default=0, help="of the head alone in a round, with --steps 0")
     parser.add_argument("--anchors", action="store_true", help="hold clusters apart in a round, as loop does")
+    parser.add_argument("--safe", action="store_true", help="train the network of a round by the default recipe")
+    parser.add_argument("--keep", type=Path, help="a folder for the network of each round")
     parser.add_argument("--plain", action="store_true", help="begin with the start's head as it is")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=None)
@@ -230,6 +245,8 @@ def main() -> None:
         parser.error("--head-steps is for a head alone: give --steps 0 too")
     if (asked.anchors or asked.set) and not (asked.steps or asked.head_steps):
         parser.error("--anchors and --set are for a training: give --steps or --head-steps")
+    if (asked.safe or asked.keep) and not asked.steps:
+        parser.error("--safe and --keep are for a network: give --steps too")
     if asked.last_steps and not asked.steps:
         parser.error("--last-steps is for a network: give --steps too")
     if asked.device is None:
@@ -238,6 +255,7 @@ def main() -> None:
         for way in asked.ways.split(","):
             kind = "" if asked.steps else "-trained-head" if asked.head_steps else "-head"
             kind += (f"-{asked.start}" if asked.start else "") + ("-anchored" if asked.anchors else "")
+            kind += "-safe" if asked.safe else ""
             kind += f"-last{asked.last_steps}" if asked.last_steps else ""
             target = asked.out / f"questions-{asked.name}-{way}{kind}-error{error:g}.json"
             kept, request = asked.out / "answers" / target.name, request_of(asked, way, error)

@@ -36,7 +36,17 @@ from constraintmatch.training import losses, ranks
 from constraintmatch.training.batches import PairBatch, Shuffled, Views, derive_seed, pair_batches
 from constraintmatch.training.loop import Surroundings, TrainSettings, choose_device, fit
 
-__all__ = ["PairTask", "SemiBatch", "begin", "build_training", "check_error_rate", "check_task", "choose_selection"]
+__all__ = [
+    "PairTask",
+    "SemiBatch",
+    "begin",
+    "build_training",
+    "check_error_rate",
+    "check_task",
+    "choose_selection",
+    "judge_step",
+    "pair_term",
+]
 
 MERGED = "merged.json"  # in a run folder: the number of clusters after a merge
 LOST = 0.25  # a cluster with less than this share of its images counts as lost
@@ -146,11 +156,8 @@ def build_training(
 ) -> Callable[[], list[dict[str, Any]]]:
     """A function that trains the model on the task in place and returns the log."""
     bench, guard = prepare(model, images, settings), context.guard
-    expected: Any = task.error_rate or ((*guard.rates,) if guard else 0.0)  # wrong links: as asked or as estimated
-    if bench.compile and guard and not task.error_rate:  # a number would be compiled in, and each estimate again
-        expected = tuple(torch.tensor(rate, device=bench.device) for rate in guard.rates)
+    from_pairs = pair_term(bench, task, guard)
     beliefs = torch.from_numpy(guard.beliefs).to(bench.device) if guard else None
-    from_pairs = bench.speed_up(_pair_term)
     if task.loss is not None:  # the loss alone: a threshold would be compiled in, and each value compiled again
         task = replace(task, loss=bench.speed_up(task.loss))
 
@@ -159,13 +166,13 @@ def build_training(
         both, n = torch.cat((pairs.left, pairs.right)), len(pairs.link)
         if free is None:
             paired = ranks.gather(network(both), n, n)
-            return {"constrained": from_pairs(paired, pairs.link, pairs.weight, error_rate=expected)}
+            return {"constrained": from_pairs(paired, pairs.link, pairs.weight)}
         if task.loss is not None:
             with torch.no_grad():
                 weak = ranks.gather(network(free.weak), len(free.rows))
         paired, strong = passes(network, model, both, free.strong, joint=bench.compile)
         paired, strong = ranks.gather(paired, n, n), ranks.gather(strong, len(free.rows))
-        terms = {"constrained": from_pairs(paired, pairs.link, pairs.weight, error_rate=expected)}
+        terms = {"constrained": from_pairs(paired, pairs.link, pairs.weight)}
         if task.loss is not None:
             assert batch.ramp is not None
             with torch.no_grad():
@@ -185,15 +192,25 @@ def build_training(
         Surroundings(
             title=task.title,
             measure=None if task.loss is None else partial(_measure, model, images, task),
-            evaluate=lambda: {**evaluate_now(model, images, context), **_judge_step(model, images, guard)},
+            evaluate=lambda: {**evaluate_now(model, images, context), **judge_step(model, images, guard)},
             keep_best="held_out" if guard else None,
             **bench.surroundings(context),
         ),
     )
 
 
-def _pair_term(logits: Tensor, link: Tensor, weight: Tensor, *, error_rate: Any) -> Tensor:
-    """L^cons on the logits (2n, k) of n pairs: all left images, then all right ones."""
+def pair_term(bench: Bench, task: PairTask, guard: Guard | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """L^cons from the logits (2n, k) of n pairs, all left images and then all right ones, their links and weights.
+
+    It expects as many wrong links as the task says, or else the guard.
+    """
+    expected: Any = task.error_rate or ((*guard.rates,) if guard else 0.0)
+    if bench.compile and guard and not task.error_rate:  # a number would be compiled in, and each estimate again
+        expected = tuple(torch.tensor(rate, device=bench.device) for rate in guard.rates)
+    return partial(bench.speed_up(_pair_loss), error_rate=expected)
+
+
+def _pair_loss(logits: Tensor, link: Tensor, weight: Tensor, *, error_rate: Any) -> Tensor:
     left, right = logits.float().softmax(-1).chunk(2)
     return losses.pair_loss(left, right, link, weight, error_rate=error_rate)
 
@@ -206,7 +223,7 @@ def _guess(weak: Tensor, flip: Tensor | None, task: PairTask) -> Tensor:
     return losses.flip_modes(guess, flip) if task.flip_between == "largest" else losses.swap_clusters(guess, flip)
 
 
-def _judge_step(model: ClusterModel, images: ImageSet, guard: Guard | None) -> dict[str, Any]:
+def judge_step(model: ClusterModel, images: ImageSet, guard: Guard | None) -> dict[str, Any]:
     """How much better than its beginning the model is on held-out pairs, and whether it has fallen."""
     if guard is None:
         return {}

@@ -1,7 +1,8 @@
 """Training on pairs by one of two recipes. The safe one keeps its start unless held-out pairs favour another model.
 
-It has three candidates, from the least trained to the most: the start; the start with a head that repeats what groups
-of known images say; the network at each evaluation. The paper's recipe trains and keeps the last weights.
+It has three candidates, from the least trained to the most: the start; the start with a head that pairs have taught;
+the network. If the head is better than the start, the network learns to repeat it on strong views; if not, it learns
+from the pairs. The paper's recipe trains and keeps the last weights.
 """
 
 import copy
@@ -32,18 +33,43 @@ from constraintmatch.evaluation.judge import (
 from constraintmatch.evaluation.metrics import embed, predict
 from constraintmatch.methods.angular import angular_head
 from constraintmatch.methods.heads import calm_factor
-from constraintmatch.methods.pair_training import PairTask, begin, build_training, check_task
-from constraintmatch.methods.preparation import Context, Trained, ViewChoice, spread
+from constraintmatch.methods.pair_training import (
+    PairTask,
+    begin,
+    build_training,
+    check_task,
+    judge_step,
+    pair_term,
+)
+from constraintmatch.methods.preparation import (
+    Context,
+    Trained,
+    ViewChoice,
+    evaluate_now,
+    find_neighbours,
+    prepare,
+    quality_judge,
+    spread,
+)
 from constraintmatch.methods.propagate import Frozen, teach_groups
+from constraintmatch.methods.self_label import (
+    NEIGHBOUR_LABEL_SETTINGS,
+    TaughtBatch,
+    label_batches,
+    label_loss,
+    reliable_labels,
+)
 from constraintmatch.models.cluster_model import ClusterModel, with_head
-from constraintmatch.training.batches import derive_seed
-from constraintmatch.training.loop import TrainSettings, choose_device
-from constraintmatch.training.ranks import agree
+from constraintmatch.training.batches import PairBatch, Shuffled, derive_seed, pair_batches
+from constraintmatch.training.loop import Surroundings, TrainSettings, choose_device, fit
+from constraintmatch.training.ranks import agree, gather
 from constraintmatch.training.run_folder import read_log
 
 __all__ = ["RECIPES", "calm_head", "train_pairs"]
 
 Teacher = Callable[[Constraints], ClusterModel]
+
+REPEATING = {name: getattr(NEIGHBOUR_LABEL_SETTINGS, name) for name in ("optimizer", "lr", "weight_decay", "schedule")}
 
 RECIPES = ("safe", "paper")
 SUREST = 0.85  # highest mean confidence at the first step: the gradients of a surer head ruin the features
@@ -59,6 +85,9 @@ AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
 SURER = 2.0  # standard errors by which a head that pairs train, without views, must be better
 CHOSEN = 3.0  # standard errors by which pairs must look more alike than pairs at random to count as chosen
 PER_CLUSTER = 5  # must-links for each cluster from which on pairs at random may teach a head through angles
+RELIABLE, NEAR = 0.8, 20  # the share of each cluster that teaches the network: those whose neighbours agree most
+NEIGHBOURLY = 256  # images in a step of each kind when the network repeats its head
+TOLERANCE = 0.05  # by how much the label-free quality may fall meanwhile
 DOUBTED = 12  # pairs that the verdict lists for a second look
 FEW_ANSWERS = 30  # an annotator with at least this many pairs gets an error rate of their own
 
@@ -77,6 +106,8 @@ def train_pairs(
     safe = _SafeTraining(start, images, task, settings, context)
     if (kept := safe.choose_before()) is not None:
         return kept
+    if safe.is_taught:
+        return safe.choose_after(safe.repeat_head(views))
     train = build_training(safe.network, images, safe.weigh_annotators(), safe.adapt_settings(), views, safe.guard())
     return safe.choose_after(train())
 
@@ -127,9 +158,11 @@ class _SafeTraining:
         said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {len(self.judge.pairs):,} held-out pairs"
         beginning = verdict if first is self.start else self._compare(self.network)
         caution = SURER if self.images.embedded else CAUTION
-        if min(verdict.surely(caution), beginning.surely(caution)) > LEAST_GAIN:
+        better = min(verdict.surely(caution), beginning.surely(caution)) > LEAST_GAIN
+        if better or (self.is_taught and verdict.surely(LEADING) > 0):
             step = next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"])
-            return self._keep(self.network, f"the network of step {step:,}", f"better than {name} by {said}", log, step)
+            why = f"better than {name} by {said}" if better else f"it repeats {name} on strong views ({said})"
+            return self._keep(self.network, f"the network of step {step:,}", why, log, step)
         kept = first if first is self.start else self._refine(first)
         return self._keep(kept, self._name(kept), f"no step of the training was surely better ({said})", log)
 
@@ -213,9 +246,52 @@ class _SafeTraining:
         return taught if agree(bool((one == other).mean() >= ALIKE)) else first
 
     @cached_property
+    def is_taught(self) -> bool:
+        """Whether the network begins with a taught head, which it learns to repeat; embeddings have no strong views."""
+        return not self.images.embedded and self.first is not self.start
+
+    @cached_property
     def network(self) -> ClusterModel:
         """The model that is trained."""
         return calm_head(copy.deepcopy(self.first), self.images)
+
+    def repeat_head(self, views: ViewChoice) -> list[dict[str, Any]]:
+        """Train the network on the clusters that the taught head gives, and return the log (decision 050).
+
+        Strong views of the images whose neighbours agree, and of the known ones, learn their clusters; pairs that are
+        no answers to questions go on teaching beside that.
+        """
+        context, settings = self.guard(), replace(self.adapt_settings(), **REPEATING)
+        guard, bench = context.guard, prepare(self.network, self.images, settings)
+        n, seen = min(NEIGHBOURLY, self.task.images_per_step), self._frozen.probabilities(self.first)
+        near = find_neighbours(self._frozen.features, NEAR, seen.shape[1], bench.device)
+        known = known_groups(self.task.constraints) if self.leads else ()
+        labels = agree(reliable_labels(seen, near, RELIABLE, known))
+        rows = Shuffled(len(self.images), n, derive_seed(settings.seed, "images"), bench.device)
+        taught = label_batches(bench, views.scan_strong(self.images), rows, *labels)
+        task, plain = self.weigh_annotators(), views.pair(self.images)
+        pairs = pair_batches(bench.store, task.constraints, task.pairs_per_step, plain, bench.maker, bench.seed)
+        from_pairs, quality = pair_term(bench, task, guard), quality_judge(self.images, bench.device)
+
+        def next_batch(step: int) -> tuple[TaughtBatch, PairBatch | None]:
+            return taught(step), None if self.leads else pairs(step)
+
+        def loss(network: Callable[..., torch.Tensor], batch: tuple[TaughtBatch, PairBatch | None]) -> Any:
+            terms, given = label_loss(network, batch[0], n=rows.batch), batch[1]
+            if given is not None:
+                logits = gather(network(torch.cat((given.left, given.right))), *[len(given.link)] * 2)
+                terms["constrained"] = from_pairs(logits, given.link, given.weight)
+            return terms
+
+        def evaluate() -> dict[str, Any]:
+            fallen = judge_step(self.network, self.images, guard)["fallen"]
+            now = evaluate_now(self.network, self.images, context)
+            return {**now, "quality": quality(self.network), "fallen": fallen}
+
+        kept: dict[str, Any] = {"evaluate": evaluate, "keep_best": "quality", "tolerance": TOLERANCE}
+        around = Surroundings(title=self.task.title, **kept, **bench.surroundings(context))
+        settings = replace(settings, evaluate_every=settings.evaluate_every or max(1, settings.steps // 10))
+        return fit(self.network, next_batch, loss, settings, around)
 
     @cached_property
     def network_losses(self) -> NDArray[np.float64]:

@@ -3,8 +3,9 @@
 `self_label` takes the images that the model is sure of, `neighbour_label` those whose neighbours agree.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from constraintmatch.constraints.propagation import seeds
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import predict
 from constraintmatch.methods.preparation import (
@@ -35,10 +37,19 @@ from constraintmatch.training.losses import balanced_confident_cross_entropy, co
 from constraintmatch.training.ranks import gather, mine
 from constraintmatch.training.views import View
 
-__all__ = ["TaughtBatch", "neighbour_label", "reliable_labels", "self_label"]
+__all__ = [
+    "NEIGHBOUR_LABEL_SETTINGS",
+    "TaughtBatch",
+    "label_batches",
+    "label_loss",
+    "neighbour_label",
+    "reliable_labels",
+    "self_label",
+]
 
 SELF_LABEL_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=1e-4, schedule="constant")
 NEIGHBOUR_LABEL_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=1e-4, schedule="cosine-7/16")
+KNOWN = 3  # times that a known image counts
 
 
 @dataclass(frozen=True)
@@ -127,25 +138,33 @@ def neighbour_label(
     assert seen.features is not None
     near = find_neighbours(seen.features, n_neighbours, model.config.n_clusters, bench.device)
     rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
-    next_batch = _build_batches(bench, view, rows, *reliable_labels(seen.probabilities, near, reliable))
+    next_batch = label_batches(bench, view, rows, *reliable_labels(seen.probabilities, near, reliable))
     settings = by_epochs(settings, epochs, rows, averaged=averaged)
-
-    def loss(network: Callable[..., Tensor], batch: TaughtBatch) -> dict[str, Tensor]:
-        with torch.no_grad():
-            guess = gather(network(batch.plain), rows.batch).float().softmax(-1)
-        answer = gather(network(torch.cat((batch.taught, batch.strong))), rows.batch, rows.batch).float()
-        taught, rest = answer.chunk(2)
-        unsure = rest_weight * pseudo_label_loss(rest, guess, confident(guess, min_confidence))
-        return {"taught": F.cross_entropy(taught, batch.label), "rest": unsure}
-
+    loss = partial(label_loss, n=rows.batch, min_confidence=min_confidence, rest_weight=rest_weight)
     kept = keep_quality(model, images, bench, context, tolerance)
     return Trained(model, fit(model, next_batch, loss, settings, Surroundings(title="neighbour_label", **kept)))
 
 
-def _build_batches(
+def label_loss(
+    network: Callable[..., Tensor],
+    batch: TaughtBatch,
+    *,
+    n: int,
+    min_confidence: float = 0.95,
+    rest_weight: float = 1.0,
+) -> dict[str, Tensor]:
+    """Cross-entropy of n labels, and of the labels that the model gives to n plain images that it is sure of."""
+    with torch.no_grad():
+        guess = gather(network(batch.plain), n).float().softmax(-1)
+    taught, rest = gather(network(torch.cat((batch.taught, batch.strong))), n, n).float().chunk(2)
+    sure = rest_weight * pseudo_label_loss(rest, guess, confident(guess, min_confidence))
+    return {"taught": F.cross_entropy(taught, batch.label), "rest": sure}
+
+
+def label_batches(
     bench: Bench, view: View, rows: Shuffled, reliable: NDArray[np.int64], clusters: NDArray[np.int64]
 ) -> Callable[[int], TaughtBatch]:
-    """The batch of step t: reliable images, each cluster as often as any other, and any images."""
+    """The batch of step t: images with labels, each cluster as often as any other, and any images."""
     chosen, labels = (torch.from_numpy(array).to(bench.device) for array in (reliable, clusters))
     weight = torch.from_numpy(1 / np.bincount(clusters)[clusters]).float().to(bench.device)
     picker = torch.Generator(bench.device)
@@ -161,12 +180,13 @@ def _build_batches(
 
 
 def reliable_labels(
-    probabilities: ArrayLike, neighbours: ArrayLike, share: float
+    probabilities: ArrayLike, neighbours: ArrayLike, share: float, groups: Sequence[NDArray[np.int64]] = ()
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Rows whose neighbours agree on a cluster, and these clusters: this share of each cluster, at least one image.
 
     An image's cluster is the one for which it and its neighbours (n, m) have the highest mean probability (n, k); that
     mean is their agreement. A cluster with more than its even part of the images gives no more than that part would.
+    Images of known groups come `KNOWN` times each, in the cluster of their group.
     """
     p, near = np.asarray(probabilities, np.float64), np.asarray(neighbours, np.int64)
     mean = (p + p[near].sum(1)) / (near.shape[1] + 1)
@@ -177,4 +197,10 @@ def reliable_labels(
         quota = max(1, int(np.ceil(share * min(len(members), len(p) / p.shape[1]))))
         chosen.append(members[np.argsort(-agreed[members], kind="stable")[:quota]])
     rows = np.sort(np.concatenate(chosen))
-    return rows, labels[rows]
+    if not groups:
+        return rows, labels[rows]
+    known, first = np.concatenate(groups), seeds(groups, np.asarray(probabilities, np.float32))
+    known = known[first[known].max(1) > 0]  # with more groups than clusters, some have no cluster
+    others = rows[~np.isin(rows, known)]
+    clusters = np.concatenate([labels[others], np.tile(first[known].argmax(1), KNOWN)])
+    return np.concatenate([others, np.tile(known, KNOWN)]), clusters
