@@ -271,3 +271,51 @@ def test_answers_lead_however_many_pairs_they_imply(blobs: ImageSet, monkeypatch
         assert train(start(blobs), blobs, pairs).log[-1]["why"].startswith("the answers")
     with pytest.raises(TypeError, match="not callable"):
         train(start(blobs), blobs, RIGHT)
+
+
+# The network repeats a taught head
+
+
+@pytest.fixture(scope="module")
+def pictures(blobs: ImageSet) -> ImageSet:
+    """The same kinds as grey images of 8 × 8: a bright spot in one corner, and noise."""
+    spots = np.random.default_rng(1).integers(0, 60, (N, 8, 8, 1))
+    for at, label in enumerate(LABELS):
+        spots[at, 4 * (label // 2) : 4 * (label // 2) + 3, 4 * (label % 2) : 4 * (label % 2) + 3] += 150
+    return ImageSet.from_arrays(spots.astype(np.uint8), labels=LABELS)
+
+
+def known_images(n: int) -> Constraints:
+    """All that answers about the first n images imply."""
+    left, right = np.triu_indices(n, 1)
+    return Constraints.from_arrays(left, right, (LABELS[left] == LABELS[right]).astype(np.float32), n_images=N)
+
+
+def test_the_network_repeats_a_head_that_answers_have_taught(
+    pictures: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers alone give the labels; pairs at random stay beside them in every step."""
+    terms: list[set[str]] = []
+    fit = safe_recipe.fit
+
+    def spy(model: Any, next_batch: Any, loss: Any, *rest: Any) -> Any:
+        terms.append(set(loss(model, next_batch(0))))
+        return fit(model, next_batch, loss, *rest)
+
+    monkeypatch.setattr(safe_recipe, "fit", spy)
+    monkeypatch.setattr(safe_recipe, "build_training", None)  # it would be called
+    begun = build_model(n_clusters=K, side=8, channels=1, seed=3)
+    before = acc(begun, pictures)
+    found, log = train(begun, pictures, known_images(60), "constraintmatch")
+    assert terms == [{"taught", "rest"}]
+    assert log[-1]["kept"].startswith("the network of step")
+    assert acc(found, pictures) > before + 0.2
+    train(begun, pictures, Constraints.sample(LABELS, 600, seed=3), "constraintmatch")
+    assert terms[1] == {"taught", "rest", "constrained"}
+
+
+def test_a_network_that_forgets_its_head_is_not_kept(pictures: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safe_recipe, "REPEATING", {"optimizer": "sgd", "lr": 30.0})
+    begun = build_model(n_clusters=K, side=8, channels=1, seed=3)
+    log = train(begun, pictures, known_images(60), "constraintmatch").log
+    assert log[-1]["kept"] == "the head alone" or log[-1]["kept_step"] == 0

@@ -117,3 +117,14 @@ def test_arguments_are_checked() -> None:
         METHODS["neighbour_label"](model, images, reliable=2)
     with pytest.raises(InputError, match="n_neighbours is 0; neighbour_label needs 1 or more"):
         METHODS["neighbour_label"](model, images, n_neighbours=0)
+
+
+def test_known_images_are_labelled_by_their_groups_and_count_more_often() -> None:
+    p = np.eye(3, dtype=np.float32)[np.arange(30) % 3] * 0.9 + 0.03
+    groups = [np.array([0, 3, 7]), np.array([1, 4])]  # 7 is in cluster 1, its group in cluster 0
+    rows, labels = reliable_labels(p, np.arange(30)[:, None], 0.5, groups)
+    known = {0: 0, 3: 0, 7: 0, 1: 1, 4: 1}
+    assert all(labels[rows == row].tolist() == [label] * 3 for row, label in known.items())
+    others = ~np.isin(rows, list(known))
+    assert len(set(rows[others])) == others.sum() > 0
+    assert np.array_equal(labels[others], p[rows[others]].argmax(1))
