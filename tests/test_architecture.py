@@ -21,6 +21,7 @@ ORDER = [
     "training",
     "evaluation",
     "methods",
+    "methods/others",
     "questions",
     "pipeline",
     "estimator",
