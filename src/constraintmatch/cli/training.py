@@ -246,13 +246,15 @@ def pretrain(
     },
 )
 def compare(data: Source, *, how: Flags, reporter: Reporter) -> None:
-    r"""Run systems on the same images and pairs, and say which to take.
+    r"""Compare systems on the same images and pairs.
 
     Ours and others, on the same features: those of --start, or of the start that train makes. Held-out pairs judge
-    them, and labels where they are known. Finished rows are kept in --out. A system that fails is a row that says why.
+    them, and labels where they are known; the last lines say which to take. Finished rows are kept in --out. A system
+    that fails is a row that says why.
 
     Example:
-      constraintmatch compare digits --n-pairs 300 --clusters 10
+      constraintmatch compare digits --n-pairs 300 \
+        --clusters 10
       constraintmatch compare photos --pairs pairs.csv \
         --clusters 12 --methods constraintmatch,k_means
     """
