@@ -11,7 +11,8 @@ from constraintmatch.methods.others.parts import k_means as fit_centres
 
 __all__ = ["cop_k_means", "k_means", "mpck_means", "pck_means"]
 
-MOST = 20_000  # rows: these programs go through rows one by one
+MOST = {"PCKMeans": 20_000, "COPKMeans": 20_000, "MPCKMeans": 1_000}  # rows, which it compares one by one, or all pairs
+TURNS = 20
 FEWER = 16  # principal components for MPCKMeans, which forms a matrix of the features for every row
 
 
@@ -46,8 +47,8 @@ def _fit(name: str, setup: Setup, width: int | None = None) -> Predict:
             from active_semi_clustering.semi_supervised import pairwise_constraints as programs
     except ImportError:
         raise InputError("not installed: pip install 'constraintmatch[classical]'") from None
-    if len(setup.inputs) > MOST:
-        raise InputError(f"too many rows: {len(setup.inputs):,}, and it takes {MOST:,}")
+    if len(setup.inputs) > MOST[name]:
+        raise InputError(f"too many rows: {len(setup.inputs):,}, and it takes {MOST[name]:,}")
     pairs = setup.constraints.resolve("drop")
     kinds = (pairs.link == 1, pairs.link == 0)
     ends = [list(zip(pairs.left[of].tolist(), pairs.right[of].tolist(), strict=True)) for of in kinds]
@@ -57,7 +58,7 @@ def _fit(name: str, setup: Setup, width: int | None = None) -> Predict:
     before: Any = np.random.get_state()  # noqa: NPY002 (the package draws from NumPy's global generator)
     np.random.seed(setup.seed % 2**32)  # noqa: NPY002
     try:
-        found = getattr(programs, name)(n_clusters=setup.n_clusters)
+        found = getattr(programs, name)(n_clusters=setup.n_clusters, max_iter=TURNS)
         with np.errstate(all="ignore"):
             found.fit(inputs.numpy(), ml=ends[0], cl=ends[1])
     finally:
