@@ -11,8 +11,6 @@ from constraintmatch._internal.files import write_atomically
 from constraintmatch.evaluation.judge import Judge
 from constraintmatch.evaluation.report import render_page
 
-__all__ = ["Row", "advise", "rank_rows", "table_text", "write_page"]
-
 Row = dict[str, Any]
 OURS = "constraintmatch"
 WIDE = 80

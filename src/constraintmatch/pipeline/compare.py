@@ -37,8 +37,6 @@ from constraintmatch.pipeline.plan import PretrainPlan, Train, plan_pretraining
 from constraintmatch.pipeline.sources import open_pairs
 from constraintmatch.pipeline.train import pairs_hash, pretrain, train, weights_hash
 
-__all__ = ["SYSTEMS", "Compare", "Task", "compare", "run_apart", "run_system", "sampled_task"]
-
 OWN = {
     "constraintmatch": "ConstraintMatch by the safe recipe: the start, a head that the pairs teach, or a trained head.",
     "constrained": "MCL on the pairs alone, as the paper compares itself with: the head is trained, the last one kept.",

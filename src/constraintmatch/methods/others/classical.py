@@ -9,8 +9,6 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.methods.others.parts import Predict, Setup, place_around, place_by_neighbours
 from constraintmatch.methods.others.parts import k_means as fit_centres
 
-__all__ = ["cop_k_means", "k_means", "mpck_means", "pck_means"]
-
 MOST = {"PCKMeans": 20_000, "COPKMeans": 20_000, "MPCKMeans": 1_000}  # rows, which it compares one by one, or all pairs
 TURNS = 20
 FEWER = 16  # principal components for MPCKMeans, which forms a matrix of the features for every row

@@ -9,8 +9,6 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.methods.others.parts import Floats, Predict, Rows, Setup, k_means, squared_distances
 from constraintmatch.training.losses import kcl
 
-__all__ = ["centre_loss", "clusternet"]
-
 COMPACT, LINKED = 0.1, 0.1  # weights of the distance to centres and of the pairs
 
 

@@ -10,8 +10,6 @@ from constraintmatch.constraints.graph import pair_keys
 from constraintmatch.evaluation.neighbours import nearest_neighbours
 from constraintmatch.methods.others.parts import BATCH, Floats, Predict, Setup, k_means, place_around
 
-__all__ = ["cpac", "geman_mcclure", "neighbour_pairs"]
-
 NEAR = 10  # neighbours, of which the mutual ones are linked
 
 

@@ -9,8 +9,6 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.methods.others.parts import BATCH, Floats, Predict, Setup, k_means, squared_distances
 from constraintmatch.training.losses import pair_loss
 
-__all__ = ["difficulty_loss", "framework", "size_loss", "soft_assignment", "target_distribution", "triplet_loss"]
-
 MARGIN = 0.1  # by which the near image of a triplet must be more alike than the far one
 EASY = 0.1  # weight of the difficulty
 

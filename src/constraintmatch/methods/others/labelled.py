@@ -7,8 +7,6 @@ import numpy as np
 from constraintmatch._internal.errors import InputError
 from constraintmatch.methods.others.parts import Floats, Predict, Rows, Setup
 
-__all__ = ["label_spreading", "logistic_regression"]
-
 NEAR = 10  # neighbours
 SPREAD_OVER = 20_000  # rows: the distances of all of them are formed
 

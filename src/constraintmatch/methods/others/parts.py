@@ -12,8 +12,6 @@ from torch.nn import functional as F
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.evaluation.neighbours import nearest_blocks, unit_rows
 
-__all__ = ["Floats", "Predict", "Rows", "Setup", "k_means", "place_around", "place_by_neighbours", "squared_distances"]
-
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
 Predict = Callable[[Floats], Floats]  # the probabilities of the clusters (n, k) of features (n, d)

@@ -10,8 +10,6 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.methods.others.parts import Floats, Predict, Rows, Setup, place_by_neighbours
 
-__all__ = ["carry_pairs", "neighbour_affinity", "pcog", "project_to_simplex"]
-
 Matrix = NDArray[np.float64]
 MOST = 5_000  # rows: the matrix of all pairs is formed
 NEAR = 15  # neighbours of a row

@@ -6,8 +6,6 @@ from torch import Tensor
 from constraintmatch.methods.others.parts import EMBEDDING, WIDTH, Predict, Setup
 from constraintmatch.training.losses import pair_loss
 
-__all__ = ["s3c2", "siamese_loss", "siamese_same"]
-
 SURE = 0.1  # weight of the term that makes the network sure of pairs without a link
 FEW = 64  # images of a step whose pairs are all linked
 TINY = 1e-6

@@ -8,8 +8,6 @@ from constraintmatch.methods.angular import spherical_k_means
 from constraintmatch.methods.others.parts import Predict, Setup
 from constraintmatch.training.losses import angular_loss
 
-__all__ = ["spherepair"]
-
 REPEAT = 0.02  # weight of the reconstruction
 SHARP = 10.0  # of the cosines
 

@@ -5,8 +5,6 @@ from torch import Tensor, nn
 
 from constraintmatch.methods.others.parts import WIDTH, Predict, Setup
 
-__all__ = ["confused_loss", "log_volume", "volmax"]
-
 VOLUME = 0.01  # weight of the volume
 SHARP = 3.0  # logits of the confusion at first: ± 3 is a chance of 0.95 or 0.05
 TINY = 1e-6
