@@ -30,7 +30,7 @@ docs: $(READY)  ## the documentation site, into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test-ranks: $(READY)  ## several processes of the command line train together: killed, started again, stopped
-	$(PYTEST) -m ranks tests/training/test_ranks.py
+	$(PYTEST) -m ranks tests/training/test_ranks.py tests/pipeline/test_compare.py
 
 test-browser: $(READY)  ## the page in a real Chromium, the API fuzzed; installs Playwright and schemathesis
 	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode -r requirements-browser.txt

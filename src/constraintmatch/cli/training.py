@@ -1,4 +1,4 @@
-"""From a folder to clusters: demo, train, predict, pretrain, settings."""
+"""From a folder to clusters: demo, train, predict, pretrain, compare, settings."""
 
 import shlex
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from constraintmatch.cli.shared import (
     shared,
 )
 
-__all__ = ["demo", "predict", "pretrain", "settings", "train"]
+__all__ = ["compare", "demo", "predict", "pretrain", "settings", "train"]
 
 _PANEL = "From a folder to clusters"
 _CLUSTERS = {"clusters": flag(int, "Number of clusters to find.")}
@@ -231,6 +231,37 @@ def pretrain(
             return
     following = f"constraintmatch train {shlex.quote(data)} --pairs pairs.csv --model {shlex.quote(str(out))}"
     print_rows([("model", str(model)), ("next", following)])
+
+
+@command(
+    _PANEL,
+    how={
+        **_CLUSTERS,
+        "pairs": flag(Path, "The pairs; a fifth of them is held out to judge."),
+        "n_pairs": flag(int, "Instead of --pairs: number to draw from labels."),
+        "n_labels": flag(int, "Labels that systems may use beside the pairs. (0)"),
+        "methods": flag(str, "Some systems: constraintmatch,spherepair. (all)"),
+        "out": flag(Path, "Folder for rows, page and clusters. (comparison)"),
+        **shared("columns", "seed", "start", "test", "data_dir"),
+    },
+)
+def compare(data: Source, *, how: Flags, reporter: Reporter) -> None:
+    r"""Compare systems on the same images and pairs.
+
+    Ours and others, on the same features: those of --start, or of the start that train makes. Held-out pairs judge
+    them, and labels where they are known; the last lines say which to take. Finished rows are kept in --out. A system
+    that fails is a row that says why.
+
+    Example:
+      constraintmatch compare digits --n-pairs 300 \
+        --clusters 10
+      constraintmatch compare photos --pairs pairs.csv \
+        --clusters 12 --methods constraintmatch,k_means
+    """
+    from constraintmatch.pipeline import compare as comparing
+
+    how["methods"] = flags.words(how.get("methods", ""))
+    typer.echo(comparing.compare(comparing.Compare(data, **named_start(how)), reporter))
 
 
 @command(_PANEL)

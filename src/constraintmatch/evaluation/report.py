@@ -87,7 +87,8 @@ def report_html(
         ("skipped", "Skipped images", {"files": skipped, "total": len(images.skipped)} if skipped else None),
         ("settings", "Settings", [(key, _plain(value)) for key, value in settings]),
     ]
-    return _PAGES.get_template("report.html").render(
+    return render_page(
+        "report.html",
         title=f"{method} on {name}" if name else f"{method}: {run.resolve().name}",
         facts=_facts(record, request, shown, bool(same)),
         same_images=same,
@@ -116,6 +117,11 @@ _PAGES = Environment(  # every value is escaped
     lstrip_blocks=True,
 )
 _PAGES.filters |= {"percent": percent, "plural": plural, "thousands": "{:,}".format}
+
+
+def render_page(template: str, **values: Any) -> str:
+    """A page of the templates with these values."""
+    return _PAGES.get_template(template).render(**values)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

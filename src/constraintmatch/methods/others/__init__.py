@@ -1,0 +1,36 @@
+"""Other systems for clustering with pairs, by name: rows of `constraintmatch compare`.
+
+A system takes a `Setup` (features, pairs, K) and gives a function that places features, new ones too. What it cannot
+take is an InputError.
+"""
+
+from collections.abc import Callable
+
+from constraintmatch.methods.others.classical import cop_k_means, k_means, mpck_means, pck_means
+from constraintmatch.methods.others.clusternet import clusternet
+from constraintmatch.methods.others.cpac import cpac
+from constraintmatch.methods.others.framework import framework
+from constraintmatch.methods.others.labelled import label_spreading, logistic_regression
+from constraintmatch.methods.others.parts import Predict, Setup
+from constraintmatch.methods.others.pcog import pcog
+from constraintmatch.methods.others.s3c2 import s3c2
+from constraintmatch.methods.others.spherepair import spherepair
+from constraintmatch.methods.others.volmax import volmax
+
+__all__ = ["OTHERS", "Predict", "Setup"]
+
+OTHERS: dict[str, Callable[..., Predict]] = {
+    "k_means": k_means,
+    "s3c2": s3c2,
+    "cpac": cpac,
+    "pcog": pcog,
+    "clusternet": clusternet,
+    "framework": framework,
+    "volmax": volmax,
+    "spherepair": spherepair,
+    "pck_means": pck_means,
+    "mpck_means": mpck_means,
+    "cop_k_means": cop_k_means,
+    "label_spreading": label_spreading,
+    "logistic_regression": logistic_regression,
+}

@@ -1,0 +1,99 @@
+"""PCOG (Nie, Zhang, Wang and Li 2020): a graph with one component for each cluster, in which the pairs are kept."""
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array, diags_array, eye_array
+from scipy.sparse.csgraph import connected_components
+from scipy.sparse.linalg import eigsh
+
+from constraintmatch._internal.errors import InputError
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.methods.others.parts import Floats, Predict, Rows, Setup, place_by_neighbours
+
+Matrix = NDArray[np.float64]
+MOST = 5_000  # rows: the matrix of all pairs is formed
+NEAR = 15  # neighbours of a row
+REACH = 0.9  # how far pairs are carried along the graph
+TURNS = 20
+NONE = 1e-6  # an eigenvalue below it is zero
+
+
+def pcog(setup: Setup) -> Predict:
+    """Departs from the paper: pairs are carried to both ends' neighbours first; new rows go with their neighbours."""
+    if len(setup.inputs) > MOST:
+        raise InputError(f"too many rows: {len(setup.inputs):,}, and a graph of all pairs takes {MOST:,}")
+    affinity = carry_pairs(neighbour_affinity(setup.inputs.numpy(), NEAR), setup.constraints)
+    return place_by_neighbours(setup, _components(affinity, setup.n_clusters, setup.seed))
+
+
+def neighbour_affinity(inputs: Floats, near: int) -> Matrix:
+    """The symmetric affinity (n, n) in [0, 1]: of a row's neighbours by how much nearer they are than the next one."""
+    x = inputs.astype(np.float64)
+    squared = np.maximum((x**2).sum(1)[:, None] + (x**2).sum(1)[None] - 2 * x @ x.T, 0)
+    np.fill_diagonal(squared, np.inf)
+    few = min(near, len(x) - 2)
+    limit = np.partition(squared, few, axis=1)[:, few]
+    gap = np.maximum(limit[:, None] - squared, 0)
+    gap /= np.maximum(gap.max(1, keepdims=True), 1e-12)
+    return np.asarray((gap + gap.T) / 2)
+
+
+def carry_pairs(affinity: Matrix, constraints: Constraints) -> Matrix:
+    """The affinity with what the pairs say of both ends' neighbours: label propagation over rows, then columns.
+
+    Z = (I − αS)⁻¹ C (I − αS)⁻¹ with C = ±1 of the links, brought to [−1, 1]; a positive z raises an affinity to
+    1 − (1 − z)(1 − a), a negative one lowers it to (1 + z) a. The pairs themselves become 1 and 0.
+    """
+    n = len(affinity)
+    root = 1 / np.sqrt(np.maximum(affinity.sum(1), 1e-12))
+    links = np.zeros((n, n))
+    ends = (constraints.left, constraints.right)
+    links[ends] = links[ends[::-1]] = 2 * constraints.link - 1
+    system = np.eye(n) - REACH * root[:, None] * affinity * root[None]
+    carried = np.linalg.solve(system, np.linalg.solve(system, links).T)
+    carried /= max(np.abs(carried).max(), 1e-12)
+    moved = np.where(carried > 0, 1 - (1 - carried) * (1 - affinity), (1 + carried) * affinity)
+    moved[links != 0] = np.maximum(links, 0)[links != 0]
+    return np.asarray((moved + moved.T) / 2)
+
+
+def project_to_simplex(rows: Matrix) -> Matrix:
+    """The nearest point of the simplex to each row (n, m): entries that are not negative and sum to one."""
+    ordered = -np.sort(-rows, axis=1)
+    sums = np.cumsum(ordered, axis=1) - 1
+    count = np.arange(1, rows.shape[1] + 1)
+    last = (ordered * count > sums).sum(1)
+    return np.asarray(np.maximum(rows - (sums[np.arange(len(rows)), last - 1] / last)[:, None], 0))
+
+
+def _components(affinity: Matrix, n_clusters: int, seed: int) -> Rows:
+    """The clusters: min ‖S − A‖² + λ tr(FᵀLF), S by rows on the simplex, F eigenvectors of its Laplacian, in turns.
+
+    λ doubles while the graph has too few components and halves where it has too many. K-means on F decides if the
+    turns end with another number.
+    """
+    from sklearn.cluster import KMeans
+
+    n = len(affinity)
+    at = np.argsort(-affinity, axis=1, kind="stable")[:, : min(2 * NEAR, n - 1)]
+    wanted = np.take_along_axis(affinity, at, axis=1)
+    wanted /= np.maximum(wanted.sum(1, keepdims=True), 1e-12)
+    share, strength, vectors = project_to_simplex(wanted), 1.0, np.zeros((n, n_clusters))
+    for _ in range(TURNS):
+        rows = np.repeat(np.arange(n), at.shape[1])
+        graph = csr_array((share.ravel(), (rows, at.ravel())), shape=(n, n))
+        graph = (graph + graph.T) / 2
+        laplacian = diags_array(np.asarray(graph.sum(1)).ravel()) - graph
+        begin = np.random.default_rng(seed).normal(size=n)
+        shifted = (laplacian + 1e-4 * eye_array(n)).tocsc()
+        values, vectors = eigsh(shifted, n_clusters + 1, sigma=0, v0=begin)
+        values, vectors = values - 1e-4, vectors[:, np.argsort(values)]
+        empty = int((values < NONE).sum())
+        if empty == n_clusters:
+            return np.asarray(connected_components(graph > 0, directed=False)[1], np.int64)
+        strength = strength * 2 if empty < n_clusters else strength / 2
+        first = vectors[:, :n_clusters] * np.sqrt(n)
+        far = ((first[:, None] - first[at]) ** 2).sum(-1)
+        share = project_to_simplex(wanted - strength / 2 * far / at.shape[1])
+    found = KMeans(n_clusters, n_init=10, random_state=seed % 2**32).fit(vectors[:, :n_clusters])
+    return np.asarray(found.labels_, np.int64)

@@ -1,0 +1,335 @@
+"""Systems side by side: the same features, pairs and judge for each; one table, one page, and which to take."""
+
+import multiprocessing
+import os
+import pickle
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import constraintmatch
+from constraintmatch._internal import rng
+from constraintmatch._internal.errors import InputError, one_line
+from constraintmatch._internal.files import check_folder, folder_lock, read_json, write_json
+from constraintmatch._internal.progress import QUIET, Reporter
+from constraintmatch._internal.rng import Purpose
+from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.evaluation.comparison import Row, table_text, write_page
+from constraintmatch.evaluation.judge import Judge, hide_images
+from constraintmatch.evaluation.metrics import Predictions, agreement, predict, scores
+from constraintmatch.methods import Context
+from constraintmatch.methods.heads import detach_head
+from constraintmatch.methods.others import OTHERS, Setup
+from constraintmatch.models.cluster_model import ClusterModel
+from constraintmatch.pipeline.commands import write_clusters
+from constraintmatch.pipeline.config import default_options, make_config, short_start
+from constraintmatch.pipeline.embedding import encode
+from constraintmatch.pipeline.plan import PretrainPlan, Train, plan_pretraining
+from constraintmatch.pipeline.sources import open_pairs
+from constraintmatch.pipeline.train import pairs_hash, pretrain, train, weights_hash
+
+OWN = {
+    "constraintmatch": "ConstraintMatch by the safe recipe: the start, a head that the pairs teach, or a trained head.",
+    "constrained": "MCL on the pairs alone, as the paper compares itself with: the head is trained, the last one kept.",
+    "start": "The clusters of the start, without pairs.",
+}
+SYSTEMS = (*OWN, *OTHERS)
+JUDGED = 2_000  # pairs to judge by where labels give as many as one likes
+FILE = "comparison.json"
+Place = Callable[[ImageSet], Predictions]
+
+
+@dataclass(frozen=True)
+class Compare:
+    """What `compare` is asked."""
+
+    data: str
+    clusters: int | None = None
+    pairs: Path | None = None
+    n_pairs: int | None = None  # drawn from labels
+    n_labels: int = 0  # images whose labels are given too
+    methods: tuple[str, ...] = ()  # none: all
+    out: Path = Path("comparison")
+    columns: str | None = None
+    seed: int = 0
+    model: Path | None = None
+    start: str | None = None
+    test: str | None = None
+    data_dir: Path | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What every system gets, and what judges it; all images are embeddings."""
+
+    images: ImageSet
+    pairs: Constraints
+    start: ClusterModel  # of embeddings
+    judged: ImageSet  # the images of the pairs that judge
+    judge: Constraints
+    tested: ImageSet | None  # with labels, for scores
+    labels: NDArray[np.int64] | None  # of the images, −1 where a system may not know it
+    seed: int
+
+    @property
+    def n_clusters(self) -> int:
+        return self.start.config.n_clusters
+
+    def request(self) -> dict[str, Any]:
+        """What decides the rows."""
+        return {
+            "images": self.images.fingerprint(),
+            "pairs": pairs_hash(self.pairs),
+            "judge": pairs_hash(self.judge),
+            "start": weights_hash(self.start),
+            "tested": None if self.tested is None else self.tested.fingerprint(),
+            "clusters": self.n_clusters,
+            "labels": 0 if self.labels is None else int((self.labels >= 0).sum()),
+            "seed": self.seed,
+            "constraintmatch": constraintmatch.__version__,
+        }
+
+
+def compare(request: Compare, reporter: Reporter = QUIET, *, apart: bool = True) -> str:
+    """The table and the advice as text; rows, page and clusters are in the folder, where finished rows are kept.
+
+    A system runs in a process of its own, whose memory is measured and whose death is a row; not so without `apart`.
+    """
+    names = request.methods or SYSTEMS
+    if odd := [name for name in names if name not in SYSTEMS]:
+        raise InputError(f"--methods {odd[0]}: unknown; known are {', '.join(SYSTEMS)}")
+    if (request.pairs is None) == (request.n_pairs is None):
+        raise InputError("say which pairs: --pairs FILE, or --n-pairs NUMBER to draw some from labels, and not both")
+    _check_out(request.out)
+    with folder_lock(request.out):
+        task = _open_task(request, reporter)
+        rows = _load_rows(request.out, task.request())
+        payload = pickle.dumps(task) if apart else b""
+        for number, name in enumerate(names, 1):
+            if rows.get(name, {}).get("error", "") is None:
+                reporter.say(f"{name}: finished earlier")
+                continue
+            reporter.say(f"{name}: {number} of {len(names)}")
+            rows[name], found = run_apart(name, payload) if apart else run_system(name, task)
+            if found is not None:
+                write_clusters(request.out / f"{name}.csv", task.images.names, found)
+            write_json(request.out / FILE, {"request": task.request(), "rows": list(rows.values())})
+        shown: list[Row] = [rows[name] for name in names]
+        facts = _facts(request, task)
+        about = {name: OWN.get(name) or str(OTHERS[name].__doc__).splitlines()[0] for name in names}
+        page = write_page(request.out / "comparison.html", shown, Judge(task.judge), facts, about)
+    return f"{table_text(shown, Judge(task.judge))}\n\npage: {page}"
+
+
+# One system
+
+
+def run_apart(name: str, payload: bytes, threads: int = 0) -> tuple[Row, Predictions | None]:
+    """What `run_system` gives for a pickled task, in a process of its own."""
+    context = multiprocessing.get_context("spawn" if os.name == "nt" else "forkserver")
+    if hasattr(context, "set_forkserver_preload"):
+        context.set_forkserver_preload([__name__])  # torch is imported once
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            return pool.submit(_run_pickled, name, payload, threads).result()
+        except BrokenProcessPool:
+            return {"method": name, "error": "its process died; was there too little memory?"}, None
+
+
+def _run_pickled(name: str, payload: bytes, threads: int) -> tuple[Row, Predictions | None]:
+    if threads:
+        torch.set_num_threads(threads)
+    return run_system(name, pickle.loads(payload))
+
+
+def run_system(name: str, task: Task) -> tuple[Row, Predictions | None]:
+    """A system's row, and its clusters of the images; whatever it raises is the row's `error`."""
+    began, before = time.monotonic(), _peak_memory()
+    try:
+        place, note = _own(name, task) if name in OWN else (_other(name, task), None)
+        seconds = time.monotonic() - began
+        found = place(task.images)
+        judged = found if task.judged is task.images else place(task.judged)
+        row: Row = {"method": name, "error": None, "note": note, "seconds": round(seconds, 2)}
+        row["mebibytes"] = None if before is None else round(max(0.0, (_peak_memory() or 0) - before), 1)
+        judge = Judge(task.judge)
+        row["losses"] = np.round(judge.losses(judged.probabilities[judge.rows]), 4).tolist()
+        row["held_out"] = _kept(task.judge, judged)
+        row["kept"] = _kept(task.pairs, found)
+        if task.tested is not None and task.tested.labels is not None:
+            told = scores(task.tested.labels, place(task.tested))
+            row |= {key: round(told[key], 4) for key in ("acc", "nmi", "ari")}
+        return row, found
+    except InputError as error:
+        return {"method": name, "error": str(error)}, None
+    except Exception as error:  # of any kind: the others still run
+        return {"method": name, "error": f"{type(error).__name__}: {one_line(error)}"}, None
+
+
+def _own(name: str, task: Task) -> tuple[Place, str | None]:
+    """What places images by the start, or by a training from it, and what the safe recipe says of its choice."""
+    model, note = pickle.loads(pickle.dumps(task.start)), None  # it is trained in place
+    if name != "start":
+        options = default_options(name, len(task.images), cpu=True) | {"device": "cpu", "seed": task.seed}
+        options |= {"recipe": "paper"} if name == "constrained" else {}
+        model, log = train(task.images, task.pairs, make_config(name, options, start=model))
+        if log[-1].get("kind") == "verdict":
+            note = f"kept {log[-1]['kept']}: {log[-1]['why']}"
+    return lambda images: predict(model, images), note
+
+
+def _other(name: str, task: Task) -> Place:
+    setup = Setup(_features(task.images), task.pairs, task.n_clusters, seed=task.seed, labels=task.labels)
+    place = OTHERS[name](setup)
+    return lambda images: Predictions(place(_features(images)))
+
+
+def _features(images: ImageSet) -> NDArray[np.float32]:
+    return np.asarray(images.images[:, 0, 0], np.float32)
+
+
+def _kept(pairs: Constraints, found: Predictions) -> float | None:
+    """The share of the pairs that the clusters keep: the mean of both kinds, or that of the only one."""
+    shares = agreement(pairs, found)
+    known = [share for share in (shares["must_link"], shares["cannot_link"]) if share is not None]
+    return round(sum(known) / len(known), 4) if known else None
+
+
+def _peak_memory() -> float | None:
+    """The most memory that this process has had, in MiB; None where that is not told."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 2**20 if os.uname().sysname == "Darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+# The task
+
+
+def _check_out(out: Path) -> None:
+    check_folder(out)
+    held = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith(".")) if out.is_dir() else []
+    if held and not {FILE, "start"} & set(held):
+        raise InputError(f"not empty ({held[0]} is there) and not an earlier comparison", out, "choose another --out")
+
+
+def _load_rows(out: Path, request: Mapping[str, Any]) -> dict[str, Row]:
+    """The rows of an earlier call; an InputError if it compared something else."""
+    if not (out / FILE).is_file():
+        return {}
+    earlier = read_json(out / FILE)
+    try:
+        differ = [key for key, value in request.items() if earlier["request"].get(key) != value]
+        rows = {row["method"]: row for row in earlier["rows"]}
+    except (TypeError, KeyError, AttributeError):
+        raise InputError("not the record of a comparison", out / FILE, "choose another --out") from None
+    if differ:
+        raise InputError(f"holds another comparison ({', '.join(differ)} differ)", out, "choose another --out")
+    return rows
+
+
+def _open_task(request: Compare, reporter: Reporter) -> Task:
+    settings = {"seed": request.seed}
+    asked = Train(
+        data=request.data,
+        clusters=request.clusters,
+        model=request.model,
+        start=request.start,
+        test=request.test,
+        data_dir=request.data_dir,
+        frozen=True,
+        settings=settings,
+    )
+    plan = plan_pretraining(asked, reporter)
+    if plan.data.images.labels is None and (request.n_pairs or request.n_labels):
+        raise InputError(f"{request.data}: has no labels to draw from", fix="give --pairs FILE, and no --n-labels")
+    pairs = held = None
+    if request.pairs is not None:
+        given = open_pairs(
+            request.pairs, plan.data.images, columns=request.columns, on_conflict="drop", reporter=reporter
+        )[0]
+        pairs, held = hide_images(given.merged(), seed=request.seed)
+        if not pairs.weight.any() or not len(held):
+            raise InputError(f"{len(given):,} pairs are too few: some must be held out", request.pairs, "answer more")
+    start, images, tested = _embedded(request, plan, reporter)
+    return _make_task(start, images, tested, pairs, held, request)
+
+
+def _embedded(
+    request: Compare, plan: PretrainPlan, reporter: Reporter
+) -> tuple[ClusterModel, ImageSet, ImageSet | None]:
+    """The start as a model of embeddings, and what it makes of the images and of those held out."""
+    context = Context(request.out / "start", reporter=reporter, data=plan.data.record)
+    recipe = short_start(len(plan.seen), cpu=plan.cpu)
+    how: dict[str, Any] = {"recipe": recipe, "settings": {"seed": request.seed}, "views": plan.views}
+    model = pretrain(plan.model, plan.seen, plan.clusters, stages=plan.stages, context=context, **how)
+    both = [plan.seen, plan.data.held_out]
+    seen, tested = (one if one is None or one.embedded else encode(model, one, reporter=reporter) for one in both)
+    assert seen is not None
+    start = detach_head(model, seen) if model.config.side > 1 else model
+    return start.cpu(), replace(seen, pictures=None), None if tested is None else replace(tested, pictures=None)
+
+
+def sampled_task(start: ClusterModel, images: ImageSet, tested: ImageSet | None, n_pairs: int, seed: int) -> Task:
+    """The task with pairs that the labels of the images give; the start is a model of embeddings."""
+    return _make_task(start, images, tested, None, None, Compare("", n_pairs=n_pairs, seed=seed))
+
+
+def _make_task(
+    start: ClusterModel,
+    images: ImageSet,
+    tested: ImageSet | None,
+    pairs: Constraints | None,
+    held: Constraints | None,
+    request: Compare,
+) -> Task:
+    """The task; pairs that labels give are judged by pairs of other images, pairs of a file by those held out.
+
+    Scores are on the tested images, or on the images without a pair and a label that a system knows.
+    """
+    if pairs is None:
+        assert images.labels is not None
+        if (request.n_pairs or 0) < 1:
+            raise InputError(f"--n-pairs {request.n_pairs}: no pairs to learn from; ask for 1 or more")
+        pairs = Constraints.sample(images.labels, request.n_pairs or 0, seed=request.seed)
+    labels, known = None, np.empty(0, np.int64)
+    if request.n_labels and images.labels is not None:
+        known = rng.permutation(rng.stream(request.seed, Purpose.ANCHORS), len(images))[: request.n_labels]
+        labels = np.full(len(images), -1)
+        labels[known] = images.labels[known]
+    if tested is None or tested.labels is None:
+        rest = np.setdiff1d(np.arange(len(images)), np.concatenate([pairs.left, pairs.right, known]))
+        tested = images.take(rest) if images.labels is not None and len(rest) > 1 else None
+    judged = images if held is not None or tested is None else tested
+    if held is None:
+        if judged.labels is None:
+            raise InputError("no image is left to judge by", fix="draw fewer pairs, or name other images with --test")
+        held = Constraints.sample(judged.labels, JUDGED, seed=request.seed + 1)
+    return Task(images, pairs, start, judged, held, tested, labels, request.seed)
+
+
+def _facts(request: Compare, task: Task) -> list[tuple[str, str]]:
+    many = f"{len(task.pairs):,} ({task.pairs.n_must_links:,} must-links)"
+    known = 0 if task.labels is None else int((task.labels >= 0).sum())
+    scored = "none" if task.tested is None else f"{len(task.tested):,} images"
+    return [
+        ("Data", Path(request.data).name),
+        ("Images", f"{len(task.images):,} of {task.images.channels:,} numbers"),
+        ("Clusters", f"{task.n_clusters:,}"),
+        ("Pairs", many),
+        ("Held-out pairs", f"{len(task.judge):,} ({task.judge.n_must_links:,} must-links)"),
+        ("Labels given", f"{known:,}"),
+        ("Scores on", scored),
+        ("Seed", str(request.seed)),
+    ]
