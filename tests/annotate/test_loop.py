@@ -19,8 +19,9 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json
 from constraintmatch._internal.progress import Reporter
 from constraintmatch.annotate import background_training
+from constraintmatch.annotate.annotators import ask_labels
 from constraintmatch.annotate.background_training import Learner, Learning
-from constraintmatch.annotate.commands import Loop, ask_in_terminal, ask_labels
+from constraintmatch.annotate.commands import Loop, ask_in_terminal
 from constraintmatch.annotate.question_queue import (
     FINISHED,
     PREVIOUS,

@@ -39,7 +39,7 @@ from constraintmatch.pipeline.train import pretrain
 from constraintmatch.questions.answers import Question
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Choice, Kind
-from constraintmatch.questions.rounds import LabelOracle, closure_pairs, image_belief
+from constraintmatch.questions.rounds import closure_pairs, image_belief
 from constraintmatch.training.loop import choose_device
 from constraintmatch.training.run_folder import is_finished
 
@@ -177,11 +177,11 @@ class Loop:
 
 def ask_on_page(loop: Loop, door: Door, reporter: Reporter = QUIET) -> Rows:
     """Serve the page and train in the background until Ctrl-C; the same command continues."""
-    with open_port(door) as sock, _open(loop, reporter) as (data, queue, learner):
+    with open_port(door) as sock, open_loop(loop, reporter) as (data, queue, learner):
         learner.start()
         _serve(sock, door, reporter, data, queue, learner.activity)
         learner.stop()
-        rows = _end(loop, data, queue.store, learner)
+        rows = end_loop(loop, data, queue.store, learner)
         if door.browse and (report := dict(rows).get("report")):
             webbrowser.open(Path(report).resolve().as_uri())
         return rows
@@ -189,7 +189,7 @@ def ask_on_page(loop: Loop, door: Door, reporter: Reporter = QUIET) -> Rows:
 
 def ask_in_terminal(loop: Loop, prompt: Prompt | None = None, reporter: Reporter = QUIET) -> Rows:
     """Ask in the terminal and train in the background until enough is answered or the user finishes."""
-    with _open(loop, reporter) as (data, queue, learner):
+    with open_loop(loop, reporter) as (data, queue, learner):
         learner.start()
         try:
             ask_one_by_one(queue, prompt or Prompt.of_terminal(data.images), learner.activity)
@@ -202,36 +202,10 @@ def ask_in_terminal(loop: Loop, prompt: Prompt | None = None, reporter: Reporter
         except KeyboardInterrupt:
             reporter.say("")  # ends the line of the prompt
             learner.stop()
-        return _end(loop, data, queue.store, learner)
+        return end_loop(loop, data, queue.store, learner)
 
 
-def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter = QUIET) -> Rows:
-    """Let the labels answer, some of them wrongly, and train after every `every` answers: for experiments and tests."""
-    with _open(loop, reporter, lambda data: _oracle(loop, data, error)) as (data, queue, learner):
-        oracle, store = _oracle(loop, data, error), queue.store
-        while True:
-            until = min(loop.questions, learner.n_learned + loop.every)
-            while (n := len(store.answers())) < until:
-                chosen = queue.chooser.next(learner.belief(), store.answers(), min(until - n, 50), ())
-                if not chosen:
-                    break
-                store.add_questions(chosen, model=learner.name())
-                for asked in store.claim("labels", len(chosen)):
-                    store.answer(asked.id, oracle.answer(asked.question).choice, "labels")
-            if not learner.is_behind or not learner.learn(reporter):
-                break
-            scores = score_line(data, learner.newest)
-            reporter.say(f"{learner.n_learned:,} answers" + (f": {scores}" if scores else ""))
-        return _end(loop, data, store, learner)
-
-
-def _oracle(loop: Loop, data: Data, error: float) -> LabelOracle:
-    if data.images.labels is None:
-        raise InputError(f"--oracle labels: {loop.data} has no labels; give class folders or a data set")
-    return LabelOracle(data.images.labels, error=error, seed=loop.seed)
-
-
-def _end(loop: Loop, data: Data, store: Store, learner: Learner) -> Rows:
+def end_loop(loop: Loop, data: Data, store: Store, learner: Learner) -> Rows:
     """Write the newest model and what it finds, and say where everything is."""
     out, answered = loop.out, store.counts()["answered"]
     rows = [("answers", f"{out / 'answers.db'} ({answered:,} of {loop.questions:,})")]
@@ -256,7 +230,7 @@ def _end(loop: Loop, data: Data, store: Store, learner: Learner) -> Rows:
 
 
 @contextmanager
-def _open(
+def open_loop(
     loop: Loop, reporter: Reporter, check: Callable[[Data], object] = lambda data: data.images.to_look_at()
 ) -> Iterator[Open]:
     """The loop folder; `check` refuses images that cannot be asked about, before anything is written."""

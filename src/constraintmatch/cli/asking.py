@@ -48,6 +48,10 @@ _SERVER = {
     who={
         "terminal": flag(bool, "Ask in the terminal, not on a page.", "--terminal"),
         "oracle": flag(str, "labels: the labels answer, for experiments."),
+        "annotator": flag(str, "openai:URL: a vision-language model there answers, and is sent the images."),
+        "vlm_model": flag(str, "The name of that model."),
+        "criterion": flag(str, 'What counts as the same, in your words: "by species". (the kind)'),
+        "vlm_tokens": flag(int, "Tokens that it may use, in this run. (no limit)"),
     },
     images=shared("test", "data_dir", "pictures", "flip"),
     door=_SERVER,
@@ -65,21 +69,30 @@ def loop(
         --questions 200 --out loops/photos
       constraintmatch loop digits --clusters 10 \
         --oracle labels --set wrong=0.05
+      constraintmatch loop photos --criterion "by species" \
+        --annotator openai:http://127.0.0.1:11434/v1 \
+        --vlm-model qwen3-vl
     """
-    from constraintmatch.annotate import commands
+    from constraintmatch.annotate import annotators, commands
     from constraintmatch.pipeline.plan import Train
 
     given = read_settings("loop", sets)
     wrong = given.pop("wrong", 0.0)
-    _check_who(**who, wrong=wrong)
+    _check_who(who, wrong)
+    vision = None
+    if "annotator" in who:
+        url, name = who["annotator"].removeprefix("openai:"), who["vlm_model"]
+        vision = annotators.VisionModel(url, name, who.get("criterion", ""), who.get("vlm_tokens"))
     rounds = {name: given.pop(name) for name in ("every", "steps", "last_steps", "choose", "seed") if name in given}
     if "terminal" in who:
         asked.setdefault("kind", "pair")  # y and n need no other keys, and two pictures fit a narrow terminal
     asked = {"out": Path("loop"), **named_start(asked)}
     begun = Train(**images, **given, start=asked.pop("start", None))
     request = commands.Loop(data=data, images=begun, **asked, **rounds)
-    if "oracle" in who:
-        rows = commands.ask_labels(request, wrong, reporter)
+    if vision is not None:
+        rows = annotators.ask_vision_model(request, vision, reporter)
+    elif "oracle" in who:
+        rows = annotators.ask_labels(request, wrong, reporter)
     elif "terminal" in who:
         rows = commands.ask_in_terminal(request, reporter=reporter)
     else:
@@ -87,14 +100,23 @@ def loop(
     print_rows(rows)
 
 
-def _check_who(terminal: bool = False, oracle: str | None = None, wrong: float = 0.0) -> None:
+def _check_who(who: Flags, wrong: float) -> None:
     """Flags that contradict each other are an InputError."""
-    if oracle not in (None, "labels"):
+    if (oracle := who.get("oracle")) not in (None, "labels"):
         raise InputError(f"--oracle {oracle}: known is labels")
-    if terminal and oracle:
+    if "terminal" in who and oracle:
         raise InputError("--terminal asks you and --oracle asks the labels; give one of them")
     if wrong and oracle is None:
         raise InputError("--set wrong goes with --oracle labels")
+    if (annotator := who.get("annotator")) is None:
+        if odd := sorted(who.keys() & {"vlm_model", "vlm_tokens", "criterion"}):
+            raise InputError(f"--{odd[0].replace('_', '-')} goes with --annotator openai:URL")
+    elif not annotator.startswith("openai:"):
+        raise InputError(f"--annotator {annotator}: write openai:URL, openai:http://127.0.0.1:8000/v1 for example")
+    elif "terminal" in who or oracle:
+        raise InputError("--annotator asks a model; leave --terminal and --oracle out")
+    elif "vlm_model" not in who:
+        raise InputError("--annotator needs the name of the model; add --vlm-model NAME")
 
 
 @command(
