@@ -1,10 +1,16 @@
 """The estimator keeps scikit-learn's contract, takes what people have, and says clearly what it cannot take."""
 
+import base64
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sklearn
 import torch
 from PIL import Image
 from sklearn.base import clone, is_clusterer
@@ -17,6 +23,7 @@ from constraintmatch.models.cluster_model import build_model, save_model
 from constraintmatch.pipeline.config import SHORT_STAGES, short_start, training_size
 from constraintmatch.training.views import from_function
 
+SHA = "0123456789" * 4  # of a commit on a hub
 SMALL = {"pairs_per_step": 10, "images_per_step": 20, "recipe": "paper"}  # which trains on any pairs
 QUICK: dict[str, Any] = {"n_clusters": 3, "start": None, "steps": 3, "device": "cpu", "random_state": 0, "flip": False}
 QUICK |= {"options": SMALL}
@@ -150,7 +157,7 @@ def test_fitting_leaves_the_parameters_alone(stripes: ImageSet, pairs: Constrain
 
 def test_what_fit_learns_ends_with_an_underscore(fitted: ConstraintMatch) -> None:
     learned = vars(fitted).keys() - fitted.get_params().keys()
-    assert learned == {"labels_", "log_", "model_", "n_features_in_", "n_iter_", "seed_"}
+    assert learned == {"gallery_", "labels_", "log_", "model_", "n_features_in_", "n_iter_", "seed_"}
     assert (fitted.n_features_in_, fitted.n_iter_, fitted.seed_) == (64, 3, 0)
 
 
@@ -487,3 +494,97 @@ def test_a_model_that_is_nowhere_is_one_clear_line(tmp_path: Path, monkeypatch: 
     save_model(build_model(n_clusters=0, side=8, channels=1), tmp_path / "headless")
     with pytest.raises(InputError, match="no clusters yet"):
         ConstraintMatch.from_pretrained(tmp_path / "headless", device="cpu")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hugging Face hub as it takes to keep a model and to give it back."""
+
+    files: dict[str, bytes] = {}  # noqa: RUF012 (the server makes an instance for each request)
+    private = False
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        place = f"http://{self.headers['Host']}/somebody/stripes"
+        if self.headers["Authorization"] != "Bearer hf_token":
+            return self.give(b'{"error": "who are you?"}', 401)
+        if self.path == "/api/repos/create":
+            made = json.loads(body)
+            Hub.private = made.get("private") or made.get("visibility") == "private"
+            return self.give(json.dumps({"url": place}).encode())
+        if self.path.endswith("/preupload/main"):
+            found = [
+                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for one in json.loads(body)["files"]
+            ]
+            return self.give(json.dumps({"files": found}).encode())
+        if self.path == "/api/validate-yaml":
+            return self.give(b'{"errors": [], "warnings": []}')
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                Hub.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        return self.give(json.dumps({"commitUrl": f"{place}/commit/{SHA}", "commitOid": SHA}).encode())
+
+    def do_GET(self) -> None:
+        name = self.path.rpartition("/")[2]
+        if "/tree/" in self.path:
+            known = [{"type": "file", "path": one, "size": len(Hub.files[one]), "oid": SHA} for one in Hub.files]
+            return self.give(json.dumps(known).encode())
+        if self.path.startswith("/api/"):
+            known = [{"rfilename": one} for one in Hub.files]
+            return self.give(json.dumps({"id": "somebody/stripes", "sha": SHA, "siblings": known}).encode())
+        return self.give(Hub.files.get(name, b""), 200 if name in Hub.files else 404)
+
+    do_HEAD = do_GET
+
+    def give(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
+        etag = f'"{hashlib.sha1(body).hexdigest()}"'
+        for name, value in {"Content-Length": str(len(body)), "ETag": etag, "X-Repo-Commit": SHA}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_model_goes_to_the_hub_with_a_card_and_comes_back(
+    fitted: ConstraintMatch, stripes: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    known: dict[str, Any] = {"ENDPOINT": address, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_DISABLE_XET": True}
+    known["HUGGINGFACE_CO_URL_TEMPLATE"] = address + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in known.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    monkeypatch.setenv("HF_TOKEN", "hf_token")
+    assert fitted.push_to_hub("somebody/stripes") == f"{address}/somebody/stripes"
+    assert Hub.private
+    assert sorted(Hub.files) == ["README.md", "config.json", "model.safetensors"]
+    card = Hub.files["README.md"].decode()
+    assert 'ConstraintMatch.from_pretrained("somebody/stripes")' in card
+    assert "in 3 clusters" in card
+    again = ConstraintMatch.from_pretrained("somebody/stripes", device="cpu")
+    np.testing.assert_array_equal(again.predict(stripes), fitted.labels_)
+    monkeypatch.setenv("HF_TOKEN", "another")
+    with pytest.raises(
+        InputError, match=r"somebody/stripes: the hub did not take it \(.*\); log in with hf auth login"
+    ):
+        fitted.push_to_hub("somebody/stripes")
+    server.shutdown()
+    server.server_close()
+
+
+# In a notebook
+
+
+def test_a_notebook_shows_the_clusters_of_a_fitted_estimator(good: ConstraintMatch) -> None:
+    shown = good._repr_mimebundle_()["text/html"]
+    sizes = np.bincount(good.labels_)
+    assert shown.count("<img ") == np.minimum(sizes, 12).sum()
+    assert all(f"· {size} images</div>" in shown for size in sizes if size > 1)
+    assert good._repr_html_().count("<img ") == shown.count("<img ")
+    assert "<img" not in ConstraintMatch(3)._repr_mimebundle_()["text/html"]
+    with sklearn.config_context(display="text"):
+        assert "text/html" not in good._repr_mimebundle_()

@@ -1,7 +1,6 @@
 """The clusterer with scikit-learn's contract: `ConstraintMatch(n_clusters=…).fit(images, constraints).labels_`."""
 
 import copy
-import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,10 +16,18 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Reporter, console_reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet, load_images
-from constraintmatch.evaluation.metrics import accuracy, collapse_warnings, embed, predict
+from constraintmatch.evaluation.metrics import accuracy, as_labels, collapse_warnings, embed, predict
+from constraintmatch.evaluation.report_parts import Clustering, gallery_html
 from constraintmatch.methods import METHODS, Context, ViewChoice
 from constraintmatch.methods.preparation import check_images
-from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
+from constraintmatch.models.cluster_model import (
+    ClusterModel,
+    build_model,
+    fetch_model,
+    load_model,
+    push_model,
+    save_model,
+)
 from constraintmatch.pipeline import config as configuration
 from constraintmatch.pipeline.config import ORDER, PRETEXTS, TrainConfig, make_config
 from constraintmatch.pipeline.embedding import PRETRAINED, choose_encoder, encode
@@ -103,6 +110,8 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
         The log of the training.
     seed_ : int
         The seed of this fit.
+    gallery_ : str
+        The surest images of each cluster as HTML, which a notebook shows; empty for embeddings.
 
     Notes
     -----
@@ -181,6 +190,7 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
         self.seed_, self.n_iter_ = config.settings.seed, int(self.log_[-1]["step"])
         predictions = predict(model, images)
         self.labels_ = predictions.clusters
+        self.gallery_ = gallery_html(Clustering.of(images, predictions))
         for sign in collapse_warnings(predictions):
             warnings.warn(sign, ConvergenceWarning, stacklevel=2)
         return self
@@ -210,7 +220,7 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
         """
         check_is_fitted(self, "model_")
         images = self._read(X, self.model_)
-        labels = images.labels if y is None else _as_labels(y)
+        labels = images.labels if y is None else as_labels(y)
         if labels is None:
             raise InputError("score needs the labels of the images: give an ImageSet with labels, or score(X, y)")
         return accuracy(labels, predict(self.model_, images).clusters)
@@ -220,10 +230,17 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
         check_is_fitted(self, "model_")
         save_model(self.model_, folder, half=half)
 
+    def push_to_hub(
+        self, name: str, *, private: bool = True, half: bool = False, message: str = "Add the model"
+    ) -> str:
+        """Put the model with a card on the Hugging Face hub as `owner/name` (log in first), and return its address."""
+        check_is_fitted(self, "model_")
+        return push_model(self.model_, name, private=private, half=half, message=message)
+
     @classmethod
     def from_pretrained(cls, source: Path | str, *, device: str | None = None, revision: str | None = None) -> Self:
         """Return a fitted estimator from a model or run folder, or from the Hugging Face hub by `owner/name`."""
-        folder = Path(source) if Path(source).exists() else _from_hub(str(source), revision)
+        folder = Path(source) if Path(source).exists() else fetch_model(str(source), revision)
         model = load_model(folder, device=choose_device(device))
         if model.config.n_clusters == 0:
             raise InputError(f"{source}: this model has no clusters yet; use it as start= of a new estimator")
@@ -235,6 +252,14 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
         tags.input_tags.two_d_array, tags.input_tags.three_d_array = True, True
         tags.transformer_tags.preserves_dtype = []  # features are float32, whatever X is
         return tags
+
+    def _repr_html_inner(self) -> str:
+        return f"{super()._repr_html_inner()}{getattr(self, 'gallery_', '')}"
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, str]:
+        """What a notebook shows: scikit-learn's diagram and, once it is fitted on images, the clusters."""
+        bundle: dict[str, str] = super()._repr_mimebundle_(**kwargs)
+        return bundle | ({"text/html": self._repr_html_inner()} if "text/html" in bundle else {})
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickle, with the model on the CPU: a machine without a GPU can read it."""
@@ -351,20 +376,6 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
         return views
 
 
-def _as_labels(y: ArrayLike) -> NDArray[Any]:
-    """Labels as numbers, from numbers or words; a label that is missing is an InputError."""
-    labels = np.asarray(y)
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
-    if labels.ndim != 1:
-        raise InputError(f"y has the shape {labels.shape}; give one label for each image")
-    missing = np.array([label is None or label != label for label in labels.tolist()], bool)  # NaN is not itself
-    if missing.any():
-        raise InputError(f"image {int(missing.argmax()):,} has no label in y; leave it out")
-    words = labels.astype(str) if labels.dtype.kind == "O" else labels
-    return labels if labels.dtype.kind in "iu" else np.unique(words, return_inverse=True)[1]
-
-
 def _check_pairs(method: str, pairs: Constraints | None, images: ImageSet, *, ignored: bool) -> None:
     if method not in ("supervised", "fully_constrained") and (pairs is None or len(pairs) == 0):
         labels = "; y is not used, but Constraints.sample(y, 300, seed=0) makes pairs from labels"
@@ -384,15 +395,3 @@ def _seed(state: Any) -> int:
     if isinstance(state, bool) or not isinstance(state, int | np.integer) or state < 0:
         raise InputError(f"random_state is {state!r}; give a whole number from 0, a RandomState, a Generator or None")
     return int(state)
-
-
-def _from_hub(name: str, revision: str | None) -> Path:
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise InputError(f"{name}: no such model or run folder (and not a hub name such as owner/model)")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", "model.safetensors"]))
-    except Exception as error:  # not found, no network, no permission: each comes as another exception
-        said = " ".join(str(error).split())[:200]
-        raise InputError(f"{name}: no such folder, and the Hugging Face hub did not give it ({said})") from None

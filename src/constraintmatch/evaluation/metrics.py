@@ -313,3 +313,17 @@ def _constraint_loss(constraints: Constraints, probabilities: NDArray[np.float32
         left, right, link, weights = (torch.from_numpy(np.array(array, np.float32)) for array in arrays)
         total += float(pair_loss(left, right, link, weights, mean=False))
     return total / weight if weight > 0 else None
+
+
+def as_labels(y: ArrayLike) -> NDArray[Any]:
+    """Labels as numbers, from numbers or words; a label that is missing is an InputError."""
+    labels = np.asarray(y)
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim != 1:
+        raise InputError(f"y has the shape {labels.shape}; give one label for each image")
+    missing = np.array([label is None or label != label for label in labels.tolist()], bool)  # NaN is not itself
+    if missing.any():
+        raise InputError(f"image {int(missing.argmax()):,} has no label in y; leave it out")
+    words = labels.astype(str) if labels.dtype.kind == "O" else labels
+    return labels if labels.dtype.kind in "iu" else np.unique(words, return_inverse=True)[1]

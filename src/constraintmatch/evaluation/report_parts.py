@@ -1,6 +1,7 @@
 """The parts of a report as plain values, which its template draws: charts, and a clustering to look at."""
 
 import base64
+import html
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ THUMBNAIL = 64  # pixels: what the page shows, so more would only weigh
 N_SUREST, N_LEAST_SURE = 12, 6
 MAX_THUMBNAILS = 1000  # in all galleries; many clusters get fewer images each
 MAX_CLUSTERS = 200  # that the page shows
+MAX_ROWS = 20  # clusters that a notebook shows
 MAX_CELLS = 6000  # of a confusion matrix that one can still read
 SCORES = {"acc": "accuracy", "nmi": "NMI", "ari": "ARI", "ece": "calibration error"}
 
@@ -313,6 +315,23 @@ def _gallery(shown: Clustering, cluster: int, rows: NDArray[np.int64], n_surest:
         "common": common,
         "groups": {name: [shown.image(row) for row in group.tolist()] for name, group in groups.items()},
     }
+
+
+def gallery_html(shown: Clustering) -> str:
+    """The surest images of each cluster as a piece of a page, for notebooks; nothing without pictures."""
+    if shown.images.shown is None:
+        return ""
+    rows = []
+    for cluster in shown.filled()[:MAX_ROWS]:
+        own = np.flatnonzero(shown.clusters == cluster)
+        surest = own[np.argsort(-shown.confidence[own], kind="stable")[:N_SUREST]]
+        seen = [shown.image(row) for row in surest.tolist()]
+        size = f'width="{THUMBNAIL}" height="{THUMBNAIL}"'
+        drawn = "".join(f'<img src="{one["source"]}" title="{html.escape(one["name"])}" {size}>' for one in seen)
+        name = html.escape(shown.cluster_name(cluster))
+        rows.append(f"<div><b>{name}</b> · {plural(len(own), 'image')}</div><div>{drawn}</div>")
+    left = int((shown.sizes > 0).sum()) - len(rows)
+    return "".join(rows) + (f"<div>and {plural(left, 'more cluster')}</div>" if left else "")
 
 
 def _confusion(shown: Clustering) -> dict[str, Any] | None:
