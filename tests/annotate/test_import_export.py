@@ -1,4 +1,4 @@
-"""Answers from and to files: the pairs file round trip, and Label Studio's exports."""
+"""Answers from and to files: the pairs file round trip, Label Studio's tasks and exports, FiftyOne's tags."""
 
 import json
 import re
@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.database import Given
@@ -321,3 +323,55 @@ def test_whatever_the_export_holds_it_is_read_or_told(store: Store, tmp_path: Pa
         told = str(error)
     assert "\n" not in told
     assert len(store.rows()) == before or not told  # a file that is refused leaves nothing behind
+
+
+def test_tasks_go_to_label_studio_and_come_back_as_answers(tmp_path: Path) -> None:
+    for row, pixels in enumerate(PIXELS):
+        (tmp_path / "photos").mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / "photos" / f"my {row}.png")
+    words = ["annotate", tmp_path / "photos", "--db", tmp_path / "answers.db"]
+    done = run(*words, "--export", tmp_path / "tasks.json")
+    tasks = json.loads((tmp_path / "tasks.json").read_text())
+    assert f"({len(tasks)} questions)" in done.output
+    assert not (tmp_path / "answers.db").exists()
+    assert set(tasks[0]["data"]) == {"left", "right"}
+    assert tasks[0]["data"]["left"].startswith("/data/local-files/?d=my%20")
+    assert len({frozenset(task["data"].values()) for task in tasks}) == len(tasks)
+    for at, task in enumerate(tasks):
+        chosen = {"type": "choices", "value": {"choices": ["same" if at % 2 else "different"]}}
+        task["annotations"] = [{"result": [chosen], "completed_by": 3}]
+    (tmp_path / "export.json").write_text(json.dumps(tasks))
+    assert f"{len(tasks)} answers imported" in run(*words, "--import", tmp_path / "export.json").output
+    again = run(*words, "--export", tmp_path / "more.json")
+    asked = {frozenset(task["data"].values()) for task in json.loads((tmp_path / "more.json").read_text())}
+    assert not asked & {frozenset(task["data"].values()) for task in tasks}, again.output
+    assert "has no image files" in run("annotate", "digits", "--export", tmp_path / "x.json", code=2).output
+
+
+# FiftyOne
+
+
+def test_images_with_one_tag_are_the_same_and_those_with_others_differ(store: Store, tmp_path: Path) -> None:
+    rows = ["/home/me/b/cat.png,birds", "/home/me/b/dog.png,birds", "/home/me/fox.png,fish", "/home/me/elk.png,"]
+    rows += ["/home/me/bee.png,birds", "/home/me/a/cat.png,plants"]
+    (tmp_path / "labels.csv").write_text("\n".join(["filepath,tags", *rows]) + "\n")
+    assert taken_in(store, tmp_path / "labels.csv").startswith("5 answers imported, 1 left out")
+    links = {(*sorted((one.question.image, *one.question.shown)), one.choice) for one in store.answers()}
+    together, different = {(OTHER_CAT, DOG, 0), (OTHER_CAT, BEE, 0)}, {(OTHER_CAT, FOX, NONE), (CAT, FOX, NONE)}
+    assert links == together | different | {(CAT, OTHER_CAT, NONE)}
+    assert {row.annotator for row in store.rows()} == {"tags"}
+    assert taken_in(store, tmp_path / "labels.csv").startswith("0 answers imported, 5 known already")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('filepath,tags\nfox.png,"a,b"', r"line 2: has the tags a, b; leave one tag on an image, its kind"),
+        ("filepath,tags\nfox.png,a\nyak.png,a", r"line 3: no image is named 'yak.png'"),
+        ("id,tags\n7,a", r"line 2: names no image; export the fields filepath and tags"),
+    ],
+)
+def test_tags_that_cannot_be_used_are_named_by_line(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_text(text)
+    with pytest.raises(InputError, match=said):
+        read_answers(tmp_path / "labels.csv", NAMES)

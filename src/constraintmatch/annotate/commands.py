@@ -21,6 +21,7 @@ from constraintmatch._internal.files import check_target
 from constraintmatch._internal.progress import QUIET, Reporter, watched
 from constraintmatch.annotate.background_training import Learner, Learning
 from constraintmatch.annotate.import_export import Sitting, open_answers, open_images, open_model
+from constraintmatch.annotate.other_tools import write_tasks
 from constraintmatch.annotate.question_queue import Chooser, Line, Prompt, QuestionQueue, ask_one_by_one, pixel_belief
 from constraintmatch.annotate.store import Store
 from constraintmatch.data.datasets import DATASETS
@@ -43,6 +44,7 @@ from constraintmatch.questions.rounds import closure_pairs, image_belief
 from constraintmatch.training.loop import choose_device
 from constraintmatch.training.run_folder import is_finished
 
+TASKS = 100  # questions for another tool at a time
 CHECKPOINT_EVERY = 200  # steps of a round that a crash loses at most
 Rows = list[tuple[str, str]]  # of a table: what was answered, and what to do next
 Open = tuple[Data, QuestionQueue, Learner]
@@ -81,6 +83,24 @@ def serve_page(sitting: Sitting, door: Door, reporter: Reporter = QUIET) -> Rows
             name = None if sitting.model is None else str(sitting.model)
             _serve(sock, door, reporter, data, QuestionQueue(store, lambda: belief, chooser, lambda: name))
             return _next_steps(sitting, store, belief)
+
+
+def export_tasks(sitting: Sitting, out: Path, reporter: Reporter = QUIET) -> str:
+    """Write the next questions as tasks for Label Studio; a sentence with their number comes back."""
+    check_target(out)
+    data = open_images(sitting, reporter)
+    if data.files is None:
+        raise InputError(f"{sitting.data}: has no image files that Label Studio could show; give a folder")
+    answers = []
+    if sitting.db.exists():
+        with open_answers(sitting.db, data, read_only=True) as store:
+            answers = store.answers()
+    belief = _believer(sitting, data.images, reporter)()
+    chooser, questions = Chooser("pair", sitting.choose, sitting.seed), list[Question]()
+    while found := chooser.next(belief, answers, TASKS - len(questions), questions):  # a warm-up gives few at a time
+        questions += found
+    write_tasks(out, data.images.names, questions)
+    return f"{len(questions):,} questions"
 
 
 def _believer(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Callable[[], Belief]:

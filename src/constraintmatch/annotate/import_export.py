@@ -1,30 +1,21 @@
-"""Answers from and to files: the pairs file both ways, and Label Studio's export of a choice about two images.
+"""Answers from and to files: the pairs file both ways, and what other tools write (`other_tools`)."""
 
-Label Studio's JSON has tasks with `data` and `annotations`, each with the `result` of its controls. Images are
-references (an upload, a local file, a bucket, a web address), found by file name.
-"""
-
-import math
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import takewhile
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import check_target, read_json
+from constraintmatch._internal.files import check_target
 from constraintmatch._internal.progress import QUIET, Reporter
 from constraintmatch.annotate.database import Given
+from constraintmatch.annotate.other_tools import has_tags, meanings, read_label_studio, read_tags
 from constraintmatch.annotate.store import Store, annotator_name, open_store
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS
-from constraintmatch.data.decoding import SUFFIXES
 from constraintmatch.data.image_set import kind_of
 from constraintmatch.pipeline.sources import Data, open_at
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question, links_of
@@ -32,14 +23,6 @@ from constraintmatch.questions.next_question import Choice, Kind
 
 if TYPE_CHECKING:  # torch
     from constraintmatch.models.cluster_model import ClusterModel
-
-_SAME = "same, same kind, same class, match, similar, yes, true, must-link"
-_DIFFERENT = "different, different kind, different class, no match, not similar, dissimilar, not the same, not same"
-_DIFFERENT += ", no, false, cannot-link"
-_UNSURE = "unsure, not sure, unclear, unknown, don't know, cannot tell, can't tell, skip, maybe"
-
-Meaning = Callable[[str], int | None]
-Annotation = tuple[list[str], dict[str, Any]]  # the words of its choices; annotator, time and milliseconds
 
 
 @dataclass(frozen=True)
@@ -165,12 +148,14 @@ def _count(parts: list[tuple[int, str]]) -> str:
 def read_answers(path: Path, names: Sequence[str], **how: str | None) -> tuple[list[Given], int]:
     """The answers of a file about images with these names, and how many entries were left out.
 
-    A file that ends in .json is an export of Label Studio, any other a pairs file. `columns` names those of a pairs
-    file; `same` and `different` are the choices in an export that does not use the usual words. Bad input is refused
-    here, before a database is made.
+    A file that ends in .json is an export of Label Studio, a .csv with a column `tags` one of FiftyOne, any other a
+    pairs file. `columns` names those of a pairs file; `same` and `different` are the choices in an export that does
+    not use the usual words. Bad input is refused here, before a database is made.
     """
     if _check_file(path, **how):
-        given, n_left_out = _read_label_studio(path, names, _meanings(how.get("same"), how.get("different")))
+        given, n_left_out = read_label_studio(path, names, meanings(how.get("same"), how.get("different")))
+    elif how.get("columns") is None and has_tags(path):
+        given, n_left_out = read_tags(path, names)
     else:
         given, n_left_out = _read_pairs_file(path, names, how.get("columns"))
     try:
@@ -206,161 +191,3 @@ def _read_pairs_file(path: Path, names: Sequence[str], columns: str | None) -> t
             answer = Answer(Question(left, (right,)), 0 if link == 1 else NONE)
             given.append(Given(answer, who.strip() or "unknown", time.strip(), weight=weight, origin=path.name))
     return given, len(table.left) - len(given) + table.ignored_self_links
-
-
-# Label Studio
-
-
-def _read_label_studio(path: Path, names: Sequence[str], meaning: Meaning) -> tuple[list[Given], int]:
-    """The answers in an export, and how many annotations are skipped or empty; an InputError names its task."""
-    content = read_json(path)
-    tasks = [content] if isinstance(content, dict) else content  # a bucket holds one file per task
-    if not isinstance(tasks, list) or not all(isinstance(task, dict) for task in tasks):
-        raise InputError(f"{path}: not an export of Label Studio; export the project as JSON")
-    finder, given, n_left_out = _Finder(names), list[Given](), 0
-    for at, task in enumerate(tasks, start=1):
-        try:
-            found, skipped = _answers(task, finder, meaning, path.name)
-        except InputError as error:
-            raise error.at(f"{path} task {task.get('id', at)}") from None
-        given += found
-        n_left_out += skipped
-    return given, n_left_out
-
-
-def _meanings(same: str | None, different: str | None) -> Meaning:
-    """The choice that a word means, None if it is unknown: own words but for case, usual ones by their letters."""
-    given = [(word, choice) for word, choice in ((same, 0), (different, NONE)) if word is not None]
-    own = {word.strip().casefold(): choice for word, choice in given}
-    if len(own) < len(given):
-        raise InputError(f"--same and --different are both {same!r}; give the two choices as the export has them")
-    all_usual = ((_SAME, 0), (_DIFFERENT, NONE), (_UNSURE, UNSURE))
-    usual = {_letters(word): choice for words, choice in all_usual for word in words.split(",")}
-    for word in own:  # "yes!" as a word of the user's own leaves open what "yes?" means
-        usual.pop(_letters(word), None)
-    return lambda word: own.get(word.strip().casefold(), usual.get(_letters(word)))
-
-
-def _answers(task: Mapping[str, Any], finder: "_Finder", meaning: Meaning, file: str) -> tuple[list[Given], int]:
-    """The answers of one task and the number of its annotations that say nothing."""
-    data, annotations = task.get("data"), task.get("annotations")
-    if not isinstance(data, dict) or not isinstance(annotations, list):
-        raise InputError("not a task with its annotations; export the project from Label Studio as JSON, not JSON-MIN")
-    read = [_read_annotation(one) for one in annotations]
-    said = [one for one in read if one is not None]
-    if not said:
-        return [], len(read)
-    left, right = finder.two_images(data)
-    if left == right:
-        return [], len(read)
-    question = Question(left, (right,))
-    given = [Given(Answer(question, _choice(words, meaning)), origin=file, **who) for words, who in said]
-    return given, len(read) - len(said)
-
-
-def _read_annotation(annotation: Any) -> Annotation | None:
-    """What an annotation says; None if it was skipped or has no choice in it."""
-    if not isinstance(annotation, dict):
-        raise InputError("an annotation is not an object; export the project again")
-    results = annotation.get("result")
-    listed = results if isinstance(results, list) else []
-    chosen = [one.get("value") for one in listed if isinstance(one, dict) and one.get("type") == "choices"]
-    words = [word for value in chosen for word in _words(value)]
-    if annotation.get("was_cancelled") or annotation.get("skipped") or not words:
-        return None
-    return words, _circumstances(annotation, annotation.get("completed_by"))
-
-
-def _words(value: Any) -> list[str]:
-    choices = value.get("choices", []) if isinstance(value, dict) else value
-    listed = choices if isinstance(choices, list) else [choices]
-    return [word for word in listed if isinstance(word, str) and word.strip()]
-
-
-def _circumstances(record: Mapping[str, Any], who: Any) -> dict[str, Any]:
-    """Annotator, time and milliseconds. Users are numbers, addresses, or records of both."""
-    if isinstance(who, dict):
-        names = f"{who.get('first_name') or ''} {who.get('last_name') or ''}".strip()
-        who = who.get("email") or names or who.get("id")
-    if not isinstance(who, str) or not who.strip():
-        who = f"Label Studio user {who}" if isinstance(who, int) else "Label Studio"
-    seconds, created = record.get("lead_time"), record.get("created_at")
-    known = isinstance(seconds, int | float) and math.isfinite(seconds)
-    spent = int(1000 * seconds) if seconds is not None and known else None
-    return {"annotator": who.strip(), "time": created if isinstance(created, str) else "", "milliseconds": spent}
-
-
-def _choice(words: Sequence[str], meaning: Meaning) -> int:
-    """The one meaning among the words; words without one (of other controls) are ignored."""
-    found = {choice for word in words if (choice := meaning(word)) is not None}
-    if len(found) == 1:
-        return found.pop()
-    shown = ", ".join(repr(word[:40]) for word in words[:4])
-    if found:
-        raise InputError(f"the choices {shown} contradict each other; correct the annotation in Label Studio")
-    raise InputError(f"the choice {shown} is not understood; say what it means with --same TEXT and --different TEXT")
-
-
-def _letters(word: str) -> str:
-    return re.sub(r"[\W_]", "", word).casefold()
-
-
-class _Finder:
-    """Finds images by the references of Label Studio."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names, self.exact = names, {name: row for row, name in enumerate(names)}
-        self.by_file: defaultdict[str, list[int]] = defaultdict(list)
-        for row, name in enumerate(names):
-            file = PurePosixPath(name).name
-            uploaded = re.sub(r"[^-\w.]", "", file.strip().replace(" ", "_"))  # as Label Studio names an upload
-            for known_as in {file, uploaded}:
-                self.by_file[known_as].append(row)
-
-    def is_image(self, text: str) -> bool:
-        """Whether a text refers to an image, known or not."""
-        return text in self.exact or PurePosixPath(_path(text)).suffix.lower() in SUFFIXES
-
-    def two_images(self, data: Mapping[str, Any]) -> tuple[int, int]:
-        """The rows of the two images in the data of a task, in the order of its fields."""
-        values = [value for entry in data.values() for value in (entry if isinstance(entry, list) else [entry])]
-        found = [value for value in values if isinstance(value, str) and self.is_image(value)]
-        if len(found) != 2:
-            raise InputError(f"its data names {len(found)} images, not two; export the project that compares two")
-        return self.row(found[0]), self.row(found[1])
-
-    def row(self, reference: str) -> int:
-        """The image that a reference means: by name, else by file name and as many folders above it as agree."""
-        path = _path(reference)
-        for name in (reference, path):
-            if name in self.exact:
-                return self.exact[name]
-        file = PurePosixPath(path).name
-        original = re.sub(r"[0-9a-f]{8}-", "", file, count=1)  # Label Studio puts this before the name of an upload
-        rows = self.by_file.get(file) or self.by_file.get(original) or []
-        if not rows:
-            raise InputError(f"no image is named {file!r} (the set has {len(self.names):,} images)")
-        shared = [_n_shared(path, self.names[row]) for row in rows]
-        best = [row for row, n in zip(rows, shared, strict=True) if n == max(shared)]
-        if len(best) > 1:
-            several = f"{self.names[best[0]]} or {self.names[best[1]]}" + (" or another" if len(best) > 2 else "")
-            raise InputError(f"{file} could be {several}; give the files different names, or write a pairs file")
-        return best[0]
-
-
-def _path(reference: str) -> str:
-    """The path in a reference: …/data/local-files/?d=PATH, https://host/PATH?…, s3://bucket/PATH, a plain path."""
-    try:
-        parts = urlsplit(reference.strip())
-    except ValueError:  # brackets in a plain path
-        return reference.strip()
-    if parts.path.rstrip("/").endswith("local-files") and (local := parse_qs(parts.query).get("d")):
-        return local[0].replace("\\", "/").lstrip("/")
-    path = unquote(parts.path) if parts.scheme or parts.path.startswith("/") else reference.strip()
-    return path.replace("\\", "/").lstrip("/")
-
-
-def _n_shared(path: str, name: str) -> int:
-    """How many parts of two paths agree, from the end."""
-    pairs = zip(reversed(PurePosixPath(path).parts), reversed(PurePosixPath(name).parts), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -132,9 +132,14 @@ def _check_who(who: Flags, wrong: float) -> None:
     },
     door=_SERVER,
     exchange={
-        "export": flag(Path, "Write the answers as a pairs file and end.", panel="Files"),
+        "export": flag(
+            Path, "Write the answers as a pairs file, or new tasks for Label Studio (.json), and end.", panel="Files"
+        ),
         "import_": flag(
-            Path, "Take in a pairs file or Label Studio's export (.json) and end.", "--import", panel="Files"
+            Path,
+            "Take in pairs, Label Studio's export (.json) or tags of FiftyOne (.csv), and end.",
+            "--import",
+            panel="Files",
         ),
         "columns": flag(str, "Names of that file's columns: i,j,c_ij. (left,right,link)", panel="Files"),
         "same": flag(str, "What that export calls same, if not same or yes. (the usual words)", panel="Files"),
@@ -163,14 +168,18 @@ def annotate(data: Source, *, asked: Flags, reporter: Reporter, exchange: Flags,
     if import_ is None and "columns" in exchange:
         raise InputError("--columns goes with --import PAIRS.csv")
     sitting = import_export.Sitting(data, **{"db": Path("answers.db"), **asked}, **images)
-    if export is not None:
+    if export is not None and export.suffix != ".json":
         print_rows([("pairs", f"{export} ({import_export.export_answers(sitting, export, reporter)})")])
-    elif import_ is not None:
+        return
+    if import_ is not None:
         taken = import_export.import_file(sitting, import_, reporter, **exchange)
         print_rows([("answers", f"{sitting.db} ({taken})")])
-    else:
-        from constraintmatch.annotate import commands  # with torch: not to write a file
+        return
+    from constraintmatch.annotate import commands  # with torch: not to write a file
 
+    if export is not None:
+        print_rows([("tasks", f"{export} ({commands.export_tasks(sitting, export, reporter)})")])
+    else:
         print_rows(commands.serve_page(sitting, commands.Door(**door), reporter))
 
 
