@@ -7,7 +7,7 @@ PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 
 unexport PYTHONDONTWRITEBYTECODE  # the tests start Python dozens of times: what is compiled is kept
 
-.PHONY: demo test suite types style docs test-ranks test-browser torture format requirements clean
+.PHONY: demo test suite types style docs test-ranks test-browser torture notebooks release format requirements clean
 
 demo: $(READY)  ## what pairs and answers bring, on the bundled digits
 	$(BIN)/constraintmatch demo --out demo
@@ -39,6 +39,18 @@ test-browser: $(READY)  ## the page in a real Chromium, the API fuzzed; installs
 
 torture: $(READY)  ## kills, signals, bad inputs, small disks and broken files, counted in one table (minutes; SEED=1)
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python torture --seed $(or $(SEED),0)
+
+notebooks: $(READY)  ## run the notebooks of the documentation again (minutes)
+	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet nbclient ipykernel
+	$(BIN)/python docs/make_notebooks.py
+
+release: $(READY)  ## wheel and sdist into dist/, each tried in an empty environment: PYTHONS="3.11 3.12 3.13"
+	rm -rf dist
+	$(BIN)/uv build --quiet
+	for python in $(or $(PYTHONS),3.11); do \
+		PYTHONPATH= $(BIN)/uvx --isolated --python $$python --from dist/*.whl constraintmatch demo --out dist/demo-$$python && \
+		PYTHONPATH= $(BIN)/uvx --isolated --python $$python --from dist/*.tar.gz constraintmatch --version || exit 1; \
+	done
 
 format: $(READY)
 	$(BIN)/ruff format .

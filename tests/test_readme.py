@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import json
 import re
 import shlex
 from pathlib import Path
@@ -141,3 +142,12 @@ def test_the_python_block_has_at_most_six_lines_of_code_and_runs(tmp_path: Path)
     scope: dict[str, object] = {"print": lambda score: scope.update(score=score)}
     exec(compile(lines, str(tmp_path), "exec"), scope)
     assert 0 < float(str(scope["score"])) <= 1
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_the_notebooks_were_run_and_stay_small(path: Path) -> None:
+    assert path.stat().st_size < 300_000
+    cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert not any(output["output_type"] == "error" for cell in cells for output in cell["outputs"])
+    assert path.name in (ROOT / "docs" / "tutorials" / "python.md").read_text(encoding="utf-8")
