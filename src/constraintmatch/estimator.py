@@ -20,17 +20,11 @@ from constraintmatch.evaluation.metrics import accuracy, as_labels, collapse_war
 from constraintmatch.evaluation.report_parts import Clustering, gallery_html
 from constraintmatch.methods import METHODS, Context, ViewChoice
 from constraintmatch.methods.preparation import check_images
-from constraintmatch.models.cluster_model import (
-    ClusterModel,
-    build_model,
-    fetch_model,
-    load_model,
-    push_model,
-    save_model,
-)
+from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
+from constraintmatch.models.hub import fetch_model, push_model
 from constraintmatch.pipeline import config as configuration
 from constraintmatch.pipeline.config import ORDER, PRETEXTS, TrainConfig, make_config
-from constraintmatch.pipeline.embedding import PRETRAINED, choose_encoder, encode
+from constraintmatch.pipeline.embedding import choose_encoder, encode, is_encoder
 from constraintmatch.pipeline.sources import Pairs, as_constraints, choose_pairs
 from constraintmatch.pipeline.train import train
 from constraintmatch.training.batches import derive_seed
@@ -58,12 +52,13 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
         over to the other images; "supervised" and "fully_constrained" train on the labels of an `ImageSet`.
     recipe : {"safe", "paper"}, default=None
         "safe" keeps the start unless held-out pairs favour the training; "paper" trains as published. None is "safe".
-    start : str, Path, ClusterModel or None, default="auto"
+    start : str, Path, ClusterModel, nn.Module or None, default="auto"
         The model that training starts from. "auto" is "pretrained" for photographs (32 pixels or more, grey ones 64)
-        if an encoder is at hand, else "self-supervised". "pretrained" or "timm:NAME" takes a pretrained encoder, which
-        stays as it is on a CPU. "self-supervised" makes a short start from X alone: SimCLR and linear heads for images,
-        linear heads for embeddings. None is random weights. A model folder, a run folder or a `ClusterModel` (which is
-        not changed) is the start itself; if it has no clusters, linear heads find them first.
+        if an encoder is at hand, else "self-supervised". "pretrained", "timm:NAME", "torchvision:NAME", "onnx:FILE" or
+        your own `nn.Module` (normalised images to features) is an encoder, which stays as it is on a CPU.
+        "self-supervised" makes a short start from X alone: SimCLR and linear heads for images, linear heads for
+        embeddings. None is random weights. A model folder, a run folder or a `ClusterModel` (which is not changed) is
+        the start itself; if it has no clusters, linear heads find them first.
     backbone : str, default=None
         "tiny", "resnet18", "resnet34" or "timm:NAME". None chooses by the size of the images. Embeddings need none.
     steps : int, default=None
@@ -156,8 +151,8 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
         self.n_clusters, self.method, self.recipe = n_clusters, method, recipe
         self.start, self.backbone, self.steps, self.lr = start, backbone, steps, lr
         self.pseudo_weight, self.max_entropy, self.error_rate = pseudo_weight, max_entropy, error_rate
-        self.pairs_per_step, self.images_per_step = pairs_per_step, images_per_step
-        self.flip, self.without, self.options = flip, without, options
+        self.pairs_per_step, self.images_per_step, self.flip = pairs_per_step, images_per_step, flip
+        self.without, self.options = without, options
         self.device, self.random_state, self.verbose = device, random_state, verbose
 
     def fit(self, X: Images, y: Any = None, *, constraints: Pairs = None) -> Self:
@@ -306,11 +301,12 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
         """A copy of the model given as start, or a pretrained encoder; None if the start has to be made."""
         if self.start is None or (isinstance(self.start, str) and self.start == SELF_SUPERVISED):
             return None
-        if isinstance(self.start, str) and (self.start in (AUTO, PRETRAINED) or self.start.startswith("timm:")):
-            if self.start == AUTO and self.backbone is not None:
+        if is_encoder(self.start) or (isinstance(self.start, str) and self.start == AUTO):
+            named: Any = None if isinstance(self.start, str) and self.start == AUTO else self.start
+            if named is None and self.backbone is not None:
                 return None
             source = X if isinstance(X, Path | str) else self._read(X, None)
-            return choose_encoder(source, None if self.start == AUTO else self.start, say=reporter.say)
+            return choose_encoder(source, named, say=reporter.say)
         if not isinstance(self.start, ClusterModel | Path | str):
             raise InputError(f"start is {self.start!r}; give a model, its folder, {SELF_SUPERVISED!r} or None")
         model = copy.deepcopy(self.start) if isinstance(self.start, ClusterModel) else load_model(self.start)

@@ -241,3 +241,76 @@ def test_the_estimator_begins_photographs_with_the_encoder() -> None:
     assert made.model_.is_encoder
     assert made.score(crops, np.arange(8) // 4) == 1
     assert (made.predict(crops) == made.labels_).all()
+
+
+# Networks from elsewhere
+
+
+def colour_images(stripes: ImageSet, side: int = 32) -> ImageSet:
+    return stripes.resized(side, 3)
+
+
+def a_network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(3, 8, 3, stride=2), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(3)]
+    return torch.nn.Sequential(*layers).eval()
+
+
+def test_a_network_of_ones_own_is_an_encoder(stripes: ImageSet, tmp_path: Path) -> None:
+    images, pairs, network = colour_images(stripes), Constraints.sample(stripes.labels, 40, seed=0), a_network()
+    model = ConstraintMatch(3, start=network, random_state=0, device="cpu").fit(images, constraints=pairs)
+    normal = (images.images / 255 - np.array([0.485, 0.456, 0.406])) / np.array([0.229, 0.224, 0.225])
+    with torch.no_grad():
+        made = network(torch.from_numpy(normal.transpose(0, 3, 1, 2)).float()).flatten(1)
+    np.testing.assert_allclose(model.transform(images), torch.nn.functional.normalize(made, dim=1), atol=1e-4)
+    assert model.score(images) > 0.9
+    with pytest.raises(InputError, match="a network of your own cannot be built again from a model folder"):
+        model.save_pretrained(tmp_path / "model")
+    with pytest.raises(InputError, match="module:Linear: does not make features of images of 32 × 32"):
+        ConstraintMatch(3, start=torch.nn.Linear(5, 2)).fit(images, constraints=pairs)
+
+
+@pytest.mark.filterwarnings("ignore")  # of packages that are changing
+def test_a_file_of_onnx_is_an_encoder_that_the_model_folder_keeps(stripes: ImageSet, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    pytest.importorskip("onnxscript", reason="needs the extra onnx")
+    images, pairs, file = colour_images(stripes), Constraints.sample(stripes.labels, 40, seed=0), tmp_path / "net.onnx"
+    shapes = ({0: torch.export.Dim("n", min=1)},)
+    program = torch.export.export(a_network(), (torch.zeros(3, 3, 32, 32),), dynamic_shapes=shapes)
+    torch.onnx.export(program, (), verbose=False).save(file)
+    model = ConstraintMatch(3, start=f"onnx:{file}", random_state=0, device="cpu").fit(images, constraints=pairs)
+    own = ConstraintMatch(3, start=a_network(), random_state=0, device="cpu").fit(images, constraints=pairs)
+    np.testing.assert_allclose(model.transform(images), own.transform(images), atol=1e-4)
+    model.save_pretrained(tmp_path / "model")
+    file.write_bytes(b"broken")
+    again = ConstraintMatch.from_pretrained(tmp_path / "model", device="cpu")
+    np.testing.assert_array_equal(again.predict(images), model.labels_)
+    assert again.model_.config.backbone == "encoder:onnx:net.onnx"
+    run("embed", f"onnx:{file}", "digits", "--out", tmp_path / "x.npz", code=2)
+    with pytest.raises(InputError, match=r"net\.onnx: no network of ONNX \(.*\); export it again"):
+        choose_encoder(images, f"onnx:{file}")
+
+
+def test_a_network_of_torchvision_comes_by_name_with_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchvision.models import ShuffleNet_V2_X0_5_Weights as Weights
+    from torchvision.models import shufflenet_v2_x0_5
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    kept = tmp_path / "hub" / "checkpoints" / Weights.DEFAULT.url.rpartition("/")[2]
+    kept.parent.mkdir(parents=True)
+    network = shufflenet_v2_x0_5().eval()
+    torch.save(network.state_dict(), kept)
+    found = choose_encoder(tmp_path, "torchvision:shufflenet_v2_x0_5")
+    assert found is not None
+    assert (found.config.side, found.width) == (224, 1024)
+    pixels = torch.randint(0, 256, (2, 3, 224, 224), dtype=torch.uint8)
+    logits = network(
+        (pixels / 255 - found.shift.new_tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1))
+        / torch.tensor([0.229, 0.224, 0.225]).view(1, 3, 1, 1)
+    )
+    body = found.eval().backbone.body(pixels.float() * found.scale + found.shift)
+    torch.testing.assert_close(network.fc(body), logits, atol=1e-3, rtol=1e-3)
+    with pytest.raises(InputError, match="torchvision knows no model 'nothing'"):
+        choose_encoder(tmp_path, "torchvision:nothing")

@@ -86,7 +86,9 @@ def evaluate(model: Model, data: Source, *, how: Flags, reporter: Reporter) -> N
     },
 )
 def embed(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a run folder, or timm:NAME.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model or run folder, timm:NAME, torchvision:NAME or onnx:FILE.")
+    ],
     data: Source,
     *,
     out: Annotated[Path, option("The .npz file: embeddings, names, labels. (embeddings.npz)")] = Path("embeddings.npz"),

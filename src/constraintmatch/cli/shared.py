@@ -206,12 +206,13 @@ def shared(*names: str) -> dict[str, Any]:
 def named_start(given: Flags) -> Flags:
     """The flags with a model or run folder that is given as start under its own name."""
     start = given.get("start")
-    if start is None or start in ("own", "pretrained") or start.startswith("timm:"):
+    if start is None or start in ("own", "pretrained") or start.startswith(("timm:", "torchvision:", "onnx:")):
         return given
     return {**{name: value for name, value in given.items() if name != "start"}, "model": Path(start)}
 
 
-_START = "Model or run folder to begin with, pretrained, timm:NAME or own. (pretrained for photographs, else own)"
+_START = "A model or run folder, own, pretrained, timm:NAME, torchvision:NAME or onnx:FILE. "
+_START += "(pretrained for photographs, else own)"
 _SHARED = {
     "columns": flag(str, "Names of the columns of the pairs: i,j,c_ij. (left,right,link)"),
     "device": flag(str, "cuda, mps or cpu. (the first that is there)"),

@@ -17,6 +17,10 @@ from constraintmatch._internal.errors import InputError, one_line
 HUB_LIBRARIES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
 IDENTITY = "identity"  # the backbone of embeddings: they are the features
 JOIN = "+"  # between the names of backbones that are joined in one model
+TIMM, TORCHVISION = "timm:", "torchvision:"  # before the name of a network there
+ONNX = "onnx:"  # before the name of a file
+MODULE = "module:"  # before the class of a user's own network
+NAMED = (TIMM, TORCHVISION, ONNX)  # pretrained ones that a name finds
 ENCODER = "encoder:"  # before the name of a pretrained network whose features serve as they are
 # Networks of timm's whose weights a package brings: its module and the file in it, with timm's weights in timm's order.
 PACKAGES = {
@@ -119,7 +123,50 @@ class Encoder(nn.Module):
         self.body = body
 
     def forward(self, images: Tensor) -> Tensor:
-        return F.normalize(self.body(images), dim=1)
+        return F.normalize(self.body(images).flatten(1), dim=1)
+
+
+class OnnxNetwork(nn.Module):
+    """A network in the form of ONNX, whose bytes are its only weight. onnxruntime computes it; it does not learn."""
+
+    content: Tensor
+
+    def __init__(self, content: Tensor, name: str) -> None:
+        super().__init__()
+        self.register_buffer("content", content)
+        self.name, self._session = name, cast(Any, None)
+        takes = self.session.get_inputs()
+        if len(takes) != 1 or takes[0].type != "tensor(float)" or len(takes[0].shape) != 4:
+            raise InputError("takes no images (n, c, h, w) of floats", name, "export the network again in that form")
+        sizes = [size if isinstance(size, int) else 0 for size in takes[0].shape]  # 0: any
+        self.batch, self.channels, self.side = sizes[0], sizes[1] or 3, sizes[2] or 224
+
+    @property
+    def session(self) -> Any:
+        """What computes it; made when it is needed, and for each copy anew."""
+        if self._session is None:
+            if find_spec("onnxruntime") is None:
+                raise InputError(f"{self.name} needs another package: pip install 'constraintmatch[onnx]'")
+            import onnxruntime
+
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
+            try:
+                self._session = onnxruntime.InferenceSession(self.content.cpu().numpy().tobytes(), options)
+            except Exception as error:  # it has a class for each kind of damage
+                raise InputError(
+                    f"no network of ONNX ({one_line(error)[:100]})", self.name, "export it again"
+                ) from None
+        return self._session
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_session": None}
+
+    def forward(self, images: Tensor) -> Tensor:
+        name = self.session.get_inputs()[0].name
+        parts = torch.split(images.detach().float().cpu(), self.batch or len(images))
+        made = [torch.from_numpy(self.session.run(None, {name: part.numpy()})[0]) for part in parts]
+        return torch.cat(made).to(images.device)
 
 
 def default_backbone(side: int) -> str:
@@ -147,20 +194,28 @@ def make_backbone(name: str, side: int, channels: int, *, pretrained: bool = Fal
         return _tiny(side, channels)
     if name in ("resnet18", "resnet34"):
         return _resnet(name, side, channels)
-    if name.startswith("timm:"):
-        return _timm(name.removeprefix("timm:"), side, channels, pretrained=pretrained)
-    raise InputError(f"unknown backbone {name!r}; known are tiny, resnet18, resnet34, timm:NAME")
+    if name.startswith(TIMM):
+        return _timm(name.removeprefix(TIMM), side, channels, pretrained=pretrained)
+    if name.startswith(TORCHVISION):
+        return _torchvision(name.removeprefix(TORCHVISION), channels, pretrained=pretrained)
+    raise InputError(f"unknown backbone {name!r}; known are tiny, resnet18, resnet34, timm:NAME, torchvision:NAME")
 
 
 def timm_config(name: str) -> Any:
     """What timm knows of a network's pretrained weights; None if there are none."""
     import timm
 
-    return timm.get_pretrained_cfg(name.removeprefix(ENCODER).removeprefix("timm:"))
+    name = name.removeprefix(ENCODER)
+    return timm.get_pretrained_cfg(name.removeprefix(TIMM)) if name.startswith(TIMM) else None
 
 
 def made_for_side(backbone: str) -> int:
-    """The side of the images that a pretrained network of timm's was made for; 224 where it does not say."""
+    """The side of the images that a pretrained network was made for; 224 where it does not say."""
+    if backbone.startswith(TORCHVISION):
+        from torchvision.models import get_model_weights, list_models
+
+        name = backbone.removeprefix(TORCHVISION)
+        return int(get_model_weights(name).DEFAULT.transforms().crop_size[0]) if name in list_models() else 224
     made = timm_config(backbone)
     return 224 if made is None else int(made.input_size[-1])
 
@@ -242,12 +297,34 @@ def _timm(name: str, side: int, channels: int, *, pretrained: bool) -> tuple[nn.
         except TypeError:  # networks that take any size have no img_size
             network = timm.create_model(name, **options)
     except Exception as error:  # hub, proxy and socket libraries share no class
-        reason = _unreachable(error) if pretrained else None
-        if reason is None:
-            raise
-        fix = "run it once with a network, then they are kept; or do without pretrained weights"
-        raise InputError(f"timm:{name}: its pretrained weights cannot be fetched ({reason}); {fix}") from error
+        raise _not_fetched(TIMM + name, error, pretrained) from error
     return cast(nn.Module, network), int(network.num_features)
+
+
+def _torchvision(name: str, channels: int, *, pretrained: bool) -> tuple[nn.Module, int]:
+    """A classifier of torchvision's without its last linear layer."""
+    from torchvision import models
+
+    if name not in models.list_models(module=models):
+        raise InputError(f"torchvision knows no model {name!r}; see torchvision.models.list_models()")
+    if channels != 3:
+        raise InputError(f"torchvision:{name} takes colour images; leave channels out")
+    try:
+        network = models.get_model(name, weights="DEFAULT" if pretrained else None)
+    except Exception as error:  # as above
+        raise _not_fetched(TORCHVISION + name, error, pretrained) from error
+    place, last = [(place, part) for place, part in network.named_modules() if isinstance(part, nn.Linear)][-1]
+    network.set_submodule(place, nn.Identity())
+    return cast(nn.Module, network), last.in_features
+
+
+def _not_fetched(name: str, error: Exception, pretrained: bool) -> Exception:
+    """An InputError if the weights could not be fetched, else the error itself."""
+    reason = _unreachable(error) if pretrained else None
+    fix = "run it once with a network, then they are kept; or do without pretrained weights"
+    return (
+        error if reason is None else InputError(f"{name}: its pretrained weights cannot be fetched ({reason}); {fix}")
+    )
 
 
 def _unreachable(error: BaseException | None) -> str | None:

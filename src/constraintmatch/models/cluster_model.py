@@ -2,9 +2,7 @@
 
 import copy
 import math
-import re
 import reprlib
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,9 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.errors import InputError, one_line
 from constraintmatch._internal.files import read_json, write_atomically, write_json
-from constraintmatch.models.backbones import ENCODER, JOIN, default_backbone, make_backbone, timm_config
+from constraintmatch.models.backbones import (
+    ENCODER,
+    JOIN,
+    MODULE,
+    NAMED,
+    ONNX,
+    Encoder,
+    OnnxNetwork,
+    default_backbone,
+    make_backbone,
+    timm_config,
+)
 
 FORMAT = 1
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -117,7 +126,7 @@ def build_model(
         raise InputError(f"backbone is {reprlib.repr(name)}; give the name of one, such as resnet18")
     if JOIN in name:
         raise InputError(f"backbone {name}: trained models are joined, not new ones; use constraintmatch join")
-    if pretrained and not name.removeprefix(ENCODER).startswith("timm:"):
+    if pretrained and not name.removeprefix(ENCODER).startswith(NAMED):
         raise InputError(f"{name} has no pretrained weights here; name a timm backbone, for example timm:resnet18")
     usual: tuple[tuple[float, ...], tuple[float, ...]] = IMAGENET_MEAN, IMAGENET_STD
     if pretrained and channels == 3 and (made := timm_config(name)) is not None:
@@ -128,6 +137,27 @@ def build_model(
         usual = (0.5,), (0.25,)
     config = ModelConfig(name, side, channels, mean or usual[0], std or usual[1], n_clusters)
     return _build(config, seed, pretrained)
+
+
+def wrap_encoder(body: nn.Module, name: str, side: int, channels: int = 3) -> ClusterModel:
+    """A model without clusters whose features are what a given network makes of images, brought to length 1.
+
+    The network gets images (n, c, side, side), normalised as those of ImageNet if they have colours.
+    """
+    usual = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.5,) * channels, (0.25,) * channels)
+    return _wrap(body, ModelConfig(ENCODER + name, side, channels, *usual))
+
+
+def _wrap(body: nn.Module, config: ModelConfig) -> ClusterModel:
+    """A model around a network, whose width a pass of empty images shows."""
+    whole, side = Encoder(body).eval(), config.side
+    try:
+        with torch.no_grad():
+            width = int(whole(torch.zeros(2, config.channels, side, side)).shape[1])
+    except Exception as error:  # anything, in a network that somebody wrote
+        problem = f"does not make features of images of {side} × {side} ({one_line(error)[:120]})"
+        raise InputError(problem, config.backbone.removeprefix(ENCODER)) from None
+    return ClusterModel(config, made=(whole, width))
 
 
 def unfilled_model(config: ModelConfig, file: Path | None = None) -> ClusterModel:
@@ -187,6 +217,9 @@ def save_model(model: ClusterModel, folder: Path | str, *, half: bool = False) -
     from safetensors.torch import save_file
 
     folder = Path(folder)
+    if model.config.backbone.startswith(ENCODER + MODULE):
+        fix = "keep the estimator with pickle"
+        raise InputError("a network of your own cannot be built again from a model folder", folder, fix)
     weights = {
         name: (value.half() if half and value.is_floating_point() else value).detach().cpu().contiguous()
         for name, value in model.state_dict().items()
@@ -221,84 +254,14 @@ def load_model(path: Path | str, *, device: torch.device | str = "cpu") -> Clust
         raise InputError(f"{file}: cannot be read ({error.strerror or error})") from None
     except (SafetensorError, ValueError) as error:
         raise InputError(f"{file}: not a readable safetensors file ({error})") from None
-    model = unfilled_model(config, file)
+    if config.backbone.startswith(ENCODER + ONNX) and "backbone.body.content" in weights:
+        model = _wrap(OnnxNetwork(weights["backbone.body.content"], str(file)), config)
+    else:
+        model = unfilled_model(config, file)
     if misfits := list_misfits(model.state_dict(), weights):
         raise InputError(f"{file}: does not fit its configuration ({misfits})")
     model.load_state_dict(weights)
     return model.to(device)
-
-
-# The Hugging Face hub
-
-_CARD = """---
-library_name: constraintmatch
-pipeline_tag: image-classification
-tags: [clustering, constrained-clustering]
----
-
-# {name}
-
-Places images in {clusters} clusters, which have numbers and no names. Made by ConstraintMatch from images and a few
-answers to "same or different?".
-
-```python
-from constraintmatch import ConstraintMatch
-
-model = ConstraintMatch.from_pretrained("{name}")
-clusters = model.predict("folder-of-images")
-```
-
-| | |
-|---|---|
-| network | `{backbone}`, {numbers:,} numbers |
-| takes | {takes} |
-{stages}
-"""
-
-
-def fetch_model(name: str, revision: str | None = None) -> Path:
-    """The model folder that the hub has as `owner/name`, in its cache."""
-    _check_hub_name(name)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", "model.safetensors"]))
-    except Exception as error:  # not found, no network, no permission: each comes as another exception
-        said = " ".join(str(error).split())[:200]
-        raise InputError(f"{name}: no such folder, and the Hugging Face hub did not give it ({said})") from None
-
-
-def push_model(model: ClusterModel, name: str, *, private: bool, half: bool, message: str) -> str:
-    """Put the model folder and a card on the hub as `owner/name`; its address there."""
-    _check_hub_name(name)
-    from huggingface_hub import HfApi
-
-    config, what = model.config, "embeddings of {1} numbers" if model.config.side == 1 else "images of {0} × {0} pixels"
-    lines = [f"| trained by | {one['method']}, {one.get('steps', 0):,} steps |" for one in config.trained]
-    card = _CARD.format(
-        name=name,
-        clusters=config.n_clusters,
-        backbone=config.backbone,
-        numbers=sum(part.numel() for part in model.parameters()),
-        takes=what.format(config.side, config.channels),
-        stages="\n".join(lines),
-    )
-    with tempfile.TemporaryDirectory() as place:
-        save_model(model, place, half=half)
-        (Path(place) / "README.md").write_text(card, encoding="utf-8")
-        try:
-            hub = HfApi()
-            address = str(hub.create_repo(name, private=private, exist_ok=True))
-            hub.upload_folder(repo_id=name, folder_path=place, commit_message=message)
-        except Exception as error:  # as above
-            fix = "log in with hf auth login, and check the name and the network"
-            raise InputError(f"the hub did not take it ({' '.join(str(error).split())[:200]})", name, fix) from None
-    return address
-
-
-def _check_hub_name(name: str) -> None:
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise InputError(f"{name}: no such model or run folder (and not a hub name such as owner/model)")
 
 
 def list_misfits(

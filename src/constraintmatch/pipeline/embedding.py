@@ -1,5 +1,6 @@
 """What networks make of images: embeddings for every command, pretrained encoders, several networks as one model."""
 
+import copy
 import hashlib
 import sys
 import warnings
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import check_new_folder, check_target, write_atomically
+from constraintmatch._internal.files import check_new_folder, check_target, read_errors, write_atomically
 from constraintmatch._internal.progress import QUIET, Reporter, watched
 from constraintmatch.data.cache import embed_cached
 from constraintmatch.data.datasets import DATASETS, DataSet
@@ -23,8 +24,25 @@ from constraintmatch.data.decoding import is_photo, typical_size
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import embed
 from constraintmatch.methods.preparation import check_images, spread
-from constraintmatch.models.backbones import ENCODER, JOIN, Joined, is_at_hand, made_for_side
-from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model, unfilled_model
+from constraintmatch.models.backbones import (
+    ENCODER,
+    JOIN,
+    MODULE,
+    NAMED,
+    ONNX,
+    Joined,
+    OnnxNetwork,
+    is_at_hand,
+    made_for_side,
+)
+from constraintmatch.models.cluster_model import (
+    ClusterModel,
+    build_model,
+    load_model,
+    save_model,
+    unfilled_model,
+    wrap_encoder,
+)
 from constraintmatch.pipeline.sources import open_at
 from constraintmatch.training.loop import choose_device
 
@@ -36,6 +54,7 @@ __all__ = [
     "embed_images",
     "encode",
     "export_model",
+    "is_encoder",
     "join",
     "join_folders",
     "photo_features",
@@ -96,7 +115,9 @@ def write_embeddings(path: Path, embeddings: NDArray[np.float32], images: ImageS
 def _network(model: str, side: int | None, row: DataSet | None) -> ClusterModel:
     if row is not None and side not in (None, row.side):
         raise InputError(f"{row.name} has images of {row.side} px; leave --side out")
-    if model.startswith("timm:"):
+    if model.startswith(ONNX):
+        return _onnx_model(model)
+    if model.startswith(NAMED):
         wanted = side or (row.side if row is not None else made_for_side(model))
         return build_model(n_clusters=0, side=wanted, backbone=model, pretrained=True)
     found = load_model(model)
@@ -153,23 +174,28 @@ def export_model(model: Path | str, out: Path) -> float:
 
 def choose_encoder(
     source: ImageSet | Path | str,
-    start: str | None = None,
+    start: str | nn.Module | None = None,
     *,
     ask: bool = False,
     say: Callable[[str], None] = QUIET.say,
 ) -> ClusterModel | None:
     """The pretrained encoder that a training on these images begins with, without clusters; None: the own start.
 
-    `start` names a network of timm's, PRETRAINED, OWN or None. None takes the encoder for photographs (`is_photo`)
-    that are not a known data set. Only a network that is named is fetched without a word; with
-    `ask` the user at the terminal may agree to it.
+    `start` is a network, or names one of timm's, torchvision's or in a file of ONNX; or it is PRETRAINED, OWN or None.
+    None takes the encoder for photographs (`is_photo`) that are not a known data set. Only a network that is named is
+    fetched without a word; with `ask` the user at the terminal may agree to it.
     """
     known = isinstance(source, str) and source in DATASETS
+    if isinstance(start, nn.Module):
+        size = (source.side, source.channels) if isinstance(source, ImageSet) else (224, 3)
+        return wrap_encoder(copy.deepcopy(start), f"{MODULE}{type(start).__name__}", *size)
     if start == OWN or (start is None and known):
         return None
     if known:
         raise InputError(f"{source}: a data set of the paper has its own size; leave --start {start} out")
-    name = start if start not in (None, PRETRAINED) else DEFAULT
+    if start is not None and start.startswith(ONNX):
+        return _onnx_model(start)
+    name = start if start is not None and start != PRETRAINED else DEFAULT
     if start in (None, PRETRAINED):
         side, channels = _size_of(source)
         if side == 1 and start is not None:
@@ -184,6 +210,20 @@ def choose_encoder(
         return None
     say(f"start: the pretrained encoder {name}; --start timm:NAME takes another, --start own learns from these images")
     return build_model(n_clusters=0, side=made_for_side(name), backbone=ENCODER + name, pretrained=True)
+
+
+def is_encoder(start: Any) -> bool:
+    """Whether a start is an encoder, or names one."""
+    named = isinstance(start, str) and (start == PRETRAINED or start.startswith(NAMED))
+    return named or (isinstance(start, nn.Module) and not isinstance(start, ClusterModel))
+
+
+def _onnx_model(name: str) -> ClusterModel:
+    path = Path(name.removeprefix(ONNX))
+    with read_errors(path):
+        content = torch.frombuffer(bytearray(path.read_bytes() or b"-"), dtype=torch.uint8)
+    network = OnnxNetwork(content, str(path))
+    return wrap_encoder(network, f"{ONNX}{path.name}", network.side, network.channels)
 
 
 def encode(
