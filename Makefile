@@ -57,7 +57,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 requirements: $(READY)  ## pin anew what pyproject.toml allows
-	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --upgrade --no-annotate --no-header --no-emit-index-url -o requirements.txt
+	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --upgrade --generate-hashes --no-annotate --no-header --no-emit-index-url -o requirements.txt
 	$(BIN)/uv pip compile pyproject.toml --extra browser --universal --no-annotate --no-header --no-emit-index-url -c requirements.txt -o requirements-browser.txt
 
 $(READY): requirements.txt pyproject.toml
