@@ -12,12 +12,18 @@ WAYS = {
     "chosen-pair": ("chosen pairs", "#0072B2", "s"),
     "chosen-which": ("chosen “which of these?”", "#009E73", "^"),
     "chosen-which-anchored": ("chosen “which of these?”, anchored", "#332288", "X"),
+    "chosen-which-safe": ("chosen “which of these?”, default recipe", "#882255", "*"),
     "chosen-which-head": ("chosen “which of these?”, head alone", "#E69F00", "D"),
     "chosen-which-trained-head": ("chosen “which of these?”, head alone, trained", "#56B4E9", "P"),
     "random-which": ("random “which of these?”", "#CC79A7", "v"),
 }
 # what is said of a start, and how its curves are drawn
-STARTS = {"": ("", "-"), "byol": (", from BYOL", "--"), "joined": (", two networks joined", "-.")}
+STARTS = {
+    "": ("", "-"),
+    "byol": (", from BYOL", "--"),
+    "propos": (", from ProPos", (0, (5, 1))),
+    "joined": (", two networks joined", "-."),
+}
 BELOW = 15  # points under the start that a figure shows
 PAPER = {"cifar10": 93.17, "cifar100-20": 57.15}  # ConstraintMatch with 10,000 random pairs, test ACC
 HEAD = """\
@@ -32,8 +38,11 @@ Then it trains the network by ConstraintMatch.
 - *Head alone*: the network stays as it is. The whole curve takes minutes on a CPU. *Trained*: the head also learns by
   ConstraintMatch, as with `loop --frozen`.
 - *Anchored*: clusters that the head was sure of at the beginning of the round are held apart (decision 036).
+- *Default recipe*: as `loop` trains. If the head that the answers have taught is better than the start, the network
+  learns to repeat it on strong views (decision 052).
 - *Long end*: more steps after the last answer, as with `loop --set last_steps=N`.
-- *From BYOL*: the start is `weights/byol-*`; for the other curves of CIFAR it is `weights/scan-*`.
+- *From BYOL*, *from ProPos*: the start is `weights/byol-*` or `weights/propos-*`; for the other curves of CIFAR it is
+  `weights/scan-*`.
 - *Two networks joined*: the start and the network of its first stage, SimCLR, as one model (`constraintmatch join`).
 - The dotted line is the paper's ConstraintMatch with 10,000 random pairs, from the authors' start.
 
@@ -65,7 +74,9 @@ def _groups(found: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
 def _way(run: dict[str, Any]) -> str:
     """The way of asking, whether the head alone was told, or trained too, and whether rounds were anchored."""
     alone = "" if run["steps"] else "-trained-head" if run.get("options") else "-head"
-    return str(run["way"]) + alone + ("-anchored" if run.get("anchors") else "")
+    return (
+        str(run["way"]) + alone + ("-anchored" if run.get("anchors") else "") + ("-safe" if run.get("recipe") else "")
+    )
 
 
 def _start(run: dict[str, Any]) -> str:

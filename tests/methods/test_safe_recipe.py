@@ -277,7 +277,7 @@ def test_answers_lead_however_many_pairs_they_imply(blobs: ImageSet, monkeypatch
 
 
 @pytest.fixture(scope="module")
-def pictures(blobs: ImageSet) -> ImageSet:
+def pictures() -> ImageSet:
     """The same kinds as grey images of 8 × 8: a bright spot in one corner, and noise."""
     spots = np.random.default_rng(1).integers(0, 60, (N, 8, 8, 1))
     for at, label in enumerate(LABELS):

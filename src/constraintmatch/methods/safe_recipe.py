@@ -256,7 +256,7 @@ class _SafeTraining:
         return calm_head(copy.deepcopy(self.first), self.images)
 
     def repeat_head(self, views: ViewChoice) -> list[dict[str, Any]]:
-        """Train the network on the clusters that the taught head gives, and return the log (decision 050).
+        """Train the network on the clusters that the taught head gives, and return the log (decision 052).
 
         Strong views of the images whose neighbours agree, and of the known ones, learn their clusters; pairs that are
         no answers to questions go on teaching beside that.
