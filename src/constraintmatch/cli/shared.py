@@ -228,7 +228,10 @@ _SHARED = {
     "pictures": flag(Path, "For embeddings: the folder of their images.", panel="Images"),
     "flip": flag(bool, "A mirrored image means the same, or not. (it does)", "--mirror/--no-mirror", panel="Images"),
 }
-_DATA = "A folder of images, a .npy or .npz file of images or embeddings, or a data set: digits, cifar10, cifar100-20."
+_DATA = (
+    "A folder of images, tar or Parquet shards of them, a .npy or .npz file of images or embeddings, or a data set: "
+    "digits, cifar10, cifar100-20."
+)
 _SET = "Any other setting; may be repeated. (constraintmatch settings lists them)"
 Source = Annotated[str, typer.Argument(metavar="DATA", help=_DATA)]
 Images = Annotated[str | None, typer.Argument(metavar="DATA", help=_DATA)]

@@ -1,15 +1,15 @@
-"""Pixels: from the files below a folder, decoded in parallel, and from arrays."""
+"""Pixels: from encoded images, decoded in parallel, and from arrays."""
 
+import io
+import itertools
 import os
-import stat
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,15 +19,12 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from constraintmatch._internal.errors import InputError, one_line
+from constraintmatch.data.image_files import PHONE, ImageFile, Skipped, find_images, read_images
 
 __all__ = [
-    "SUFFIXES",
     "FolderRequest",
-    "ImageFile",
     "Progress",
-    "Skipped",
     "eight_bits",
-    "find_files",
     "fit_squares",
     "is_photo",
     "open_decoder",
@@ -37,10 +34,8 @@ __all__ = [
 
 Progress = Callable[[int, int], None]
 _Result = TypeVar("_Result")
+_Content = Path | io.BytesIO
 
-_PHONE = frozenset({".heic", ".heif", ".avif"})  # need a plugin, or a Pillow that has it built in
-_COMMON = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".dib", ".tif", ".tiff", ".gif"}
-SUFFIXES = _PHONE | _COMMON
 _PHOTO_SIDES = {3: 32, 1: 64}  # pixels from which on colour and grey images count as photographs (decision 049)
 _FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF"]  # tried by content: a PNG named .jpg is still read
 _GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"})
@@ -48,25 +43,8 @@ _SIDES = (96, 64, 32, 16, 8)  # sides chosen for images of different sizes
 _CHUNK = 16  # files per task: enough to hide what a task costs, few enough for a smooth progress bar
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """A file that is not among the images, and why."""
-
-    name: str
-    reason: str
-    passing: bool = field(default=False, compare=False)  # no permission, no memory: another try may work
-
-
-class ImageFile(NamedTuple):
-    """A file with the suffix of an image."""
-
-    name: str  # relative, with forward slashes
-    size: int
-    mtime_ns: int
-
-
 class FolderRequest(NamedTuple):
-    """What is asked of a folder: its files, their size and colour (None: chosen by their headers)."""
+    """What is asked of a folder or shard: its images, their size and colour (None: chosen by their headers)."""
 
     folder: Path
     files: tuple[ImageFile, ...]
@@ -74,66 +52,6 @@ class FolderRequest(NamedTuple):
     max_side: int | None  # of a chosen side
     channels: int | None
     progress: Progress | None
-
-
-# Finding
-
-
-def find_files(folder: Path) -> tuple[list[ImageFile], list[Skipped]]:
-    """The image files below a folder, sorted by name, and what could not be looked at.
-
-    Every real folder is entered once, by its own path rather than by a link, so that loops of links end.
-    """
-    files: list[ImageFile] = []
-    skipped: list[Skipped] = []
-    entered: set[tuple[int, int]] = set()
-    real, linked = [""], list[str]()
-    while real or linked:
-        linked.sort(reverse=True)
-        here = real.pop() if real else linked.pop()
-        try:
-            status = (folder / here).stat()
-            if (status.st_dev, status.st_ino) in entered:
-                continue
-            entered.add((status.st_dev, status.st_ino))
-            with os.scandir(folder / here) as entries:
-                for entry in entries:
-                    _sort_entry(entry, here, files, skipped, linked if entry.is_symlink() else real)
-        except OSError as error:
-            skipped.append(Skipped(_escape(here or str(folder)), _reason(error)))
-    return sorted(files), skipped
-
-
-def _sort_entry(
-    entry: os.DirEntry[str], here: str, files: list[ImageFile], skipped: list[Skipped], folders: list[str]
-) -> None:
-    """Put a folder's entry where it belongs; hidden entries and files without the suffix of an image are left out."""
-    if entry.name.startswith("."):
-        return
-    name = f"{here}/{entry.name}" if here else entry.name
-    with suppress(OSError):  # a link onto itself is no folder
-        if entry.is_dir():
-            folders.append(name)
-            return
-    if os.path.splitext(entry.name)[1].lower() not in SUFFIXES:  # noqa: PTH122 (Path is ten times slower)
-        return
-    try:
-        name.encode()
-        status = entry.stat()
-    except UnicodeEncodeError:
-        skipped.append(Skipped(_escape(name), "its name is not valid Unicode; rename it"))
-    except OSError as error:
-        skipped.append(Skipped(name, _reason(error)))
-    else:
-        if stat.S_ISREG(status.st_mode):
-            files.append(ImageFile(name, status.st_size, status.st_mtime_ns))
-        else:  # opening a pipe would wait for ever
-            skipped.append(Skipped(name, "not a regular file"))
-
-
-def _escape(name: str) -> str:
-    """A name that can be printed and written: undecodable bytes as escapes."""
-    return name.encode("utf-8", "backslashreplace").decode()
 
 
 # Decoding
@@ -160,7 +78,7 @@ def _decode(
     """The pixels of each file, in order, with progress."""
     if request.progress and files:
         request.progress(0, len(files))
-    results = _in_parallel(lambda file: _decode_file(request.folder / file.name, side, channels), files)
+    results = _in_parallel(lambda content: _decode_file(content, side, channels), request.folder, files)
     for done, result in enumerate(results, start=1):
         if isinstance(result, Skipped):
             skipped.append(result)
@@ -174,7 +92,7 @@ def _choose_size(request: FolderRequest) -> tuple[int, int, list[Skipped]]:
     """Side, channels and the files whose headers cannot be read; headers are read only when something is not given."""
     if request.side is not None and request.channels is not None:
         return request.side, request.channels, []
-    results = list(_in_parallel(partial(_header, request.folder), request.files))
+    results = list(_in_parallel(_header, request.folder, request.files))
     headers = [result for result in results if not isinstance(result, Skipped)]
     chosen = _choose_side([(width, height) for width, height, _ in headers])
     side = request.side or min(chosen, request.max_side or _SIDES[0])
@@ -182,9 +100,9 @@ def _choose_size(request: FolderRequest) -> tuple[int, int, list[Skipped]]:
     return side, channels, [result for result in results if isinstance(result, Skipped)]
 
 
-def _header(folder: Path, file: ImageFile) -> tuple[int, int, bool]:
+def _header(content: _Content) -> tuple[int, int, bool]:
     """Width, height, and whether it is grey."""
-    with Image.open(folder / file.name, formats=_FORMATS) as image:
+    with Image.open(content, formats=_FORMATS) as image:
         return image.width, image.height, image.mode in _GREY_MODES
 
 
@@ -195,9 +113,10 @@ def is_photo(side: int, channels: int) -> bool:
 
 def typical_size(folder: Path, most: int = 200) -> tuple[int, int]:
     """The median of the shorter sides, and the channels, by the headers of some of the images; (0, 1) without any."""
-    files = find_files(folder)[0]
+    files = find_images(folder)[0]
+    some = files[:most] if files and files[0].shard else files[:: max(1, len(files) // most)]
     with _quiet():
-        results = list(_in_parallel(partial(_header, folder), files[:: max(1, len(files) // most)]))
+        results = list(_in_parallel(_header, folder, some))
     headers = [result for result in results if not isinstance(result, Skipped)]
     sides = [min(width, height) for width, height, _ in headers]
     return int(np.median(sides or [0])), 1 if all(grey for *_, grey in headers) else 3
@@ -213,9 +132,9 @@ def _choose_side(sizes: list[tuple[int, int]]) -> int:
     return next((side for side in _SIDES if side <= median), _SIDES[-1])
 
 
-def _decode_file(path: Path, side: int, channels: int) -> NDArray[np.uint8]:
+def _decode_file(content: _Content, side: int, channels: int) -> NDArray[np.uint8]:
     """The file's first picture as (side, side, channels)."""
-    with Image.open(path, formats=_FORMATS) as image:
+    with Image.open(content, formats=_FORMATS) as image:
         image.draft(None, (2 * side, 2 * side))  # a JPEG may leave out detail that the resizing would average away
         image.load()  # before the EXIF: in a PNG it may follow the pixels; a TIFF is turned by loading
         with suppress(Exception):  # a broken EXIF block does not spoil the picture
@@ -283,15 +202,17 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or one_line(error)
 
 
-def _in_parallel(work: Callable[[ImageFile], _Result], files: Sequence[ImageFile]) -> Iterator[_Result | Skipped]:
+def _in_parallel(
+    work: Callable[[_Content], _Result], folder: Path, files: Sequence[ImageFile]
+) -> Iterator[_Result | Skipped]:
     """The results in order, from threads a bounded way ahead (Pillow frees the interpreter while it decodes)."""
 
-    def attempt(file: ImageFile) -> _Result | Skipped:
+    def attempt(file: ImageFile, content: _Content) -> _Result | Skipped:
         try:
-            return work(file)
+            return work(content)
         except Exception as error:  # Pillow's plugins raise nearly anything on broken bytes
             passing = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
-            known = isinstance(error, PIL.UnidentifiedImageError) and Path(file.name).suffix.lower() in _PHONE
+            known = isinstance(error, PIL.UnidentifiedImageError) and Path(file.name).suffix.lower() in PHONE
             reason = "needs a plugin: pip install pillow-heif" if known else _reason(error)
             return Skipped(file.name, "the file is empty" if file.size == 0 else reason, passing)
 
@@ -300,8 +221,9 @@ def _in_parallel(work: Callable[[ImageFile], _Result], files: Sequence[ImageFile
     waiting: deque[Future[list[_Result | Skipped]]] = deque()
     pool = ThreadPoolExecutor(n_threads, thread_name_prefix="decode")
     try:
-        for start in range(0, len(files), _CHUNK):
-            waiting.append(pool.submit(lambda chunk: [attempt(file) for file in chunk], files[start : start + _CHUNK]))
+        images = zip(files, read_images(folder, files), strict=True)
+        while chunk := list(itertools.islice(images, _CHUNK)):
+            waiting.append(pool.submit(lambda chunk: [attempt(*image) for image in chunk], chunk))
             if len(waiting) > 4 * n_threads:
                 yield from waiting.popleft().result()
         while waiting:

@@ -1,7 +1,6 @@
-"""Images or embeddings with names: from arrays, .npy/.npz files, folders of image files decoded once into a cache."""
+"""Images or embeddings with names: from arrays, .npy/.npz files, folders and shards decoded once into a cache."""
 
 import hashlib
-import re
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -15,10 +14,10 @@ from numpy.typing import ArrayLike, NDArray
 from constraintmatch._internal.errors import InputError, one_line
 from constraintmatch._internal.files import check_memory
 from constraintmatch.data.cache import decode_cached
-from constraintmatch.data.decoding import SUFFIXES, FolderRequest, Progress, Skipped, find_files, fit_squares, pixels_of
+from constraintmatch.data.decoding import FolderRequest, Progress, fit_squares, pixels_of
+from constraintmatch.data.image_files import ODD_NAME, SHARDS, SUFFIXES, Skipped, find_images
 
 _ClassFolders = bool | Literal["auto"]
-_ODD_NAME = re.compile(r"[\0\ud800-\udfff]|(^|[/\\])\.\.([/\\]|$)")
 _ARRAYS = {".npy": (b"\x93NUMPY", "numpy.save"), ".npz": (b"PK", "numpy.savez")}  # how it begins, what writes it
 
 
@@ -192,7 +191,7 @@ class ImageSet:
         cache: bool | Path | str = True,
         progress: Progress | None = None,
     ) -> "ImageSet":
-        """The images below a folder, named by relative path and sorted by name.
+        """The images below a folder, named by relative path and sorted by name; or in tar or Parquet shards, in order.
 
         Each image is turned as its EXIF says, put on white where it is transparent, resized so that its shorter side is
         `side`, and cropped to the central square; one that has that size already keeps its pixels. Without `side`: the
@@ -200,17 +199,13 @@ class ImageSet:
         shorter side; at most `max_side`, where given. Without `channels`: 1 when every file is grey, else 3.
 
         `class_folders`: the first part of each path is the image's class (for evaluation only); "auto" does so when all
-        images are in two or more sub-folders. Files that cannot be read are listed in `skipped`; with `strict` they
-        are an error. Decoded images are kept in `cache` (True: the user's cache folder, False: nowhere) until a file in
-        the folder changes; `progress(done, total)` is called while files are decoded, not when the cache serves.
+        images are in two or more sub-folders; labels in shards go first. Files that cannot be read are in `skipped`;
+        with `strict` they are an error. Decoded images are kept in `cache` (True: the user's cache folder, False:
+        nowhere) until a file changes; `progress(done, total)` is called while files are decoded.
         """
         folder = Path(folder)
         _check_size(side, max_side, channels)
-        if folder.is_file():
-            raise InputError("a file", folder, "give a folder of images, or a .npy or .npz file")
-        if not folder.is_dir():
-            raise InputError("no such folder", folder)
-        files, unread = find_files(folder)
+        files, unread = find_images(folder)
         if not files and not unread:
             raise InputError(f"no images there (looked for {', '.join(sorted(SUFFIXES))} at any depth)", folder)
         request = FolderRequest(folder, tuple(files), side, None if side else max_side, channels, progress)
@@ -220,6 +215,9 @@ class ImageSet:
             others = f" (and {len(skipped) - 1:,} more)" if len(skipped) > 1 else ""
             fix = "repair or remove it, or read without strict" if strict else "no image could be read"
             raise InputError(f"{skipped[0].name}: {skipped[0].reason}{others}", folder, fix)
+        marks = {file.name: file.label for file in files if file.label is not None}
+        if class_folders and all(name in marks for name in names):
+            return cls(images, names, *_check_labels(np.array([*map(marks.get, names)]), len(names), None), skipped)
         return cls(images, names, *_labels_from_paths(folder, names, class_folders), skipped)
 
     @classmethod
@@ -249,11 +247,11 @@ class ImageSet:
 
 
 def load_images(source: Path | str, **how: Any) -> ImageSet:
-    """The images of a folder, or of a .npy or .npz file, for which only the size of `ImageSet.from_folder` counts."""
-    if Path(source).is_file() or (Path(source).suffix.lower() in _ARRAYS and not Path(source).exists()):
-        size = {name: how[name] for name in ("side", "max_side", "channels") if name in how}
-        return ImageSet.from_file(source, **size)
-    return ImageSet.from_folder(source, **how)
+    """The images of a folder or shard, or of a .npy or .npz file, for which only the size of `from_folder` counts."""
+    path = Path(source)
+    if path.is_dir() or path.suffix in SHARDS or (path.suffix.lower() not in _ARRAYS and not path.exists()):
+        return ImageSet.from_folder(path, **how)
+    return ImageSet.from_file(path, **{name: how[name] for name in ("side", "max_side", "channels") if name in how})
 
 
 def kind_of(side: int, channels: int) -> str:
@@ -294,7 +292,7 @@ def _check_names(names: Sequence[str] | None, n_images: int) -> tuple[str, ...]:
         raise InputError(f"{len(words):,} names for {n_images:,} images: give one name for each image")
     rows: dict[str, int] = {}
     for row, name in enumerate(words):
-        if not name or _ODD_NAME.search(name):  # a file could not have it, or would be outside its folder
+        if not name or ODD_NAME.search(name):
             raise InputError(f"row {row:,}: {name!r} is no name of an image", fix="leave out empty names, .. and NUL")
         if rows.setdefault(name, row) != row:
             raise InputError(f"the name {name!r} is at rows {rows[name]:,} and {row:,}: names must be unique")
@@ -334,7 +332,7 @@ def _read_arrays(path: Path) -> dict[str, Any]:
     """The arrays of a file by our names for them; never unpickles."""
     suffix = path.suffix.lower()
     if suffix not in _ARRAYS:
-        raise InputError("not a .npy or .npz file", path, "give one of these or a folder of images")
+        raise InputError("not a .npy or .npz file", path, "give one, a .tar or .parquet file, or a folder of images")
     if not path.is_file():
         raise InputError("no such file", path)
     begins, made_by = _ARRAYS[suffix]

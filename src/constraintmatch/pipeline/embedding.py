@@ -21,6 +21,7 @@ from constraintmatch._internal.progress import QUIET, Reporter, watched
 from constraintmatch.data.cache import embed_cached
 from constraintmatch.data.datasets import DATASETS, DataSet
 from constraintmatch.data.decoding import is_photo, typical_size
+from constraintmatch.data.image_files import SHARDS
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import embed
 from constraintmatch.methods.preparation import check_images, spread
@@ -265,7 +266,7 @@ def photo_features(source: str, images: ImageSet, reporter: Reporter) -> NDArray
 def _size_of(source: ImageSet | Path | str) -> tuple[int, int]:
     """The typical side and the channels of the images, from a look at some; (0, 1) where there are none."""
     if not isinstance(source, ImageSet):
-        if Path(source).is_dir():
+        if Path(source).is_dir() or Path(source).suffix in SHARDS:
             return typical_size(Path(source))
         if not Path(source).is_file():
             return 0, 1
