@@ -31,7 +31,7 @@ from PIL import Image
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_memory, read_json, write_atomically, write_json
-from constraintmatch.data.decoding import FolderRequest, open_decoder
+from constraintmatch.data.decoding import FolderRequest, decoder, open_decoder
 from constraintmatch.data.image_files import Skipped
 
 __all__ = ["decode_cached", "embed_cached"]
@@ -126,7 +126,7 @@ def _user_cache() -> Path | None:
 
 def _state(request: FolderRequest) -> str:
     """A digest of all that decides the pixels: each file's path, size and time, and the decoder's version and limit."""
-    plugin = " pillow-heif" if find_spec("pillow_heif") else ""
+    plugin = (" pillow-heif" if find_spec("pillow_heif") else "") + decoder().partition(":")[0].removeprefix("cpu")
     digest = hashlib.sha256(f"{PIL.__version__} {Image.MAX_IMAGE_PIXELS}{plugin}".encode())
     for file in request.files:
         digest.update(f"\n{file.name}\0{file.size}\0{file.mtime_ns}".encode())

@@ -24,6 +24,7 @@ from constraintmatch.data.image_files import PHONE, ImageFile, Skipped, find_ima
 __all__ = [
     "FolderRequest",
     "Progress",
+    "decoder",
     "eight_bits",
     "fit_squares",
     "is_photo",
@@ -40,6 +41,7 @@ _PHOTO_SIDES = {3: 32, 1: 64}  # pixels from which on colour and grey images cou
 _FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF"]  # tried by content: a PNG named .jpg is still read
 _GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"})
 _SIDES = (96, 64, 32, 16, 8)  # sides chosen for images of different sizes
+_DECODER = "CONSTRAINTMATCH_DECODE"  # the variable that names the GPU which decodes JPEGs
 _CHUNK = 16  # files per task: enough to hide what a task costs, few enough for a smooth progress bar
 
 
@@ -78,7 +80,12 @@ def _decode(
     """The pixels of each file, in order, with progress."""
     if request.progress and files:
         request.progress(0, len(files))
-    results = _in_parallel(lambda content: _decode_file(content, side, channels), request.folder, files)
+    results = _in_parallel(
+        lambda content: _decode_file(content, side, channels),
+        request.folder,
+        files,
+        None if decoder() == "cpu" else lambda contents: _decode_jpegs(contents, side, channels, decoder()),
+    )
     for done, result in enumerate(results, start=1):
         if isinstance(result, Skipped):
             skipped.append(result)
@@ -142,6 +149,59 @@ def _decode_file(content: _Content, side: int, channels: int) -> NDArray[np.uint
         return _fit_square(eight_bits(image), side, channels)
 
 
+def decoder() -> str:
+    """What decodes JPEGs: the GPU that CONSTRAINTMATCH_DECODE names (cuda), else "cpu", which is Pillow.
+
+    A GPU rounds in its own way: a pixel may differ by some levels.
+    """
+    wanted = os.environ.get(_DECODER) or "cpu"
+    if wanted != "cpu":
+        import torch
+
+        if not (wanted.startswith("cuda") and torch.cuda.is_available()):
+            raise InputError(f"{wanted!r} is no GPU of this machine", _DECODER, "set it to cuda or cpu, or not at all")
+    return wanted
+
+
+def _decode_jpegs(
+    contents: Sequence[_Content], side: int, channels: int, device: str
+) -> list[NDArray[np.uint8] | None]:
+    """JPEGs decoded and resized on a device; None for what Pillow decodes: other formats, turned and odd ones."""
+    import torch
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    found: list[NDArray[np.uint8] | None] = [None] * len(contents)
+    raw = {row: encoded for row, content in enumerate(contents) if (encoded := _plain_jpeg(content))}
+    with suppress(RuntimeError):  # one that cannot be decoded spoils them all
+        tensors = [torch.frombuffer(bytearray(encoded), dtype=torch.uint8) for encoded in raw.values()]
+        mode = ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB
+        squares = []
+        for image in decode_jpeg(tensors, mode, device) if tensors else []:
+            height, width = image.shape[1:]
+            short = min(height, width)
+            top, left = (height - short) // 2, (width - short) // 2
+            square = image[None, :, top : top + short, left : left + short]
+            if short != side:
+                fitted = torch.nn.functional.interpolate(square.float(), (side, side), mode="bicubic", antialias=True)
+                square = fitted.round().clamp(0, 255).to(torch.uint8)
+            squares.append(square)
+        for row, pixels in zip(
+            raw, torch.cat(squares).permute(0, 2, 3, 1).cpu().numpy() if squares else (), strict=True
+        ):
+            found[row] = pixels
+    return found
+
+
+def _plain_jpeg(content: _Content) -> bytes:
+    """The bytes of a JPEG that is grey or RGB and not turned; else none."""
+    with suppress(Exception):  # Pillow will say what is wrong
+        encoded = content.read_bytes() if isinstance(content, Path) else content.getvalue()
+        with Image.open(io.BytesIO(encoded), formats=["JPEG"]) as image:
+            if image.mode in ("L", "RGB") and image.getexif().get(0x0112, 1) == 1:  # its orientation
+                return encoded
+    return b""
+
+
 def eight_bits(image: Image.Image) -> Image.Image:
     """The picture as 8-bit grey or RGB, on white where it is transparent, deeper pixels scaled (not clipped)."""
     if image.mode == "F" or image.mode.startswith("I"):
@@ -203,9 +263,15 @@ def _reason(error: Exception) -> str:
 
 
 def _in_parallel(
-    work: Callable[[_Content], _Result], folder: Path, files: Sequence[ImageFile]
+    work: Callable[[_Content], _Result],
+    folder: Path,
+    files: Sequence[ImageFile],
+    together: Callable[[Sequence[_Content]], Sequence[_Result | None]] | None = None,
 ) -> Iterator[_Result | Skipped]:
-    """The results in order, from threads a bounded way ahead (Pillow frees the interpreter while it decodes)."""
+    """The results in order, from threads a bounded way ahead (Pillow frees the interpreter while it decodes).
+
+    What `together` gives of several at a time is taken; where it gives None, `work` is asked.
+    """
 
     def attempt(file: ImageFile, content: _Content) -> _Result | Skipped:
         try:
@@ -216,6 +282,10 @@ def _in_parallel(
             reason = "needs a plugin: pip install pillow-heif" if known else _reason(error)
             return Skipped(file.name, "the file is empty" if file.size == 0 else reason, passing)
 
+    def attempt_all(chunk: Sequence[tuple[ImageFile, _Content]]) -> list[_Result | Skipped]:
+        made = [None] * len(chunk) if together is None else together([content for _, content in chunk])
+        return [attempt(*image) if one is None else one for image, one in zip(chunk, made, strict=True)]
+
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     n_threads = max(1, min(16, n_cores, len(files) // _CHUNK))
     waiting: deque[Future[list[_Result | Skipped]]] = deque()
@@ -223,7 +293,7 @@ def _in_parallel(
     try:
         images = zip(files, read_images(folder, files), strict=True)
         while chunk := list(itertools.islice(images, _CHUNK)):
-            waiting.append(pool.submit(lambda chunk: [attempt(*image) for image in chunk], chunk))
+            waiting.append(pool.submit(attempt_all, chunk))
             if len(waiting) > 4 * n_threads:
                 yield from waiting.popleft().result()
         while waiting:
