@@ -4,11 +4,12 @@
 
 JPEGs are generated (200 different ones), written into tar shards of 10,000, and decoded once into the memory map that
 training reads. SimCLR then trains on the map, streamed, and on images that are resident; the difference is the wait for
-data. Cold: the map is dropped from the system's page cache first. The floor of decoding is Pillow in a plain loop on
-one thread. WebDataset and LitData, which decode anew in every epoch, are measured where they are installed. Each line
-is a process of its own; memory is its peak of anonymous pages, since those of a map can be dropped. Sizes that need
-more disk than `--disk` GiB, or more time than `--limit`, are extrapolated from the largest that ran, and say so. On a
-GPU, CONSTRAINTMATCH_DECODE=cuda measures its JPEG decoder too.
+data. On cores with other work that difference is noise; the share of CPU time that goes into reading is not. The
+quickest stretch of a training counts. Cold: the map is dropped from the system's page cache first. The floor of
+decoding is Pillow in a plain loop on one thread. WebDataset and LitData, which decode anew in every epoch, are measured
+where they are installed. Each line is a process of its own; memory is its peak of anonymous pages, since those of a map
+can be dropped. Sizes that need more disk than `--disk` GiB, or more time than `--limit`, are extrapolated from the
+largest that ran, and say so. On a GPU, CONSTRAINTMATCH_DECODE=cuda measures its JPEG decoder too.
 """
 
 import argparse
@@ -16,7 +17,6 @@ import io
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tarfile
@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,11 +35,11 @@ import torch
 from PIL import Image
 
 from constraintmatch.data.image_set import ImageSet, load_images
-from constraintmatch.models.cluster_model import build_model
-from constraintmatch.pipeline.config import make_config
-from constraintmatch.pipeline.train import train
-from constraintmatch.training import batches
-from constraintmatch.training.loop import TrainSettings, choose_device
+from constraintmatch.methods.pretext import Projector
+from constraintmatch.models.cluster_model import build_model, with_projection
+from constraintmatch.training import batches, views
+from constraintmatch.training.loop import TrainSettings, choose_device, fit
+from constraintmatch.training.losses import nt_xent
 from constraintmatch.training.run_folder import write_result
 
 KINDS, SHARD, READ = 200, 10_000, 5_000  # different JPEGs; images in a shard; images that other readers read
@@ -96,36 +95,52 @@ def anonymous() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 
 
-def rate(images: Iterator[Any], n: int) -> float:
-    """Images a second; the first 200 are for the start of the workers."""
-    for _ in itertools.islice(images, KINDS):
+def rate(images: Iterator[Any], n: int, first: int = KINDS) -> float:
+    """How many a second; the first ones are for the start of the workers."""
+    for _ in itertools.islice(images, first):
         pass
     start = time.perf_counter()
     seen = sum(1 for _ in itertools.islice(images, n))
     return seen / (time.perf_counter() - start)
 
 
-def plain_loop(side: int) -> float:
-    """Images a second of Pillow alone, on one thread."""
-    pictures, start = jpegs(side), time.perf_counter()
-    for picture in pictures * 2:
-        np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"))
-    return 2 * KINDS / (time.perf_counter() - start)
+def plain_loop(side: int) -> tuple[float, float]:
+    """Images a second of Pillow alone, on one thread, at best; and its CPU seconds for an image."""
+    best = cpu = float("inf")
+    for _ in range(5):
+        start, spent = time.perf_counter(), time.process_time()
+        for picture in jpegs(side):
+            np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"))
+        best, cpu = min(best, time.perf_counter() - start), min(cpu, time.process_time() - spent)
+    return KINDS / best, cpu / KINDS
 
 
-def step_ms(images: ImageSet, resident: bool, asked: argparse.Namespace) -> float:
-    """The median of the milliseconds of a step of SimCLR, from the third line of its log on."""
-    batches._fits = lambda *_: resident
-    steps = asked.steps
-    arguments = {"images_per_step": asked.batch, "epochs": -(-steps // (len(images) // asked.batch))}
-    model = build_model(n_clusters=0, side=images.side, backbone=asked.backbone)
-    config = make_config("simclr", arguments, start=model)
-    settings = TrainSettings(steps=steps, device=asked.device, log_every=5)
-    log = [
-        entry for entry in train(images, None, replace(config, settings=settings)).log if entry["kind"] == "training"
-    ]
+def step_ms(images: ImageSet, resident: bool, asked: argparse.Namespace) -> tuple[float, float]:
+    """Milliseconds of a step of SimCLR on two views, in its quickest stretch; the share of CPU time that reads."""
+    device = choose_device(asked.device)
+    settings = TrainSettings(steps=asked.steps, device=asked.device, log_every=asked.steps // 8).resolve(device)
+    store = batches.ImageStore(images, device, resident=resident)
+    shuffled = batches.Shuffled(len(images), asked.batch, 0, device)
+    reading: list[float] = []
+    view, maker = views.contrastive(), batches.ViewMaker(0, device, compile=bool(settings.compile))
+
+    def next_batch(step: int) -> batches.Views:
+        rows = shuffled(step)
+        begun = time.thread_time()
+        own = store.take(rows)
+        reading.append(time.thread_time() - begun)
+        return batches.Views(maker(view, own, step, "one"), maker(view, own, step, "other"), rows)
+
+    def loss(network: Callable[..., torch.Tensor], batch: batches.Views) -> dict[str, torch.Tensor]:
+        both = network(torch.cat((batch.weak, batch.strong)))
+        return {"contrastive": nt_xent(*both.chunk(2), temperature=0.1)}
+
+    model = with_projection(build_model(n_clusters=0, side=images.side, backbone=asked.backbone), 128)
+    spent = time.process_time()
+    log = [entry for entry in fit(Projector(model), next_batch, loss, settings) if entry["kind"] == "training"]
+    share = sum(reading) / (time.process_time() - spent)
     spans = itertools.pairwise(log[2:])
-    return statistics.median(1e3 * (b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in spans)
+    return min(1e3 * (b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in spans), share
 
 
 def drop_pages(cache: Path) -> None:
@@ -141,25 +156,33 @@ def ours(n: int, side: int, folder: Path, asked: argparse.Namespace) -> dict[str
     cache = folder / "cache"
     found: dict[str, Any] = {"jpeg_bytes": encoded // n, "map_bytes": side * side * 3}
     with peak_memory() as peak:
-        start = time.perf_counter()
+        start, spent = time.perf_counter(), time.process_time()
         load_images(folder / "shards", side=side, channels=3, cache=cache)
+        found["decode_cpu_ms"] = round(1e3 * (time.process_time() - spent) / n, 4)
         found |= {"decode_s": round(time.perf_counter() - start, 2), "decode_mib": peak()}
     with peak_memory() as peak:
         start = time.perf_counter()
         images = load_images(folder / "shards", side=side, channels=3, cache=cache)
         found |= {"open_s": round(time.perf_counter() - start, 2)}
         small = images.take(np.arange(min(n, 2_000)))
-        found["resident_ms"] = round(step_ms(small, True, asked), 2)
-        found["streamed_ms"] = round(step_ms(images, False, asked), 2)
+        resident, streamed = step_ms(small, True, asked), step_ms(images, False, asked)
         del images  # pages stay as long as they are mapped
         drop_pages(cache)
         images = load_images(folder / "shards", side=side, channels=3, cache=cache)
-        found["cold_ms"] = round(step_ms(images, False, asked), 2)
+        cold = step_ms(images, False, asked)
+        found |= {"resident_ms": round(min(resident[0], step_ms(small, True, asked)[0]), 2)}
+        found |= {"streamed_ms": round(streamed[0], 2), "cold_ms": round(cold[0], 2)}
+        found |= {"read_share": round(streamed[1], 5), "cold_read_share": round(cold[1], 5)}
         found["train_mib"] = peak()
-    found |= {"decode_rate": round(n / found["decode_s"]), "plain_rate": round(plain_loop(side))}
+    plain, cpu = plain_loop(side)
+    found |= {
+        "decode_rate": round(n / found["decode_s"]),
+        "plain_rate": round(plain),
+        "plain_cpu_ms": round(1e3 * cpu, 4),
+    }
     rows, store = batches.Shuffled(n, asked.batch, 0), batches.ImageStore(images, torch.device("cpu"), resident=False)
     taken = (store.take(rows(step)) for step in itertools.count())
-    found["map_rate"] = round(asked.batch * rate(taken, 50))
+    found["map_rate"] = round(asked.batch * rate(taken, 50, 4))
     return found
 
 
@@ -171,11 +194,11 @@ def webdataset(n: int, side: int, folder: Path, asked: argparse.Namespace) -> di
     urls = [str(path) for path in sorted((folder / "shards").glob("*.tar"))]
     data = wds.WebDataset(urls, shardshuffle=False, nodesplitter=None, workersplitter=None, repeat=True)
     images = wds.WebLoader(
-        data.shuffle(1_000).decode("pil").to_tuple("jpg").map_tuple(np.asarray),
+        data.shuffle(1_000).decode("pil").to_tuple("jpg").map_tuple(np.array),
         batch_size=50,
         num_workers=asked.workers,
     )
-    return {"rate": round(50 * rate((batch for batch in images), READ // 50))}
+    return {"rate": round(50 * rate(iter(images), READ // 50, 4))}
 
 
 def read_jpeg(given: tuple[int, int]) -> dict[str, Any]:
@@ -194,17 +217,15 @@ def litdata(n: int, side: int, folder: Path, asked: argparse.Namespace) -> dict[
     )
     written = time.perf_counter() - start
 
-    class Decoded(ld.StreamingDataset):  # type: ignore[misc]
-        def __getitem__(self, row: Any) -> Any:
-            return np.asarray(Image.open(io.BytesIO(super().__getitem__(row)["jpg"])).convert("RGB"))
-
-    loader = ld.StreamingDataLoader(
-        Decoded(str(folder / "chunks"), shuffle=True), batch_size=50, num_workers=asked.workers
-    )
-    found = {"rate": round(50 * rate(iter(loader), min(READ, size - 4 * KINDS) // 50)), "write_s": round(written, 1)}
-    data, random = Decoded(str(folder / "chunks")), np.random.default_rng(0)
-    drawn = (data[int(row)] for row in random.integers(0, size, 3_000))
+    data = ld.StreamingDataset(str(folder / "chunks"), shuffle=True, transform=decoded)
+    loader = ld.StreamingDataLoader(data, batch_size=50, num_workers=asked.workers)
+    found = {"rate": round(50 * rate(iter(loader), READ // 50, 4)), "write_s": round(written, 1)}
+    drawn = (data[int(row)] for row in np.random.default_rng(0).integers(0, size, 1_200))
     return {**found, "random_rate": round(rate(drawn, 1_000))}
+
+
+def decoded(sample: dict[str, Any]) -> Any:
+    return np.array(Image.open(io.BytesIO(sample["jpg"])).convert("RGB"))
 
 
 TASKS = {"ours": ours, "webdataset": webdataset, "litdata": litdata}
@@ -225,7 +246,10 @@ def extrapolated(row: dict[str, Any], n: int) -> dict[str, Any]:
     """A line for n images from one that was measured: what grows with the images grows, the rest stays."""
     times = n / row["images"]
     grown = {name: round(row[name] * times, 2) for name in ("decode_s", "open_s", "decode_mib")}
-    kept = {name: row[name] for name in ("jpeg_bytes", "map_bytes", "decode_rate", "plain_rate")}
+    kept = {
+        name: row[name]
+        for name in ("jpeg_bytes", "map_bytes", "decode_rate", "decode_cpu_ms", "plain_rate", "plain_cpu_ms")
+    }
     return {"task": row["task"], "images": n, "side": row["side"], "extrapolated_from": row["images"], **kept, **grown}
 
 

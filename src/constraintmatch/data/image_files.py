@@ -16,18 +16,6 @@ from typing import Any, NamedTuple
 
 from constraintmatch._internal.errors import InputError, one_line
 
-__all__ = [
-    "ODD_NAME",
-    "PHONE",
-    "SHARDS",
-    "SUFFIXES",
-    "ImageFile",
-    "Skipped",
-    "find_files",
-    "find_images",
-    "read_images",
-]
-
 PHONE = frozenset({".heic", ".heif", ".avif"})  # need a plugin, or a Pillow that has it built in
 SUFFIXES = PHONE | {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".dib", ".tif", ".tiff", ".gif"}
 SHARDS = (".tar", ".parquet")
@@ -100,6 +88,29 @@ def read_images(place: Path, files: Sequence[ImageFile]) -> Iterator[Path | io.B
             yield from (_read_tar if path.suffix == ".tar" else _read_parquet)(path, own)
 
 
+def embeddings_in(place: Path) -> list[Path]:
+    """The Parquet files of a folder, or the one at the place, if they hold embeddings, as `embed` writes them."""
+    from pyarrow.parquet import read_schema
+
+    paths = sorted(place.glob("[!._]*.parquet")) if place.is_dir() else [place] if place.suffix == ".parquet" else []
+    if not paths or not paths[0].is_file():
+        return []
+    with _shard_errors(paths[0]):
+        return paths if "embedding" in read_schema(paths[0]).names else []
+
+
+def read_embeddings(paths: Sequence[Path]) -> dict[str, Any]:
+    """The arrays in Parquet files of embeddings: embeddings (n, d), names, and labels where all have them."""
+    from pyarrow import compute, parquet
+
+    with _shard_errors(paths[0]):
+        table = parquet.read_table(paths)
+        table = table.filter(compute.is_valid(table["embedding"]))  # of an image that could not be read there is none
+        flat = compute.list_flatten(table["embedding"]).to_numpy()
+        found = {"images": flat.reshape(table.num_rows, -1), "names": table["name"].to_pylist()}
+        return found | ({"labels": table["label"].to_numpy().astype(str)} if "label" in table.column_names else {})
+
+
 def _base(place: Path) -> Path:
     return place if place.is_dir() else place.parent
 
@@ -114,6 +125,25 @@ def _shard_errors(path: Path) -> Iterator[None]:
         raise InputError(f"is torn or no plain tar file ({one_line(error)})", path, "write it again") from None
     except (OSError, ValueError) as error:  # pyarrow's are ValueErrors
         raise InputError(f"cannot be read ({one_line(error)[:200]})", path, "write it again") from None
+
+
+# Names
+
+
+def check_names(names: Sequence[str] | None, n_images: int) -> tuple[str, ...]:
+    """The names as words, unique, one for each image; without any, row numbers."""
+    if names is None:
+        return tuple(map(str, range(n_images)))
+    words = tuple(map(str, names))
+    if len(words) != n_images:
+        raise InputError(f"{len(words):,} names for {n_images:,} images: give one name for each image")
+    rows: dict[str, int] = {}
+    for row, name in enumerate(words):
+        if not name or ODD_NAME.search(name):
+            raise InputError(f"row {row:,}: {name!r} is no name of an image", fix="leave out empty names, .. and NUL")
+        if rows.setdefault(name, row) != row:
+            raise InputError(f"the name {name!r} is at rows {rows[name]:,} and {row:,}: names must be unique")
+    return words
 
 
 # Tar shards

@@ -15,7 +15,15 @@ from constraintmatch._internal.errors import InputError, one_line
 from constraintmatch._internal.files import check_memory
 from constraintmatch.data.cache import decode_cached
 from constraintmatch.data.decoding import FolderRequest, Progress, fit_squares, pixels_of
-from constraintmatch.data.image_files import ODD_NAME, SHARDS, SUFFIXES, Skipped, find_images
+from constraintmatch.data.image_files import (
+    SHARDS,
+    SUFFIXES,
+    Skipped,
+    check_names,
+    embeddings_in,
+    find_images,
+    read_embeddings,
+)
 
 _ClassFolders = bool | Literal["auto"]
 _ARRAYS = {".npy": (b"\x93NUMPY", "numpy.save"), ".npz": (b"PK", "numpy.savez")}  # how it begins, what writes it
@@ -102,7 +110,7 @@ class ImageSet:
         """
         if not self.embedded:
             raise InputError("pictures go with embeddings", fix="these are images, and are shown themselves")
-        numbered = self.names == _check_names(None, len(self))
+        numbered = self.names == check_names(None, len(self))
         if numbered and len(self) != len(pictures):
             fix = "give one picture for each, or a .npz file with their names"
             raise InputError(f"{len(self):,} embeddings without names and {len(pictures):,} pictures", fix=fix)
@@ -172,7 +180,7 @@ class ImageSet:
         except ValueError:  # of rows that differ in length
             raise InputError("the images differ in size: give an array (n, h, w, c), or a folder") from None
         pixels = _as_embeddings(given) if given.ndim == 2 else pixels_of(given)
-        words = _check_names(names, len(pixels))
+        words = check_names(names, len(pixels))
         if labels is None:
             return cls(pixels, words)
         of_classes = None if classes is None else tuple(map(str, classes))
@@ -224,13 +232,14 @@ class ImageSet:
     def from_file(
         cls, path: Path | str, *, side: int | None = None, max_side: int | None = None, channels: int | None = None
     ) -> "ImageSet":
-        """Images or embeddings from a .npy file (memory-mapped) or a .npz file.
+        """Images or embeddings from a .npy file (memory-mapped) or a .npz file, or embeddings from Parquet files.
 
         A .npz holds `images` or `embeddings` (or x, data) and perhaps `labels` (or y), `names`, `classes`. Images of
         another size are converted to `side` (or, where they are larger, to `max_side`) and `channels`.
         """
         path = Path(path)
-        arrays = _read_arrays(path)
+        shards = embeddings_in(path)
+        arrays = read_embeddings(shards) if shards else _read_arrays(path)
         try:
             found = cls.from_arrays(arrays.pop("images"), **arrays)
         except InputError as error:
@@ -249,7 +258,8 @@ class ImageSet:
 def load_images(source: Path | str, **how: Any) -> ImageSet:
     """The images of a folder or shard, or of a .npy or .npz file, for which only the size of `from_folder` counts."""
     path = Path(source)
-    if path.is_dir() or path.suffix in SHARDS or (path.suffix.lower() not in _ARRAYS and not path.exists()):
+    folder = path.is_dir() or path.suffix in SHARDS or (path.suffix.lower() not in _ARRAYS and not path.exists())
+    if folder and not embeddings_in(path):
         return ImageSet.from_folder(path, **how)
     return ImageSet.from_file(path, **{name: how[name] for name in ("side", "max_side", "channels") if name in how})
 
@@ -281,22 +291,6 @@ def _as_embeddings(embeddings: NDArray[Any]) -> NDArray[np.float32]:
             what = ("too large for 32 bits", "scale them down") if finite else ("NaN or infinite", "leave it out")
             raise InputError(f"the embedding in row {row:,} has a number that is {what[0]}", fix=what[1])
     return numbers.reshape(n, 1, 1, width)
-
-
-def _check_names(names: Sequence[str] | None, n_images: int) -> tuple[str, ...]:
-    """The names as words, unique, one for each image; without any, row numbers."""
-    if names is None:
-        return tuple(map(str, range(n_images)))
-    words = tuple(map(str, names))
-    if len(words) != n_images:
-        raise InputError(f"{len(words):,} names for {n_images:,} images: give one name for each image")
-    rows: dict[str, int] = {}
-    for row, name in enumerate(words):
-        if not name or ODD_NAME.search(name):
-            raise InputError(f"row {row:,}: {name!r} is no name of an image", fix="leave out empty names, .. and NUL")
-        if rows.setdefault(name, row) != row:
-            raise InputError(f"the name {name!r} is at rows {rows[name]:,} and {row:,}: names must be unique")
-    return words
 
 
 def _check_labels(
