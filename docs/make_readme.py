@@ -456,16 +456,15 @@ def _streaming_row(row: Mapping[str, Any]) -> str:
 
 def _readers(rows: Sequence[Mapping[str, Any]]) -> str:
     """Images a second of an epoch: our map, and readers that decode anew."""
-    titles = {"ours": "the map", "webdataset": "WebDataset", "litdata": "LitData"}
-    lines = ["| reader | side | images/s | of a plain loop |", "|---|--:|--:|--:|"]
-    floor = {row["side"]: row["plain_rate"] for row in rows if row["task"] == "ours"}
-    shown = set()
+    titles = {"map_rate": "the map", "cold_map_rate": "the map, cold", "webdataset": "WebDataset", "litdata": "LitData"}
+    lines = ["| reader | images | side | images/s | of a plain loop |", "|---|--:|--:|--:|--:|"]
+    floor = {row["side"]: row["plain_rate"] for row in reversed(rows) if row["task"] == "ours"}
     for row in rows:
-        speed = row.get("map_rate" if row["task"] == "ours" else "rate")
-        if speed is not None and (row["task"], row["side"]) not in shown:
-            shown.add((row["task"], row["side"]))
-            lines.append(f"| {titles[row['task']]} | {row['side']} | {speed:,} | {speed / floor[row['side']]:.1f} |")
-    return "\n".join(lines) if len(shown) > len(floor) else ""
+        names = {"rate": row["task"]} if "rate" in row else {name: name for name in titles if name in row}
+        for name, title in names.items():
+            ratio = f"{row[name] / floor[row['side']]:.1f}"
+            lines.append(f"| {titles[title]} | {row['images']:,} | {row['side']} | {row[name]:,} | {ratio} |")
+    return "\n".join(lines)
 
 
 def speed_line() -> str:
