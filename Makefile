@@ -7,7 +7,7 @@ PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 
 unexport PYTHONDONTWRITEBYTECODE  # the tests start Python dozens of times: what is compiled is kept
 
-.PHONY: demo test suite types style docs test-ranks test-browser torture notebooks release format requirements clean
+.PHONY: demo test suite types style docs test-ranks test-cluster test-browser torture notebooks release format requirements clean
 
 demo: $(READY)  ## what pairs and answers bring, on the bundled digits
 	$(BIN)/constraintmatch demo --out demo
@@ -31,6 +31,10 @@ docs: $(READY)  ## the documentation site, into site/; a broken link is an error
 
 test-ranks: $(READY)  ## several processes of the command line train together: killed, started again, stopped
 	$(PYTEST) -m ranks tests/training/test_ranks.py tests/pipeline/test_compare.py
+
+test-cluster: $(READY)  ## a local Ray cluster and a PostgreSQL server, workers killed; installs Ray and psycopg2
+	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet "ray>=2.40" "psycopg2-binary>=2.9"
+	$(PYTEST) -m cluster tests/pipeline
 
 test-browser: $(READY)  ## the page in a real Chromium, the API fuzzed; installs Playwright and schemathesis
 	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode -r requirements-browser.txt

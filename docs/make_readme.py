@@ -439,6 +439,50 @@ def scale_table() -> str:
     return "\n".join([*lines, "", note])
 
 
+def streaming_table() -> str:
+    """Decoding, waiting and memory of images from shards, by their number and side, one table for each machine."""
+    heads = ("images", "side", "decoded a second", "CPU of a plain loop", "s for all", "MiB", "map, GB")
+    heads += ("step, ms", "of resident", "cold", "CPU that reads", "cold")
+    parts = []
+    for path in sorted((ROOT / "results").glob("streaming*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        lines = [f"| {' | '.join(heads)} |", "|--:|" + "--:|" * (len(heads) - 1)]
+        lines += [_streaming_row(row) for row in found["rows"] if row["task"] == "ours"]
+        where = found["environment"]
+        made = f"{where['gpu'] or where['platform']}, {found['cores']} cores, JPEGs decoded on the {found['decoder']}"
+        parts += ["\n".join(lines), f"{made}; steps of {found['batch']} images, {found['backbone']}."]
+        parts += [_readers(found["rows"])]
+    return "\n\n".join(filter(None, parts))
+
+
+def _streaming_row(row: Mapping[str, Any]) -> str:
+    """A line of the table; ~ where it was extrapolated."""
+    far = "~" * ("extrapolated_from" in row)
+    cells = [f"{row['images']:,}", str(row["side"]), f"{row['decode_rate']:,}"]
+    cells += [f"{row['decode_cpu_ms'] / row['plain_cpu_ms']:.2f}"]
+    cells += [f"{far}{row['decode_s']:,.0f}", f"{far}{row['decode_mib']:,.0f}"]
+    cells += [f"{row['images'] * row['map_bytes'] / 1e9:,.1f}"]
+    if "streamed_ms" not in row:
+        return f"| {' | '.join([*cells, *'–––––'])} |"
+    base, streamed = row["resident_ms"], row["streamed_ms"]
+    cells += [f"{streamed:,.0f}", f"{streamed / base:.2f}", f"{row['cold_ms'] / base:.2f}"]
+    cells += [f"{row[name]:.2%}" for name in ("read_share", "cold_read_share")]
+    return f"| {' | '.join(cells)} |"
+
+
+def _readers(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Images a second of an epoch: our map, and readers that decode anew."""
+    titles = {"map_rate": "the map", "cold_map_rate": "the map, cold", "webdataset": "WebDataset", "litdata": "LitData"}
+    lines = ["| reader | images | side | images/s | of a plain loop |", "|---|--:|--:|--:|--:|"]
+    floor = {row["side"]: row["plain_rate"] for row in reversed(rows) if row["task"] == "ours"}
+    for row in rows:
+        names = {"rate": row["task"]} if "rate" in row else {name: name for name in titles if name in row}
+        for name, title in names.items():
+            ratio = f"{row[name] / floor[row['side']]:.1f}"
+            lines.append(f"| {titles[title]} | {row['images']:,} | {row['side']} | {row[name]:,} | {ratio} |")
+    return "\n".join(lines)
+
+
 def speed_line() -> str:
     """A step and a whole training of ConstraintMatch, in one sentence."""
     speed = json.loads((ROOT / "results" / "speed-h200.json").read_text(encoding="utf-8"))
@@ -537,6 +581,7 @@ def filled(text: str) -> str:
         "pretext table": pretext_table,
         "speed table": speed_table,
         "scale table": scale_table,
+        "streaming table": streaming_table,
         "speed line": speed_line,
         "decisions list": decisions_list,
         "reproduction table": lambda: reproduction_part(ROOT / "results" / "paper"),

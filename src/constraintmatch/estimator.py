@@ -161,7 +161,7 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
         Parameters
         ----------
         X : array-like, ImageSet, path or str
-            Embeddings (n, d), images (n, h, w) or (n, h, w, c), an `ImageSet`, a folder, or a .npy or .npz file.
+            Embeddings (n, d), images (n, h, w) or (n, h, w, c), an `ImageSet`, a folder, shards, a .npy or .npz file.
         y : ignored
             Labels are not used. Pairs in this place are taken as `constraints`; 3 or 4 columns are a table of pairs.
         constraints : Constraints, path, str, array-like, dict or sparse matrix, default=None

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from image_files import noise, save
 from PIL import Image, PngImagePlugin, TiffImagePlugin, features
 
+from constraintmatch._internal.errors import InputError
+from constraintmatch.data import decoding
 from constraintmatch.data.image_set import ImageSet, Skipped, load_images
 
 
@@ -401,3 +404,53 @@ def test_many_files_keep_their_order(tmp_path: Path) -> None:
     images = load_images(tmp_path)
     np.testing.assert_array_equal(images.images[:, 0, 0, 0], np.arange(200))
     assert images.names == tuple(f"{number:03d}.png" for number in range(200))
+
+
+# JPEGs on a GPU
+
+
+def test_jpegs_decoded_by_torch_are_near_to_pillows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of the GPU, on the CPU: the right image in the right place, what is not plain left to Pillow."""
+    for row in range(20):
+        smooth = Image.fromarray(noise(6, 4, 3, seed=row)).resize((64, 80 + row), Image.Resampling.BICUBIC)
+        save(tmp_path / f"{row:02d}.jpg", smooth, quality=95)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    save(tmp_path / "20.jpg", quadrants(), exif=turned)
+    save(tmp_path / "21.png", quadrants())
+    (tmp_path / "22.jpg").write_bytes((tmp_path / "00.jpg").read_bytes()[:-500])
+    plain = ImageSet.from_folder(tmp_path, side=32, cache=False)
+    made: list[int] = []
+
+    def on_cpu(contents: list[Path], side: int, channels: int, _: str) -> list[np.ndarray | None]:
+        found = decode_jpegs(contents, side, channels, "cpu")
+        made.append(sum(one is not None for one in found))
+        return found
+
+    decode_jpegs = decoding._decode_jpegs
+    monkeypatch.setattr(decoding, "decoder", lambda: "cuda")
+    monkeypatch.setattr(decoding, "_decode_jpegs", on_cpu)
+    other = ImageSet.from_folder(tmp_path, side=32, cache=False)
+    assert sum(made) >= 16
+    assert other.names == plain.names
+    assert other.skipped == plain.skipped
+    assert np.abs(other.images.astype(int) - plain.images).mean() < 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_jpegs_decoded_by_a_gpu_are_near_to_pillows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for row in range(40):
+        smooth = Image.fromarray(noise(6, 4, 3, seed=row)).resize((300, 280), Image.Resampling.BICUBIC)
+        save(tmp_path / f"{row:02d}.jpg", smooth, quality=95)
+    plain = ImageSet.from_folder(tmp_path, side=224)
+    monkeypatch.setenv("CONSTRAINTMATCH_DECODE", "cuda")
+    other = ImageSet.from_folder(tmp_path, side=224)
+    assert 0 < np.abs(other.images.astype(int) - plain.images).mean() < 2
+
+
+def test_a_decoder_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "a.png", noise(16, 16, 3))
+    monkeypatch.setenv("CONSTRAINTMATCH_DECODE", "tpu")
+    with pytest.raises(InputError, match="CONSTRAINTMATCH_DECODE: 'tpu' is no GPU of this machine; set it to cuda"):
+        ImageSet.from_folder(tmp_path)

@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,3 +96,16 @@ def test_every_tensor_of_a_nested_batch_is_mapped() -> None:
     assert mapped.inner.x.tolist() == [2, 2]
     assert mapped.y.tolist() == [1]
     assert mapped.nothing is None
+
+
+@pytest.mark.parametrize("header", [0, 128, 5_000])
+def test_rows_of_a_map_are_asked_for_ahead_and_come_as_they_are(tmp_path: Path, header: int) -> None:
+    """Rows of 300 bytes begin anywhere in a page; one that was asked for outside the file would be an error."""
+    pixels = np.random.default_rng(0).integers(0, 256, (500, 10, 10, 3), dtype=np.uint8)
+    (tmp_path / "map").write_bytes(bytes(header) + pixels.tobytes())
+    mapped = np.memmap(tmp_path / "map", np.uint8, mode="r", offset=header, shape=pixels.shape)
+    names = tuple(map(str, range(500)))
+    for images in (mapped, np.asarray(mapped), np.asarray(mapped)[100:]):
+        store = ImageStore(ImageSet(images, names[: len(images)]), torch.device("cpu"), resident=False)
+        rows = torch.tensor([0, len(images) - 1, 7, 7, 123])
+        np.testing.assert_array_equal(store.take(rows).permute(0, 2, 3, 1).numpy(), images[rows.numpy()])

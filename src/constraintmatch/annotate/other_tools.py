@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_errors, read_json, write_json
 from constraintmatch.annotate.database import Given
-from constraintmatch.data.decoding import SUFFIXES
+from constraintmatch.data.image_files import SUFFIXES
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question
 
 _SAME = "same, same kind, same class, match, similar, yes, true, must-link"

@@ -17,6 +17,7 @@ from constraintmatch.cli.shared import (
     command,
     flag,
     for_terminal,
+    on_engine,
     option,
     print_rows,
     shared,
@@ -82,7 +83,7 @@ def evaluate(model: Model, data: Source, *, how: Flags, reporter: Reporter) -> N
     _LOOK,
     how={
         "side": flag(int, "Pixels a side to resize images to. (fits MODEL)", panel="Images"),
-        **shared("device", "split", "data_dir", "class_folders", "strict"),
+        **shared("device", "split", "data_dir", "class_folders", "strict", "engine"),
     },
 )
 def embed(
@@ -107,6 +108,9 @@ def embed(
     """
     from constraintmatch.pipeline import embedding
 
+    if (engine := how.pop("engine", None)) is not None:
+        print_rows(on_engine(engine, "embed", model, data, out, **how, reporter=reporter))
+        return
     made = embedding.embed_images(model, data, out, **how, reporter=reporter)
     print_rows([("embeddings", f"{out} ({len(made):,} of {made.shape[1]:,} numbers)")])
 

@@ -226,14 +226,29 @@ _SHARED = {
     ),
     "strict": flag(bool, "Stop at a file that cannot be read. (skip it)", "--strict", panel="Images"),
     "pictures": flag(Path, "For embeddings: the folder of their images.", panel="Images"),
+    "engine": flag(str, "ray: on all machines of a Ray cluster; --out is a Parquet folder. (this process)"),
     "flip": flag(bool, "A mirrored image means the same, or not. (it does)", "--mirror/--no-mirror", panel="Images"),
 }
-_DATA = "A folder of images, a .npy or .npz file of images or embeddings, or a data set: digits, cifar10, cifar100-20."
+_DATA = (
+    "A folder of images, tar or Parquet shards of them, a .npy or .npz file of images or embeddings, or a data set: "
+    "digits, cifar10, cifar100-20."
+)
 _SET = "Any other setting; may be repeated. (constraintmatch settings lists them)"
 Source = Annotated[str, typer.Argument(metavar="DATA", help=_DATA)]
 Images = Annotated[str | None, typer.Argument(metavar="DATA", help=_DATA)]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder or a run folder.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=_SET, show_default=False)]
+
+
+def on_engine(engine: str, kind: Any, model: str, data: str, out: Path, **given: Any) -> list[tuple[str, str]]:
+    """Embed or predict on another engine than this process: the rows to print."""
+    from constraintmatch.pipeline.cluster import run_on_cluster
+
+    if engine != "ray":
+        raise InputError(f"--engine {engine} is not known", fix="give ray, or leave it out")
+    if odd := sorted(given.keys() - {"side", "device", "reporter"}):
+        raise InputError(f"--{odd[0].replace('_', '-')} does not go with --engine ray", fix="leave one of them out")
+    return [("written", f"{run_on_cluster(kind, model, data, out, **given):,} images in {out}")]
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:

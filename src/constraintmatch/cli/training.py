@@ -21,6 +21,7 @@ from constraintmatch.cli.shared import (
     command,
     flag,
     named_start,
+    on_engine,
     option,
     print_rows,
     shared,
@@ -150,7 +151,7 @@ def _holds_run(out: Path | None) -> bool:
         "sort_into": flag(Path, "New folder for one folder of images per cluster."),
         "link": flag(bool, "Sorted images are links or copies. (links)", "--link/--copy"),
     },
-    how=shared("device", "split", "data_dir", "strict", "pictures"),
+    how=shared("device", "split", "data_dir", "strict", "pictures", "engine"),
 )
 def predict(model: Model, data: Source, *, files: Flags, how: Flags, reporter: Reporter) -> None:
     r"""Place images in the clusters of a trained model.
@@ -162,6 +163,9 @@ def predict(model: Model, data: Source, *, files: Flags, how: Flags, reporter: R
     from constraintmatch.pipeline import commands
 
     out, sort_into = files.get("out", Path("clusters.csv")), files.get("sort_into")
+    if (engine := how.pop("engine", None)) is not None:
+        print_rows(on_engine(engine, "predict", str(model), data, **{**files, "out": out}, **how, reporter=reporter))
+        return
     check_target(out)
     if sort_into is not None:
         commands.check_sort_folder(sort_into, data, out)

@@ -1,4 +1,4 @@
-"""Folders decoded once, and embeddings made once, in the user's cache folder.
+"""Folders and shards decoded once, and embeddings made once, in the user's cache folder.
 
 Images: a memory-mapped cache that serves until a file in the folder changes.
 
@@ -13,6 +13,7 @@ moved or copied is known, and of a changed folder only what changed is embedded 
 import hashlib
 import json
 import logging
+import math
 import os
 import sqlite3
 import time
@@ -29,8 +30,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import read_json, write_atomically, write_json
-from constraintmatch.data.decoding import FolderRequest, Skipped, open_decoder
+from constraintmatch._internal.files import check_memory, read_json, write_atomically, write_json
+from constraintmatch.data.decoding import FolderRequest, decoder, open_decoder
+from constraintmatch.data.image_files import Skipped
 
 __all__ = ["decode_cached", "embed_cached"]
 
@@ -124,7 +126,7 @@ def _user_cache() -> Path | None:
 
 def _state(request: FolderRequest) -> str:
     """A digest of all that decides the pixels: each file's path, size and time, and the decoder's version and limit."""
-    plugin = " pillow-heif" if find_spec("pillow_heif") else ""
+    plugin = (" pillow-heif" if find_spec("pillow_heif") else "") + decoder().partition(":")[0].removeprefix("cpu")
     digest = hashlib.sha256(f"{PIL.__version__} {Image.MAX_IMAGE_PIXELS}{plugin}".encode())
     for file in request.files:
         digest.update(f"\n{file.name}\0{file.size}\0{file.mtime_ns}".encode())
@@ -161,6 +163,7 @@ def _opens(path: Path) -> bool:
 
 def _decode_into_memory(request: FolderRequest) -> _Decoded:
     with open_decoder(request) as (shape, decoded, skipped):
+        check_memory(math.prod(shape), request.folder, "make room for the cache on the disk, or take a smaller side")
         images, n = np.empty(shape, np.uint8), 0
         for image in decoded:
             images[n] = image

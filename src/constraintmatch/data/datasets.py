@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from constraintmatch._internal.errors import InputError, one_line
 from constraintmatch._internal.files import read_errors
 from constraintmatch.data.cache import decode_cached
-from constraintmatch.data.decoding import FolderRequest, ImageFile, Progress, find_files
+from constraintmatch.data.decoding import FolderRequest, Progress
+from constraintmatch.data.image_files import ImageFile, find_files
 from constraintmatch.data.image_set import ImageSet
 
 STEPS = 20_000  # of each of the paper's trainings

@@ -1,15 +1,15 @@
-"""Pixels: from the files below a folder, decoded in parallel, and from arrays."""
+"""Pixels: from encoded images, decoded in parallel, and from arrays."""
 
+import io
+import itertools
 import os
-import stat
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,15 +19,13 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from constraintmatch._internal.errors import InputError, one_line
+from constraintmatch.data.image_files import PHONE, ImageFile, Skipped, find_images, read_images
 
 __all__ = [
-    "SUFFIXES",
     "FolderRequest",
-    "ImageFile",
     "Progress",
-    "Skipped",
+    "decoder",
     "eight_bits",
-    "find_files",
     "fit_squares",
     "is_photo",
     "open_decoder",
@@ -37,36 +35,18 @@ __all__ = [
 
 Progress = Callable[[int, int], None]
 _Result = TypeVar("_Result")
+_Content = Path | io.BytesIO
 
-_PHONE = frozenset({".heic", ".heif", ".avif"})  # need a plugin, or a Pillow that has it built in
-_COMMON = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".dib", ".tif", ".tiff", ".gif"}
-SUFFIXES = _PHONE | _COMMON
 _PHOTO_SIDES = {3: 32, 1: 64}  # pixels from which on colour and grey images count as photographs (decision 049)
 _FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF"]  # tried by content: a PNG named .jpg is still read
 _GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"})
 _SIDES = (96, 64, 32, 16, 8)  # sides chosen for images of different sizes
+_DECODER = "CONSTRAINTMATCH_DECODE"  # the variable that names the GPU which decodes JPEGs
 _CHUNK = 16  # files per task: enough to hide what a task costs, few enough for a smooth progress bar
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """A file that is not among the images, and why."""
-
-    name: str
-    reason: str
-    passing: bool = field(default=False, compare=False)  # no permission, no memory: another try may work
-
-
-class ImageFile(NamedTuple):
-    """A file with the suffix of an image."""
-
-    name: str  # relative, with forward slashes
-    size: int
-    mtime_ns: int
-
-
 class FolderRequest(NamedTuple):
-    """What is asked of a folder: its files, their size and colour (None: chosen by their headers)."""
+    """What is asked of a folder or shard: its images, their size and colour (None: chosen by their headers)."""
 
     folder: Path
     files: tuple[ImageFile, ...]
@@ -74,66 +54,6 @@ class FolderRequest(NamedTuple):
     max_side: int | None  # of a chosen side
     channels: int | None
     progress: Progress | None
-
-
-# Finding
-
-
-def find_files(folder: Path) -> tuple[list[ImageFile], list[Skipped]]:
-    """The image files below a folder, sorted by name, and what could not be looked at.
-
-    Every real folder is entered once, by its own path rather than by a link, so that loops of links end.
-    """
-    files: list[ImageFile] = []
-    skipped: list[Skipped] = []
-    entered: set[tuple[int, int]] = set()
-    real, linked = [""], list[str]()
-    while real or linked:
-        linked.sort(reverse=True)
-        here = real.pop() if real else linked.pop()
-        try:
-            status = (folder / here).stat()
-            if (status.st_dev, status.st_ino) in entered:
-                continue
-            entered.add((status.st_dev, status.st_ino))
-            with os.scandir(folder / here) as entries:
-                for entry in entries:
-                    _sort_entry(entry, here, files, skipped, linked if entry.is_symlink() else real)
-        except OSError as error:
-            skipped.append(Skipped(_escape(here or str(folder)), _reason(error)))
-    return sorted(files), skipped
-
-
-def _sort_entry(
-    entry: os.DirEntry[str], here: str, files: list[ImageFile], skipped: list[Skipped], folders: list[str]
-) -> None:
-    """Put a folder's entry where it belongs; hidden entries and files without the suffix of an image are left out."""
-    if entry.name.startswith("."):
-        return
-    name = f"{here}/{entry.name}" if here else entry.name
-    with suppress(OSError):  # a link onto itself is no folder
-        if entry.is_dir():
-            folders.append(name)
-            return
-    if os.path.splitext(entry.name)[1].lower() not in SUFFIXES:  # noqa: PTH122 (Path is ten times slower)
-        return
-    try:
-        name.encode()
-        status = entry.stat()
-    except UnicodeEncodeError:
-        skipped.append(Skipped(_escape(name), "its name is not valid Unicode; rename it"))
-    except OSError as error:
-        skipped.append(Skipped(name, _reason(error)))
-    else:
-        if stat.S_ISREG(status.st_mode):
-            files.append(ImageFile(name, status.st_size, status.st_mtime_ns))
-        else:  # opening a pipe would wait for ever
-            skipped.append(Skipped(name, "not a regular file"))
-
-
-def _escape(name: str) -> str:
-    """A name that can be printed and written: undecodable bytes as escapes."""
-    return name.encode("utf-8", "backslashreplace").decode()
 
 
 # Decoding
@@ -160,7 +80,12 @@ def _decode(
     """The pixels of each file, in order, with progress."""
     if request.progress and files:
         request.progress(0, len(files))
-    results = _in_parallel(lambda file: _decode_file(request.folder / file.name, side, channels), files)
+    results = _in_parallel(
+        lambda content: _decode_file(content, side, channels),
+        request.folder,
+        files,
+        None if decoder() == "cpu" else lambda contents: _decode_jpegs(contents, side, channels, decoder()),
+    )
     for done, result in enumerate(results, start=1):
         if isinstance(result, Skipped):
             skipped.append(result)
@@ -174,7 +99,7 @@ def _choose_size(request: FolderRequest) -> tuple[int, int, list[Skipped]]:
     """Side, channels and the files whose headers cannot be read; headers are read only when something is not given."""
     if request.side is not None and request.channels is not None:
         return request.side, request.channels, []
-    results = list(_in_parallel(partial(_header, request.folder), request.files))
+    results = list(_in_parallel(_header, request.folder, request.files))
     headers = [result for result in results if not isinstance(result, Skipped)]
     chosen = _choose_side([(width, height) for width, height, _ in headers])
     side = request.side or min(chosen, request.max_side or _SIDES[0])
@@ -182,9 +107,9 @@ def _choose_size(request: FolderRequest) -> tuple[int, int, list[Skipped]]:
     return side, channels, [result for result in results if isinstance(result, Skipped)]
 
 
-def _header(folder: Path, file: ImageFile) -> tuple[int, int, bool]:
+def _header(content: _Content) -> tuple[int, int, bool]:
     """Width, height, and whether it is grey."""
-    with Image.open(folder / file.name, formats=_FORMATS) as image:
+    with Image.open(content, formats=_FORMATS) as image:
         return image.width, image.height, image.mode in _GREY_MODES
 
 
@@ -195,9 +120,10 @@ def is_photo(side: int, channels: int) -> bool:
 
 def typical_size(folder: Path, most: int = 200) -> tuple[int, int]:
     """The median of the shorter sides, and the channels, by the headers of some of the images; (0, 1) without any."""
-    files = find_files(folder)[0]
+    files = find_images(folder)[0]
+    some = files[:most] if files and files[0].shard else files[:: max(1, len(files) // most)]
     with _quiet():
-        results = list(_in_parallel(partial(_header, folder), files[:: max(1, len(files) // most)]))
+        results = list(_in_parallel(_header, folder, some))
     headers = [result for result in results if not isinstance(result, Skipped)]
     sides = [min(width, height) for width, height, _ in headers]
     return int(np.median(sides or [0])), 1 if all(grey for *_, grey in headers) else 3
@@ -213,14 +139,67 @@ def _choose_side(sizes: list[tuple[int, int]]) -> int:
     return next((side for side in _SIDES if side <= median), _SIDES[-1])
 
 
-def _decode_file(path: Path, side: int, channels: int) -> NDArray[np.uint8]:
+def _decode_file(content: _Content, side: int, channels: int) -> NDArray[np.uint8]:
     """The file's first picture as (side, side, channels)."""
-    with Image.open(path, formats=_FORMATS) as image:
+    with Image.open(content, formats=_FORMATS) as image:
         image.draft(None, (2 * side, 2 * side))  # a JPEG may leave out detail that the resizing would average away
         image.load()  # before the EXIF: in a PNG it may follow the pixels; a TIFF is turned by loading
         with suppress(Exception):  # a broken EXIF block does not spoil the picture
             ImageOps.exif_transpose(image, in_place=True)
         return _fit_square(eight_bits(image), side, channels)
+
+
+def decoder() -> str:
+    """What decodes JPEGs: the GPU that CONSTRAINTMATCH_DECODE names (cuda), else "cpu", which is Pillow.
+
+    A GPU rounds in its own way: a pixel may differ by some levels.
+    """
+    wanted = os.environ.get(_DECODER) or "cpu"
+    if wanted != "cpu":
+        import torch
+
+        if not (wanted.startswith("cuda") and torch.cuda.is_available()):
+            raise InputError(f"{wanted!r} is no GPU of this machine", _DECODER, "set it to cuda or cpu, or not at all")
+    return wanted
+
+
+def _decode_jpegs(
+    contents: Sequence[_Content], side: int, channels: int, device: str
+) -> list[NDArray[np.uint8] | None]:
+    """JPEGs decoded and resized on a device; None for what Pillow decodes: other formats, turned and odd ones."""
+    import torch
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    found: list[NDArray[np.uint8] | None] = [None] * len(contents)
+    raw = {row: encoded for row, content in enumerate(contents) if (encoded := _plain_jpeg(content))}
+    with suppress(RuntimeError):  # one that cannot be decoded spoils them all
+        tensors = [torch.frombuffer(bytearray(encoded), dtype=torch.uint8) for encoded in raw.values()]
+        mode = ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB
+        squares = []
+        for image in decode_jpeg(tensors, mode, device) if tensors else []:
+            height, width = image.shape[1:]
+            short = min(height, width)
+            top, left = (height - short) // 2, (width - short) // 2
+            square = image[None, :, top : top + short, left : left + short]
+            if short != side:
+                fitted = torch.nn.functional.interpolate(square.float(), (side, side), mode="bicubic", antialias=True)
+                square = fitted.round().clamp(0, 255).to(torch.uint8)
+            squares.append(square)
+        for row, pixels in zip(
+            raw, torch.cat(squares).permute(0, 2, 3, 1).cpu().numpy() if squares else (), strict=True
+        ):
+            found[row] = pixels
+    return found
+
+
+def _plain_jpeg(content: _Content) -> bytes:
+    """The bytes of a JPEG that is grey or RGB and not turned; else none."""
+    with suppress(Exception):  # Pillow will say what is wrong
+        encoded = content.read_bytes() if isinstance(content, Path) else content.getvalue()
+        with Image.open(io.BytesIO(encoded), formats=["JPEG"]) as image:
+            if image.mode in ("L", "RGB") and image.getexif().get(0x0112, 1) == 1:  # its orientation
+                return encoded
+    return b""
 
 
 def eight_bits(image: Image.Image) -> Image.Image:
@@ -283,25 +262,38 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or one_line(error)
 
 
-def _in_parallel(work: Callable[[ImageFile], _Result], files: Sequence[ImageFile]) -> Iterator[_Result | Skipped]:
-    """The results in order, from threads a bounded way ahead (Pillow frees the interpreter while it decodes)."""
+def _in_parallel(
+    work: Callable[[_Content], _Result],
+    folder: Path,
+    files: Sequence[ImageFile],
+    together: Callable[[Sequence[_Content]], Sequence[_Result | None]] | None = None,
+) -> Iterator[_Result | Skipped]:
+    """The results in order, from threads a bounded way ahead (Pillow frees the interpreter while it decodes).
 
-    def attempt(file: ImageFile) -> _Result | Skipped:
+    What `together` gives of several at a time is taken; where it gives None, `work` is asked.
+    """
+
+    def attempt(file: ImageFile, content: _Content) -> _Result | Skipped:
         try:
-            return work(file)
+            return work(content)
         except Exception as error:  # Pillow's plugins raise nearly anything on broken bytes
             passing = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
-            known = isinstance(error, PIL.UnidentifiedImageError) and Path(file.name).suffix.lower() in _PHONE
+            known = isinstance(error, PIL.UnidentifiedImageError) and Path(file.name).suffix.lower() in PHONE
             reason = "needs a plugin: pip install pillow-heif" if known else _reason(error)
             return Skipped(file.name, "the file is empty" if file.size == 0 else reason, passing)
+
+    def attempt_all(chunk: Sequence[tuple[ImageFile, _Content]]) -> list[_Result | Skipped]:
+        made = [None] * len(chunk) if together is None else together([content for _, content in chunk])
+        return [attempt(*image) if one is None else one for image, one in zip(chunk, made, strict=True)]
 
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     n_threads = max(1, min(16, n_cores, len(files) // _CHUNK))
     waiting: deque[Future[list[_Result | Skipped]]] = deque()
     pool = ThreadPoolExecutor(n_threads, thread_name_prefix="decode")
     try:
-        for start in range(0, len(files), _CHUNK):
-            waiting.append(pool.submit(lambda chunk: [attempt(file) for file in chunk], files[start : start + _CHUNK]))
+        images = zip(files, read_images(folder, files), strict=True)
+        while chunk := list(itertools.islice(images, _CHUNK)):
+            waiting.append(pool.submit(attempt_all, chunk))
             if len(waiting) > 4 * n_threads:
                 yield from waiting.popleft().result()
         while waiting:

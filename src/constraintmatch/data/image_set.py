@@ -1,7 +1,6 @@
-"""Images or embeddings with names: from arrays, .npy/.npz files, folders of image files decoded once into a cache."""
+"""Images or embeddings with names: from arrays, .npy/.npz files, folders and shards decoded once into a cache."""
 
 import hashlib
-import re
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -15,10 +14,18 @@ from numpy.typing import ArrayLike, NDArray
 from constraintmatch._internal.errors import InputError, one_line
 from constraintmatch._internal.files import check_memory
 from constraintmatch.data.cache import decode_cached
-from constraintmatch.data.decoding import SUFFIXES, FolderRequest, Progress, Skipped, find_files, fit_squares, pixels_of
+from constraintmatch.data.decoding import FolderRequest, Progress, fit_squares, pixels_of
+from constraintmatch.data.image_files import (
+    SHARDS,
+    SUFFIXES,
+    Skipped,
+    check_names,
+    embeddings_in,
+    find_images,
+    read_embeddings,
+)
 
 _ClassFolders = bool | Literal["auto"]
-_ODD_NAME = re.compile(r"[\0\ud800-\udfff]|(^|[/\\])\.\.([/\\]|$)")
 _ARRAYS = {".npy": (b"\x93NUMPY", "numpy.save"), ".npz": (b"PK", "numpy.savez")}  # how it begins, what writes it
 
 
@@ -103,7 +110,7 @@ class ImageSet:
         """
         if not self.embedded:
             raise InputError("pictures go with embeddings", fix="these are images, and are shown themselves")
-        numbered = self.names == _check_names(None, len(self))
+        numbered = self.names == check_names(None, len(self))
         if numbered and len(self) != len(pictures):
             fix = "give one picture for each, or a .npz file with their names"
             raise InputError(f"{len(self):,} embeddings without names and {len(pictures):,} pictures", fix=fix)
@@ -173,7 +180,7 @@ class ImageSet:
         except ValueError:  # of rows that differ in length
             raise InputError("the images differ in size: give an array (n, h, w, c), or a folder") from None
         pixels = _as_embeddings(given) if given.ndim == 2 else pixels_of(given)
-        words = _check_names(names, len(pixels))
+        words = check_names(names, len(pixels))
         if labels is None:
             return cls(pixels, words)
         of_classes = None if classes is None else tuple(map(str, classes))
@@ -192,7 +199,7 @@ class ImageSet:
         cache: bool | Path | str = True,
         progress: Progress | None = None,
     ) -> "ImageSet":
-        """The images below a folder, named by relative path and sorted by name.
+        """The images below a folder, named by relative path and sorted by name; or in tar or Parquet shards, in order.
 
         Each image is turned as its EXIF says, put on white where it is transparent, resized so that its shorter side is
         `side`, and cropped to the central square; one that has that size already keeps its pixels. Without `side`: the
@@ -200,17 +207,13 @@ class ImageSet:
         shorter side; at most `max_side`, where given. Without `channels`: 1 when every file is grey, else 3.
 
         `class_folders`: the first part of each path is the image's class (for evaluation only); "auto" does so when all
-        images are in two or more sub-folders. Files that cannot be read are listed in `skipped`; with `strict` they
-        are an error. Decoded images are kept in `cache` (True: the user's cache folder, False: nowhere) until a file in
-        the folder changes; `progress(done, total)` is called while files are decoded, not when the cache serves.
+        images are in two or more sub-folders; labels in shards go first. Files that cannot be read are in `skipped`;
+        with `strict` they are an error. Decoded images are kept in `cache` (True: the user's cache folder, False:
+        nowhere) until a file changes; `progress(done, total)` is called while files are decoded.
         """
         folder = Path(folder)
         _check_size(side, max_side, channels)
-        if folder.is_file():
-            raise InputError("a file", folder, "give a folder of images, or a .npy or .npz file")
-        if not folder.is_dir():
-            raise InputError("no such folder", folder)
-        files, unread = find_files(folder)
+        files, unread = find_images(folder)
         if not files and not unread:
             raise InputError(f"no images there (looked for {', '.join(sorted(SUFFIXES))} at any depth)", folder)
         request = FolderRequest(folder, tuple(files), side, None if side else max_side, channels, progress)
@@ -220,19 +223,23 @@ class ImageSet:
             others = f" (and {len(skipped) - 1:,} more)" if len(skipped) > 1 else ""
             fix = "repair or remove it, or read without strict" if strict else "no image could be read"
             raise InputError(f"{skipped[0].name}: {skipped[0].reason}{others}", folder, fix)
+        marks = {file.name: file.label for file in files if file.label is not None}
+        if class_folders and all(name in marks for name in names):
+            return cls(images, names, *_check_labels(np.array([*map(marks.get, names)]), len(names), None), skipped)
         return cls(images, names, *_labels_from_paths(folder, names, class_folders), skipped)
 
     @classmethod
     def from_file(
         cls, path: Path | str, *, side: int | None = None, max_side: int | None = None, channels: int | None = None
     ) -> "ImageSet":
-        """Images or embeddings from a .npy file (memory-mapped) or a .npz file.
+        """Images or embeddings from a .npy file (memory-mapped) or a .npz file, or embeddings from Parquet files.
 
         A .npz holds `images` or `embeddings` (or x, data) and perhaps `labels` (or y), `names`, `classes`. Images of
         another size are converted to `side` (or, where they are larger, to `max_side`) and `channels`.
         """
         path = Path(path)
-        arrays = _read_arrays(path)
+        shards = embeddings_in(path)
+        arrays = read_embeddings(shards) if shards else _read_arrays(path)
         try:
             found = cls.from_arrays(arrays.pop("images"), **arrays)
         except InputError as error:
@@ -249,11 +256,12 @@ class ImageSet:
 
 
 def load_images(source: Path | str, **how: Any) -> ImageSet:
-    """The images of a folder, or of a .npy or .npz file, for which only the size of `ImageSet.from_folder` counts."""
-    if Path(source).is_file() or (Path(source).suffix.lower() in _ARRAYS and not Path(source).exists()):
-        size = {name: how[name] for name in ("side", "max_side", "channels") if name in how}
-        return ImageSet.from_file(source, **size)
-    return ImageSet.from_folder(source, **how)
+    """The images of a folder or shard, or of a .npy or .npz file, for which only the size of `from_folder` counts."""
+    path = Path(source)
+    folder = path.is_dir() or path.suffix in SHARDS or (path.suffix.lower() not in _ARRAYS and not path.exists())
+    if folder and not embeddings_in(path):
+        return ImageSet.from_folder(path, **how)
+    return ImageSet.from_file(path, **{name: how[name] for name in ("side", "max_side", "channels") if name in how})
 
 
 def kind_of(side: int, channels: int) -> str:
@@ -283,22 +291,6 @@ def _as_embeddings(embeddings: NDArray[Any]) -> NDArray[np.float32]:
             what = ("too large for 32 bits", "scale them down") if finite else ("NaN or infinite", "leave it out")
             raise InputError(f"the embedding in row {row:,} has a number that is {what[0]}", fix=what[1])
     return numbers.reshape(n, 1, 1, width)
-
-
-def _check_names(names: Sequence[str] | None, n_images: int) -> tuple[str, ...]:
-    """The names as words, unique, one for each image; without any, row numbers."""
-    if names is None:
-        return tuple(map(str, range(n_images)))
-    words = tuple(map(str, names))
-    if len(words) != n_images:
-        raise InputError(f"{len(words):,} names for {n_images:,} images: give one name for each image")
-    rows: dict[str, int] = {}
-    for row, name in enumerate(words):
-        if not name or _ODD_NAME.search(name):  # a file could not have it, or would be outside its folder
-            raise InputError(f"row {row:,}: {name!r} is no name of an image", fix="leave out empty names, .. and NUL")
-        if rows.setdefault(name, row) != row:
-            raise InputError(f"the name {name!r} is at rows {rows[name]:,} and {row:,}: names must be unique")
-    return words
 
 
 def _check_labels(
@@ -334,7 +326,7 @@ def _read_arrays(path: Path) -> dict[str, Any]:
     """The arrays of a file by our names for them; never unpickles."""
     suffix = path.suffix.lower()
     if suffix not in _ARRAYS:
-        raise InputError("not a .npy or .npz file", path, "give one of these or a folder of images")
+        raise InputError("not a .npy or .npz file", path, "give one, a .tar or .parquet file, or a folder of images")
     if not path.is_file():
         raise InputError("no such file", path)
     begins, made_by = _ARRAYS[suffix]

@@ -21,6 +21,7 @@ from constraintmatch._internal.progress import QUIET, Reporter, watched
 from constraintmatch.data.cache import embed_cached
 from constraintmatch.data.datasets import DATASETS, DataSet
 from constraintmatch.data.decoding import is_photo, typical_size
+from constraintmatch.data.image_files import SHARDS, embeddings_in
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import embed
 from constraintmatch.methods.preparation import check_images, spread
@@ -57,6 +58,7 @@ __all__ = [
     "is_encoder",
     "join",
     "join_folders",
+    "open_network",
     "photo_features",
     "write_embeddings",
 ]
@@ -88,7 +90,7 @@ def embed_images(
     if out.suffix != ".npz":
         raise InputError(f"{out}: embeddings are written as .npz; give --out a name that ends with .npz")
     check_target(out)
-    network = _network(model, side, DATASETS.get(str(source)))
+    network = open_network(model, side, DATASETS.get(str(source)))
     data = open_at(source, (network.config.side, network.config.channels), "train", reporter=reporter, **how)
     check_images(network, data.images)
     with watched(reporter, "embedding", len(data.images)) as progress:
@@ -112,7 +114,8 @@ def write_embeddings(path: Path, embeddings: NDArray[np.float32], images: ImageS
     write_atomically(path, write)
 
 
-def _network(model: str, side: int | None, row: DataSet | None) -> ClusterModel:
+def open_network(model: str, side: int | None, row: DataSet | None) -> ClusterModel:
+    """The network of a model folder, a run folder or `timm:NAME`, for images of a side."""
     if row is not None and side not in (None, row.side):
         raise InputError(f"{row.name} has images of {row.side} px; leave --side out")
     if model.startswith(ONNX):
@@ -265,9 +268,9 @@ def photo_features(source: str, images: ImageSet, reporter: Reporter) -> NDArray
 def _size_of(source: ImageSet | Path | str) -> tuple[int, int]:
     """The typical side and the channels of the images, from a look at some; (0, 1) where there are none."""
     if not isinstance(source, ImageSet):
-        if Path(source).is_dir():
+        if (Path(source).is_dir() or Path(source).suffix in SHARDS) and not embeddings_in(Path(source)):
             return typical_size(Path(source))
-        if not Path(source).is_file():
+        if not Path(source).exists():
             return 0, 1
         source = load_images(source)
     return source.side, source.channels

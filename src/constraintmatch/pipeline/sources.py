@@ -54,7 +54,7 @@ def open_data(
     reporter: Reporter = QUIET,
     **how: Any,
 ) -> Data:
-    """The images of a folder, of a .npy or .npz file, or of a data set by name (`./digits` means a folder).
+    """The images of a folder or shard, of a .npy or .npz file, or of a data set by name (`./digits` means a folder).
 
     A file may hold embeddings instead; `pictures` is then the folder of their images. A data set without `split` gives
     its training images, with the test images held out. `how` has the side, max_side, channels and strict of
@@ -69,7 +69,8 @@ def open_data(
         raise InputError(f"{path}: no such folder; name one that exists, or a data set: {', '.join(DATASETS)}")
     with watched(reporter, "reading images") as progress:
         images = load_images(path, class_folders=class_folders, progress=progress, **how)
-    record: dict[str, Any] = {"kind": "file" if path.is_file() else "folder", "name": path.name, "source": str(path)}
+    kind = "folder" if (path / images.names[0]).is_file() else "file"  # shards have no files of images
+    record: dict[str, Any] = {"kind": kind, "name": path.name, "source": str(path)}
     record |= {"side": images.side, "channels": images.channels, "class_folders": class_folders}
     if pictures is not None:
         if not images.embedded:

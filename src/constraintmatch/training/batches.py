@@ -5,6 +5,7 @@ the seed and t alone, so a run that resumes at t sees what an uninterrupted one 
 """
 
 import hashlib
+import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from constraintmatch._internal.errors import InputError
@@ -86,10 +88,25 @@ class ImageStore:
         """Images (n, c, h, w), channels-last in memory as the set stores them."""
         if self._tensor is not None:
             return self._tensor.index_select(0, rows).permute(0, 3, 1, 2)
-        chosen = torch.from_numpy(self.images[rows.cpu().numpy()])
+        here = rows.cpu().numpy()
+        _read_ahead(self.images, here)
+        chosen = torch.from_numpy(self.images[here])
         if self.device.type == "cuda":
             chosen = chosen.pin_memory()
         return chosen.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
+
+
+def _read_ahead(images: NDArray[Any], rows: NDArray[np.int64]) -> None:
+    """Ask the disk for all these rows of a map at once; else a page is asked for when the one before it is there."""
+    whole = images if isinstance(images, np.memmap) else images.base
+    if not isinstance(whole, np.memmap) or not isinstance(whole.base, mmap.mmap) or not hasattr(mmap, "MADV_WILLNEED"):
+        return
+    first, size = whole.offset % mmap.ALLOCATIONGRANULARITY, images[:1].nbytes
+    if images.ctypes.data != whole.ctypes.data or not images.flags.c_contiguous:
+        return
+    for start in (first + rows * size).tolist():
+        page = start - start % mmap.PAGESIZE
+        whole.base.madvise(mmap.MADV_WILLNEED, page, start + size - page)
 
 
 def _fits(size: int, device: torch.device) -> bool:
