@@ -24,17 +24,19 @@ class FirstStepError(Exception):
 
 @pytest.mark.parametrize("recipe", ["paper", "safe"])
 def test_a_step_is_few_frames_below_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
-    step, found = torch.optim.SGD.step, list[str]()
+    found = list[str]()
 
-    def watched(self: torch.optim.SGD, *given: Any, **how: Any) -> Any:
+    def watched(self: torch.optim.Optimizer, *given: Any, **how: Any) -> Any:
         stack = [f"{Path(frame.filename).stem}.{frame.name}" for frame in traceback.extract_stack()[:-1]]
         if "train.rehearse" in stack:
-            return step(self, *given, **how)
+            return steps[type(self)](self, *given, **how)
         found.extend(stack[stack.index("training.train") :])
         raise FirstStepError
 
     watched.hooked = True  # type: ignore[attr-defined]  # torch would put a frame around it
-    monkeypatch.setattr(torch.optim.SGD, "step", watched)
+    steps = {kind: kind.step for kind in (torch.optim.SGD, torch.optim.Adam)}
+    for kind in steps:
+        monkeypatch.setattr(kind, "step", watched)
     labels = np.arange(400) % 3
     noise = np.random.default_rng(0).integers(0, 60, (400, 8, 8, 1))
     np.save(tmp_path / "images.npy", (80 * labels[:, None, None, None] + noise).astype(np.uint8))
