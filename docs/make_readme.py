@@ -181,6 +181,8 @@ ANSWERS = {  # a curve's file, and what it is called
     "chosen-which-anchored": "chosen, network trained, held apart",
     "chosen-which-byol-anchored-last10000": "chosen, network trained from BYOL, held apart, "
     "10,000 steps at the end (`--set last_steps=10000`)",
+    "chosen-which-byol-safe": "chosen, default recipe, from BYOL",
+    "chosen-which-propos-safe-last4500": "chosen, default recipe, from ProPos",
     "chosen-which-head": "chosen, head alone",
     "chosen-which-head-byol": "chosen, head alone, from BYOL",
     "chosen-which-trained-head-joined": "chosen, head alone (`--frozen`), two networks joined",

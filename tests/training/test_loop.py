@@ -1,3 +1,4 @@
+import importlib
 import json
 import math
 import os
@@ -718,3 +719,22 @@ def test_a_captured_run_that_is_resumed_goes_on_with_its_rate(tmp_path: Path, op
     assert [entry["loss"] for entry in found] == pytest.approx([entry["loss"] for entry in expected], rel=1e-3)
     for name, value in weights(whole).items():
         torch.testing.assert_close(weights(resumed)[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_gradients_on_an_arm_processor_are_the_same_and_its_kernels_stay_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There convolutions go back through other kernels."""
+    step = importlib.import_module("constraintmatch.training.step")
+    module = torch.nn.Conv2d(3, 8, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x, enabled, found = torch.rand(4, 3, 8, 8), torch._C._get_mkldnn_enabled(), []
+    for machine in ("x86_64", "aarch64"):
+        monkeypatch.setattr(step.platform, "machine", lambda name=machine: name)
+        module.zero_grad()
+        loss = module(x).square().sum()
+        with step._quick_backward(torch.device("cpu")):
+            assert torch._C._get_mkldnn_enabled() == (enabled and machine == "x86_64")
+            loss.backward()
+        found.append(module.weight.grad.clone())
+        assert torch._C._get_mkldnn_enabled() == enabled
+    torch.testing.assert_close(*found)
