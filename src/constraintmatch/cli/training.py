@@ -243,7 +243,7 @@ def pretrain(
         **_CLUSTERS,
         "pairs": flag(Path, "The pairs; a fifth of them is held out to judge."),
         "n_pairs": flag(int, "Instead of --pairs: number to draw from labels."),
-        "n_labels": flag(int, "Labels that systems may use beside the pairs. (0)"),
+        "n_labels": flag(int, "Labels that systems may use in addition to the pairs. (0)"),
         "methods": flag(str, "Some systems: constraintmatch,spherepair. (all)"),
         "out": flag(Path, "Folder for rows, page and clusters. (comparison)"),
         **shared("columns", "seed", "start", "test", "data_dir"),

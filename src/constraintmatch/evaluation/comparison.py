@@ -21,7 +21,7 @@ COLUMNS = {  # the head of a column, its meaning, and its form
     "ari": ("ARI", "adjusted Rand index in %", "{:.1%}"),
     "held_out": ("pairs", "held-out pairs that are kept, in %: the mean of must-links and cannot-links", "{:.1%}"),
     "loss": ("nats", "mean loss of a held-out pair, by its likelihood", "{:.3f}"),
-    "kept": ("learnt", "the pairs it learnt from that are kept, in %", "{:.1%}"),
+    "kept": ("taught", "the pairs that taught it and that it keeps, in %", "{:.1%}"),
     "seconds": ("s", "seconds to fit", "{:.1f}"),
     "mebibytes": ("MiB", "memory that it took at its peak, beyond the program's own", "{:,.0f}"),
 }

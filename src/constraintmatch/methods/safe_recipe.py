@@ -259,7 +259,7 @@ class _SafeTraining:
         """Train the network on the clusters that the taught head gives, and return the log (decision 052).
 
         Strong views of the images whose neighbours agree, and of the known ones, learn their clusters; pairs that are
-        no answers to questions go on teaching beside that.
+        no answers to questions go on teaching it too.
         """
         context, settings = self.guard(), replace(self.adapt_settings(), **REPEATING)
         guard, bench = context.guard, prepare(self.network, self.images, settings)
