@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import traceback
 from collections import Counter
@@ -51,6 +52,11 @@ BASE: dict[str, list[str]] = {  # a valid call of each command, without where it
     "predict": ["model", "photos", "--sort-into", "sorted", "--copy"],
     "embed": ["model", "photos"],
     "evaluate": ["model", "photos", "--pairs", "pairs.csv"],
+    "compare": [
+        *("set.npz", "--pairs", "rows.csv", "--clusters", "3", "--model", "flat"),
+        *("--methods", "k_means,start"),
+    ],
+    "export": ["model"],
     "sample": ["photos", "--n", "20"],
     "check": ["pairs.csv", "photos"],
     "report": ["run"],
@@ -60,7 +66,14 @@ BASE: dict[str, list[str]] = {  # a valid call of each command, without where it
     "repair": ["answers.db"],
     "demo": [],
 }
-_OUT = {"predict": "out.csv", "embed": "out.npz", "evaluate": "out.json", "sample": "out.csv", "repair": "out.db"}
+_OUT = {
+    "predict": "out.csv",
+    "embed": "out.npz",
+    "evaluate": "out.json",
+    "sample": "out.csv",
+    "repair": "out.db",
+    "export": "out.pt2",
+}
 _ON_CPU = ("train", "pretrain", "loop", "predict", "embed", "evaluate")
 
 
@@ -128,6 +141,16 @@ def make(place: Path) -> None:
     for file, some in (("pairs.csv", several[:40]), ("more.csv", several[40:])):
         lines = [f"{names[a]},{names[b]},{int(names[a][0] == names[b][0])}" for a, b in some]
         (place / file).write_text("\n".join(["left,right,link", *lines]) + "\n")
+    lines = [f"{a},{b},{int(a % 3 == b % 3)}" for a, b in several]
+    (place / "rows.csv").write_text("\n".join(["left,right,link", *lines]) + "\n")
+    encoded = [(place / "photos" / name).read_bytes() for name in names]
+    pyarrow.parquet.write_table(
+        pyarrow.table({"image": encoded, "label": [row % 3 for row in range(24)]}), place / "images.parquet"
+    )
+    (place / "shards").mkdir()
+    with tarfile.open(place / "shards" / "0.tar", "w") as tar:
+        for name in names:
+            tar.add(place / "photos" / name, name.replace("/", "-"))
     table = pyarrow.csv.read_csv(place / "pairs.csv")
     pyarrow.parquet.write_table(table, place / "pairs.parquet")
     (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))

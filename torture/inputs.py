@@ -384,6 +384,8 @@ READ: dict[str, list[str]] = {
     "export.json": ["annotate", "photos", "--db", "new.db", "--import", "export.json"],
     "set.npz": ["predict", "flat", "set.npz", "--out", "o.csv", "--device", "cpu"],
     "set.npy": ["predict", "flat", "set.npy", "--out", "o.csv", "--device", "cpu"],
+    "images.parquet": ["predict", "model", "images.parquet", "--out", "o.csv", "--device", "cpu"],
+    "shards/0.tar": ["predict", "model", "shards", "--out", "o.csv", "--device", "cpu"],
     "photos/a/00.png": ["predict", "model", "photos", "--out", "o.csv", "--device", "cpu"],
     "model/model.safetensors": ["predict", "model", "photos", "--out", "o.csv", "--device", "cpu"],
     "model/config.json": ["predict", "model", "photos", "--out", "o.csv", "--device", "cpu"],

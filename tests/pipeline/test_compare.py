@@ -199,6 +199,12 @@ def test_the_table_fits_eighty_columns_with_long_errors(judge: Judge) -> None:
     assert advise([{"method": "pcog", "error": "word"}], judge) == ["No system finished; the rows say why."]
 
 
+def test_a_table_without_a_finished_row_says_why(judge: Judge) -> None:
+    text = table_text([{"method": "k_means", "error": "its process died"}], judge)
+    assert "k_means" in text
+    assert "its process died" in text
+
+
 def test_pictures_of_images_do_not_travel_to_the_processes(asked: Compare) -> None:
     task = comparing._open_task(asked, comparing.QUIET)
     assert isinstance(task.images, ImageSet)

@@ -83,7 +83,7 @@ def table_text(rows: Sequence[Row], judge: Judge) -> str:
         else:
             lines += textwrap.wrap(f"{row['method']:<20} {row['error']}", WIDE, subsequent_indent=" " * 21)
     meanings = "; ".join(f"{COLUMNS[key][0]}: {COLUMNS[key][1]}" for key in keys)
-    paragraphs = [*advise(rows, judge), meanings[0].upper() + meanings[1:] + "."]
+    paragraphs = [*advise(rows, judge), *([meanings[0].upper() + meanings[1:] + "."] if keys else [])]
     return "\n".join([*lines, "", *(line for text in paragraphs for line in textwrap.wrap(text, WIDE))])
 
 
