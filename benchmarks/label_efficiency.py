@@ -257,6 +257,7 @@ def main() -> None:
             kind += (f"-{asked.start}" if asked.start else "") + ("-anchored" if asked.anchors else "")
             kind += "-safe" if asked.safe else ""
             kind += f"-last{asked.last_steps}" if asked.last_steps else ""
+            kind += f"-seed{asked.seed}" if asked.seed else ""
             target = asked.out / f"questions-{asked.name}-{way}{kind}-error{error:g}.json"
             kept, request = asked.out / "answers" / target.name, request_of(asked, way, error)
             try:

@@ -108,6 +108,7 @@ def main() -> None:
         "--set", nargs="*", default=[], help="by stage, for example simclr.epochs=500 self_label.ema=0.999"
     )
     parser.add_argument("--clusters", type=int, help="how many; as many as the set has classes")
+    parser.add_argument("--backbone", help="resnet34, for example; the set's own")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results-name", dest="name_of_results", help="what the results' names begin with; start-SET")
     parser.add_argument("--model", type=Path, help="model folder to start from, for example a finished SimCLR stage")
@@ -127,7 +128,7 @@ def main() -> None:
         else build_model(
             n_clusters=n_clusters,
             side=row.side,
-            backbone=row.backbone,
+            backbone=arguments.backbone or row.backbone,
             mean=row.mean,
             std=row.std,
             seed=derive_seed(arguments.seed, "model"),
