@@ -95,8 +95,9 @@ def test_a_curve_goes_on_to_larger_budgets_and_is_never_overwritten(
     capsys.readouterr()
     points("parts", "15,30,40")
     assert "finished before" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="a curve with another seed"):
-        points("parts", "15", "--seed", "1")
+    save_model(build_model(n_clusters=10, side=8, channels=1, backbone="tiny", seed=4), tmp_path / "other")
+    with pytest.raises(SystemExit, match="a curve with another start"):
+        points("parts", "15", "--model", str(tmp_path / "other"))
     with folder_lock(tmp_path / "parts" / "answers" / "questions-digits-chosen-which-head-error0"):
         points("parts", "15,30,40,50")
     assert "another process is working at it" in capsys.readouterr().out
