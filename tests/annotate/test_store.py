@@ -606,3 +606,10 @@ def test_what_can_be_read_of_a_file_with_broken_pages_is_saved(path: Path, tmp_p
         assert store.counts()["unsure"] == n
     with pytest.raises(InputError, match=r"repaired\.db: exists already"):
         repair_answers(path, tmp_path / "repaired.db")
+
+
+@pytest.mark.parametrize("place", [".", "/"])
+def test_a_folder_is_no_database_to_repair(place: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        repair_answers(Path(place), tmp_path / "repaired.db")
+    assert not any(tmp_path.iterdir())

@@ -191,7 +191,7 @@ def repair_answers(path: Path, out: Path) -> tuple[int, list[str]]:
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place) / "answers.db"
         for end in ("", "-wal"):
-            source = path.with_name(path.name + end)
+            source = Path(f"{path}{end}")
             with read_errors(source):
                 if not end or source.is_file():
                     shutil.copyfile(source, copy.with_name(copy.name + end))
