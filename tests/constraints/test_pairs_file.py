@@ -1,6 +1,8 @@
 """The pairs file: what people write, and what they hear when it cannot be read."""
 
 import json
+from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.constraints.pairs_file import names_in
+from constraintmatch.constraints.graph import label_pairs
+from constraintmatch.constraints.pairs_file import beside, names_in
 
 few = settings(max_examples=25, deadline=None)
 NAMES = ["a.png", "b.png", "sub/c.png", "d, e.png", 'f"g.png', "é.png"]
@@ -376,3 +379,87 @@ def test_an_error_in_a_file_has_its_place_its_problem_and_its_fix_apart(tmp_path
     found = error.value
     assert (found.place, found.problem) == (f"{tmp_path / 'pairs.csv'} line 3", "link 'maybe' is not understood")
     assert found.fix.startswith("write 1/0, ")
+
+
+# Triplets, labels, sizes
+
+
+@pytest.mark.parametrize("names", [None, NAMES])
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_triplets_and_sizes_are_written_beside_the_pairs_and_read_back(tmp_path, suffix, names):
+    triplets = read(tmp_path, "anchor,near,far,weight\n0,1,2,1\n3,4,5,0.5\n", n_images=6).triplets
+    sizes = np.array([[0.1, np.inf]], np.float32)
+    given = replace(Constraints.from_lists(n_images=6, must_link=[(0, 1)]), triplets=triplets, sizes=sizes)
+    path = tmp_path / f"pairs.{suffix}"
+    given.write(path, names=names)
+    assert [place.name for place in beside(path)] == [f"pairs{end}.{suffix}" for end in ("", "-triplets", "-sizes")]
+    again = Constraints.join([Constraints.read(place, names=names, n_images=6) for place in beside(path)])
+    assert rows(again) == rows(given)
+    assert again.triplets.rows.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert again.triplets.weight.tolist() == [1, 0.5]
+    assert again.sizes[0, 0] == sizes[0, 0]
+    assert again.sizes[0, 1] > 1e30
+
+
+def test_labels_become_all_the_pairs_that_they_imply(tmp_path):
+    pairs = read(tmp_path, "image,label\n0,cat\n3,dog\n5,cat\n7, dog \n8,\n")
+    links = {frozenset(pair): link for *pair, link, _ in rows(pairs)}
+    together = [{0, 5}, {3, 7}]
+    assert links == {frozenset({i, j}): float({i, j} in together) for i, j in combinations((0, 3, 5, 7), 2)}
+
+
+def test_many_labels_become_some_pairs_that_join_and_separate_the_same_groups():
+    kinds = np.random.default_rng(0).integers(0, 30, 3000)
+    left, right, link = label_pairs(kinds)
+    assert len(left) < 3000 * 250
+    assert (link == (kinds[left] == kinds[right])).all()
+    pairs = Constraints.from_arrays(left, right, link, n_images=3000)
+    assert len(np.unique(pairs.components())) == 30
+    assert len(pairs.component_constraints().cannot) == 30 * 29 / 2
+
+
+def test_files_of_several_kinds_are_one_and_a_contradiction_between_them_names_both_files(tmp_path):
+    parts = [
+        read(tmp_path, "left,right,link\n0,1,1\n1,2,0.7\n"),
+        read(tmp_path, "image,label\n0,cat\n1,dog\n", name="labels.csv"),
+        read(tmp_path, "anchor,near,far\n0,1,2\n", name="triplets.csv"),
+        read(tmp_path, "least,most\n0.1,\n", name="sizes.csv"),
+    ]
+    whole = Constraints.join(parts)
+    assert (len(whole), len(whole.triplets), whole.sizes.tolist()) == (3, 1, [[np.float32(0.1), np.inf]])
+    with pytest.raises(InputError) as error:
+        whole.resolve("error")
+    for place in ("labels.csv line 2", "pairs.csv line 2"):
+        assert place in str(error.value)
+    with pytest.raises(InputError, match="two files say how large clusters are"):
+        Constraints.join([parts[3], parts[3]])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("anchor,near,far\n0,1,2\n3,3,4\n", "line 3: anchor and near are the same image; name three images"),
+        ("anchor,near,far\n0,1,1\n", "line 2: near and far are the same image"),
+        ("anchor,near,far\n0,1,12\n", "line 2: image 12 does not exist (the set has 10 images)"),
+        ("anchor,near,far,weight\n0,1,2,-1\n", "line 2: weight '-1' is not a number from 0 up"),
+        ("image,label\n0,cat\n1,dog\n0,dog\n", "lines 2, 4: one image has the labels 'cat' and 'dog'"),
+        ("least,most\n0.2,0.1\n", "line 2: least 0.2 is above most 0.1; swap them"),
+        ("least,most\n500,20\n", "line 2: least 500 is above most 20"),
+        ("least,most\nmany,\n", "line 2: size 'many' is not a number from 0 up; write a share such as 0.05"),
+        ("least,most\n0.6,\n0.5,\n", "lines 2, 3: the least shares add up to 1.1, more than all images; change least"),
+        ("least,most\n,0.4\n,0.5\n", "lines 2, 3: the most shares add up to 0.9, less than all images; change most"),
+        ("least,most\n", "there are no sizes in it; add a line such as 0.05,0.2"),
+    ],
+)
+def test_a_wrong_line_of_another_kind_of_file_is_named(tmp_path, text, said):
+    assert said in refusal(tmp_path, text)
+
+
+def test_triplets_in_a_circle_are_an_error_or_left_out(tmp_path):
+    text = "anchor,near,far\n0,1,2\n5,6,7\n2,0,1\n1,2,0\n5,7,8\n5,8,6\n0,1,9\n"
+    given = read(tmp_path, text)
+    assert given.triplets.cyclic(10).tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(InputError, match="lines 2, 3, 4, 5, 6, 7: triplets that go round in a circle"):
+        given.resolve("error")
+    assert given.resolve("drop").triplets.rows.tolist() == [[0, 1, 9]]
+    assert len(given.resolve("keep").triplets) == 7

@@ -1,6 +1,7 @@
 """Pairs as judges: the likelihood that expects wrong answers, its rates, what is held out, and what is compared."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from scipy.special import rel_entr
 from scipy.stats import bernoulli
 
 from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.constraints.graph import Triplets
+from constraintmatch.constraints.pair_cells import Places
 from constraintmatch.evaluation.judge import (
     CAUTION,
     FALLEN,
@@ -25,6 +28,11 @@ from constraintmatch.evaluation.judge import (
 )
 
 LABELS = np.arange(300) % 5
+TRIPLETS = Triplets(
+    np.array([[i, (i + 5) % 300, (i + 6) % 300] for i in range(0, 300, 2)]),
+    np.ones(150, np.float32),
+    Places(np.arange(150)),
+)
 
 
 def sure(labels: np.ndarray, k: int = 5, confidence: float = 0.96) -> np.ndarray:
@@ -275,3 +283,28 @@ def test_the_pairs_of_one_image_are_one_piece_of_evidence() -> None:
     assert not by.can_judge
     gains = np.concatenate([np.ones(8), np.full(40, -1.0)])
     assert by.compare(gains, np.zeros(48)).gain == pytest.approx((8 - 1) / 9)
+
+
+def test_triplets_alone_tell_a_right_model_from_one_that_mixes_kinds_up() -> None:
+    only = Judge(replace(Constraints.from_lists(n_images=300), triplets=TRIPLETS))
+    assert only.can_judge
+    mixed = LABELS.copy()
+    mixed[:100] = np.random.default_rng(0).permutation(mixed[:100])
+    right, wrong = (only.losses(sure(kinds)[only.rows]) for kinds in (LABELS, mixed))
+    assert only.compare(wrong, right).surely(2) > 0
+
+
+def test_pairs_are_judged_the_same_with_triplets_beside_them() -> None:
+    pairs, model = judge().pairs, fuzzy(LABELS)
+    alone, both = Judge(pairs), Judge(replace(pairs, triplets=TRIPLETS.take(np.arange(1))))
+    losses = both.losses(model[both.rows])
+    assert len(losses) == len(pairs) + 1
+    assert losses[:-1] == pytest.approx(alone.losses(model[alone.rows]))
+
+
+def test_an_anchor_is_on_one_side_only() -> None:
+    training, held = hide_images(replace(judge().pairs, triplets=TRIPLETS))
+    sides = [set(part.triplets.rows[:, 0].tolist()) for part in (training, held)]
+    assert not sides[0] & sides[1]
+    assert sum(map(len, sides)) == 150
+    assert len(sides[1]) >= 30

@@ -1,3 +1,4 @@
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -212,6 +213,35 @@ def test_a_mean_over_no_pairs_is_zero_and_has_a_graph(loss) -> None:
         value = loss(p, p, torch.ones(n), weight)
         assert value == 0
         assert torch.equal(torch.autograd.grad(value, p)[0], torch.zeros(n, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_triplet_loss_is_the_likelihood_of_answers_that_are_a_coin_where_kinds_do_not_decide(rate: float) -> None:
+    """Summed over the kinds of all three images, one by one."""
+    draw = torch.Generator().manual_seed(0)
+    anchor, near, far = torch.randn(3, 20, 4, generator=draw, dtype=torch.float64).mul(2).softmax(-1)
+    likelihood = torch.zeros(20, dtype=torch.float64)
+    for a, n, f in itertools.product(range(4), repeat=3):
+        says_near = 0.5 if (a == n) == (a == f) else 1 - rate if a == n else rate
+        likelihood += anchor[:, a] * near[:, n] * far[:, f] * says_near
+    weight = torch.arange(20.0)
+    found = losses.triplet_loss(pair_scores(anchor, near), pair_scores(anchor, far), weight, error_rate=rate)
+    assert found.item() == pytest.approx(float((-likelihood.log() * weight).sum() / weight.sum()))
+
+
+def test_a_sure_but_wrong_triplet_has_a_finite_loss_and_gradient() -> None:
+    near, far = torch.zeros(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    loss = losses.triplet_loss(near, far, error_rate=0.05)
+    loss.backward()
+    assert loss.item() == pytest.approx(-math.log(0.05), rel=1e-5)
+    assert near.grad.item() == pytest.approx(-9, rel=1e-4)
+
+
+def test_a_soft_link_in_the_angular_loss_is_both_kinds_in_parts() -> None:
+    one, other = torch.randn(2, 1, 5, generator=torch.Generator().manual_seed(1))
+    both = torch.cat((one, one)), torch.cat((other, other))
+    soft = losses.angular_loss(one, other, torch.tensor([0.7]))
+    assert soft.item() == pytest.approx(losses.angular_loss(*both, torch.tensor([1.0, 0.0])).item())
 
 
 def test_kcl_is_symmetric_kl_for_must_links_and_a_hinge_for_cannot_links() -> None:

@@ -190,19 +190,23 @@ def check(
     *,
     how: Flags,
     close: Annotated[bool, option("Count the pairs that these imply.", "--close")] = False,
+    more: Annotated[list[Path] | None, option("Another file to check with it; may be repeated.", "--with")] = None,
     reporter: Reporter,
 ) -> None:
-    """Look at a pairs file, and for contradictions in it.
+    r"""Look at a pairs file, and for contradictions in it.
 
     Shows counts, duplicates, groups of must-links, images without a pair, and contradictions with the chains that prove
-    them. The exit code is 2 when there are contradictions.
+    them. The exit code is 2 when there are contradictions. Triplets, labels and sizes of clusters are understood too.
 
     Example:
       constraintmatch check pairs.csv photos
+      constraintmatch check pairs.csv photos \
+        --with triplets.csv --with labels.csv
     """
     from constraintmatch.pipeline import sources
 
-    counts, contradictions = sources.check_pairs(pairs, data, close=close, **how, reporter=reporter)
+    files = [pairs, *(more or ())]
+    counts, contradictions = sources.check_pairs(files, data, close=close, **how, reporter=reporter)
     print_rows(counts.items())
     for text in contradictions:
         print_line(f"contradiction: {text}")

@@ -32,6 +32,7 @@ __all__ = ["compare", "demo", "predict", "pretrain", "settings", "train"]
 _PANEL = "From a folder to clusters"
 _CLUSTERS = {"clusters": flag(int, "Number of clusters to find.")}
 _METHOD = f"{', '.join(METHODS)}; or a stage: {', '.join(STAGES)}."
+_PAIRS = "The pairs: left,right,link as CSV, Parquet or JSON lines; or triplets, labels, sizes. May be repeated."
 _GPUS = "Train on this number of GPUs. (1; on several machines: torchrun -m constraintmatch)"
 _RECIPE = "safe: keep the start unless held-out pairs say that training is better; paper: as published. (safe)"
 _ERRORS = "Share of the pairs that are wrong. (the safe recipe estimates it)"
@@ -59,7 +60,7 @@ def demo(
 @command(
     _PANEL,
     request={
-        "pairs": flag(Path, "The pairs: left,right,link as CSV, Parquet or JSON lines."),
+        "pairs": flag(list[Path], _PAIRS),
         **shared("columns"),
         **_CLUSTERS,
         "out": flag(Path, "The run folder. (runs/ and the name of DATA; a new one each time)"),

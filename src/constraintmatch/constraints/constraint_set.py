@@ -13,8 +13,8 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_memory
 from constraintmatch._internal.rng import Purpose
 from constraintmatch.constraints import graph
-from constraintmatch.constraints.graph import Components, Conflict
-from constraintmatch.constraints.pair_cells import MAX_IMAGES, Places
+from constraintmatch.constraints.graph import Components, Conflict, Triplets
+from constraintmatch.constraints.pair_cells import MAX_IMAGES, Places, class_numbers, column_of, pair_list
 from constraintmatch.constraints.pairs_file import read_pairs, write_pairs
 
 _NUMBERS, _TEXTS = ("left", "right", "link", "weight"), ("annotator", "time")  # the columns
@@ -25,7 +25,8 @@ class Constraints:
     """Pairs of rows of an image set with a link in [0, 1] (1 = must-link, 0 = cannot-link, between: soft) and a weight.
 
     Build them with `read`, `from_arrays`, `from_lists`, `from_matrix` or `sample`, which check; every operation returns
-    new constraints. Only hard links (exactly 1 or 0) take part in components, closure and contradictions.
+    new constraints. Only hard links (exactly 1 or 0) take part in components, closure and contradictions. Triplets and
+    sizes of clusters stay as they are when pairs are chosen, merged or closed.
     """
 
     left: NDArray[np.int64]
@@ -37,6 +38,8 @@ class Constraints:
     time: tuple[str, ...] | None = None
     ignored_self_links: int = 0  # must-links of an image with itself that were left out at the door
     places: Places | None = None  # in the file that they were read from
+    triplets: Triplets = graph.NO_TRIPLETS
+    sizes: NDArray[np.float32] | None = None  # (1 or k, 2) the least and most images of a cluster; up to 1: shares
 
     def __len__(self) -> int:
         return len(self.left)
@@ -67,9 +70,9 @@ class Constraints:
         places: Places | None = None,
     ) -> "Constraints":
         """Constraints from columns of equal length; must-links of an image with itself are left out and counted."""
-        lefts, rights = _column(left, "left", np.int64), _column(right, "right", np.int64)
-        links = _column(link, "link", np.float32)
-        weights = np.ones(len(links), np.float32) if weight is None else _column(weight, "weight", np.float32)
+        lefts, rights = column_of(left, "left", np.int64), column_of(right, "right", np.int64)
+        links = column_of(link, "link", np.float32)
+        weights = np.ones(len(links), np.float32) if weight is None else column_of(weight, "weight", np.float32)
         texts = [None if column is None else tuple(column) for column in (annotator, time)]
         lengths = {len(column) for column in (lefts, rights, links, weights, *texts) if column is not None}
         if len(lengths) > 1:
@@ -106,7 +109,7 @@ class Constraints:
         cannot_link: Iterable[tuple[int, int]] = (),
     ) -> "Constraints":
         """Constraints from lists of (i, j): first the must-links, then the cannot-links."""
-        must, cannot = _pair_list(must_link, "must_link"), _pair_list(cannot_link, "cannot_link")
+        must, cannot = pair_list(must_link, "must_link"), pair_list(cannot_link, "cannot_link")
         pairs = np.concatenate([must, cannot])
         links = np.repeat([1.0, 0.0], [len(must), len(cannot)])
         return cls.from_arrays(pairs[:, 0], pairs[:, 1], links, n_images=n_images)
@@ -147,7 +150,10 @@ class Constraints:
         columns: str | None = None,
         unread: Mapping[str, str] | None = None,
     ) -> "Constraints":
-        """Constraints from a CSV, Parquet or JSON lines file, by its suffix.
+        """Constraints from a CSV, Parquet or JSON lines file, by its suffix; its columns say what it holds.
+
+        Pairs are `left,right,link`. Labels, `image,label`, become the pairs that they imply. Triplets are
+        `anchor,near,far`, sizes of clusters `least,most`.
 
         Images may be given by name or by row number (counted from 0). A cell that is a name means that image; any other
         whole number is a row number. Where some whole numbers are names and others only row numbers, the file is
@@ -155,10 +161,33 @@ class Constraints:
         images. `columns="i,j,c_ij"` says which columns of the file are left, right, link and, if more are given,
         weight, annotator, time. `unread` has, by name, why the files of some images could not be read, for errors.
         """
-        return cls.from_arrays(**read_pairs(Path(path), names, n_images, columns, unread or {}))
+        found = read_pairs(Path(path), names, n_images, columns, unread or {})
+        more = {name: found.pop(name) for name in ("triplets", "sizes") if name in found}
+        return replace(cls.from_arrays(**found), **more)
+
+    @classmethod
+    def join(cls, parts: Sequence["Constraints"]) -> "Constraints":
+        """What several constraints over the same images say together; sizes may come once."""
+        if len(parts) == 1:
+            return parts[0]
+        pairs = [part for part in parts if len(part)] or parts
+        columns: dict[str, Any] = {name: np.concatenate([getattr(one, name) for one in pairs]) for name in _NUMBERS}
+        for name in {name for part in pairs for name in part._texts()}:
+            columns[name] = tuple(text for one in pairs for text in getattr(one, name) or ("",) * len(one))
+        places = [part.places for part in pairs if part.places is not None]
+        columns["places"] = Places.join(places) if len(places) == len(pairs) else None
+        columns["triplets"] = Triplets.join([part.triplets for part in parts])
+        sizes = [part.sizes for part in parts if part.sizes is not None]
+        if len(sizes) > 1:
+            raise InputError("two files say how large clusters are", fix="give one of them")
+        columns |= {"sizes": next(iter(sizes), None), "n_images": max(part.n_images for part in parts)}
+        return cls(**columns, ignored_self_links=sum(part.ignored_self_links for part in parts))
 
     def write(self, path: Path | str, *, names: Sequence[str] | None = None) -> None:
-        """Write `left,right,link[,weight][,annotator][,time]`, atomically, as CSV, Parquet or JSON lines by suffix."""
+        """Write `left,right,link[,weight][,annotator][,time]`, atomically, as CSV, Parquet or JSON lines by suffix.
+
+        Triplets and sizes go to files beside it: pairs-triplets.csv, pairs-sizes.csv.
+        """
         write_pairs(Path(path), vars(self), names)
 
     @classmethod
@@ -169,7 +198,7 @@ class Constraints:
         its own partner; the same pair may come twice. `balanced=True` makes n // 2 of them must-links: as many first
         members, chosen at random, get a partner of their class, the others one of another class.
         """
-        classes = _classes(labels)
+        classes = class_numbers(labels)
         n_images = len(classes)
         if n < 0 or (n > 0 and n_images < 2):
             raise InputError(f"cannot draw {n:,} pairs from {n_images:,} labelled images", fix="at least 2 are needed")
@@ -186,7 +215,7 @@ class Constraints:
 
         A pair may come twice, once from each end; `merged` makes it one.
         """
-        classes = _classes(labels)
+        classes = class_numbers(labels)
         n_images = len(classes)
         if not 0 <= k < max(n_images, 1):
             problem = f"cannot draw {k:,} partners for each of {n_images:,} images"
@@ -223,7 +252,7 @@ class Constraints:
             raise InputError(f"cannot set {n_second:,} pairs aside; there are {len(self):,}")
         second = np.zeros(len(self), bool)
         second[rng.permutation(rng.stream(seed, Purpose.SPLIT), len(self))[:n_second]] = True
-        return self.take(~second), self.take(second)
+        return self.take(~second), replace(self.take(second), triplets=graph.NO_TRIPLETS, sizes=None)
 
     def flip(
         self, fraction: float, *, seed: int, only: Literal["must-link", "cannot-link"] | None = None
@@ -347,6 +376,7 @@ class Constraints:
         """
         if on_conflict not in ("error", "drop", "keep"):
             raise InputError(f"on_conflict={on_conflict!r} is not known", fix="use error, drop or keep")
+        self = replace(self, triplets=self.triplets.resolve(on_conflict, self.n_images))
         if on_conflict == "keep" or not len(rows := self.conflict_rows()):
             return self
         if on_conflict == "error":
@@ -365,33 +395,3 @@ class Constraints:
         keep = np.ones(len(self), bool)
         keep[play] = graph.keep_consistent(self.left[play], self.right[play], must, order)
         return self.take(keep)
-
-
-def _column(values: Any, name: str, dtype: type) -> NDArray[Any]:
-    array = np.asarray(values)
-    if array.size == 0:
-        return np.empty(0, dtype)
-    if array.ndim != 1:
-        raise InputError(f"{name} must be one column, not of shape {array.shape}")
-    if dtype is np.int64 and array.dtype.kind not in "iu":
-        raise InputError(f"{name} must hold row numbers (integers), not {array.dtype}")
-    if array.dtype.kind not in "iufb":
-        raise InputError(f"{name} must hold numbers, not {array.dtype}")
-    with np.errstate(over="ignore"):  # becomes infinity, which the next check refuses
-        return array.astype(dtype)
-
-
-def _pair_list(pairs: Iterable[tuple[int, int]], name: str) -> NDArray[np.int64]:
-    array = np.asarray(list(pairs)) if isinstance(pairs, Iterable) else np.asarray(pairs)
-    if array.size == 0:
-        return np.empty((0, 2), np.int64)
-    if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
-        raise InputError(f"{name} must be a list of pairs of row numbers, such as [(0, 1), (4, 7)]")
-    return array.astype(np.int64)
-
-
-def _classes(labels: ArrayLike) -> NDArray[np.int64]:
-    array = np.asarray(labels)
-    if array.ndim != 1:
-        raise InputError(f"labels must be one column, not of shape {array.shape}")
-    return np.unique(array, return_inverse=True)[1].astype(np.int64)

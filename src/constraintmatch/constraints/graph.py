@@ -5,15 +5,21 @@ Functions on arrays of rows, linear in pairs and images but for those that retur
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from constraintmatch._internal import rng
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.rng import Purpose
 from constraintmatch.constraints.pair_cells import Places
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
+
+PARTNERS = 400  # of a labelled image: up to 401 labels make all their pairs
 
 
 class Conflict(NamedTuple):
@@ -32,6 +38,58 @@ class Conflict(NamedTuple):
         ends = f"{chain[0]} and {chain[-1]} are cannot-link ({at.say(self.pair_row)})"
         but = "also must-link" if len(self.chain_rows) == 1 else f"must-link through {' – '.join(chain)}"
         return f"{ends}, but {but} ({at.say(*self.chain_rows)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Triplets:
+    """Images of which the first is nearer to the second than to the third."""
+
+    rows: Rows  # (m, 3)
+    weight: Floats  # (m,)
+    places: Places  # in the file that they were read from
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, rows: NDArray[Any]) -> "Triplets":
+        """Those at these rows (numbers or a mask)."""
+        return Triplets(self.rows[rows], self.weight[rows], self.places.take(rows))
+
+    @classmethod
+    def join(cls, parts: "Sequence[Triplets]") -> "Triplets":
+        """Those of several files, one after the other."""
+        some = [part for part in parts if len(part)]
+        if len(some) < 2:
+            return some[0] if some else NO_TRIPLETS
+        rows, weight = (np.concatenate([getattr(part, name) for part in some]) for name in ("rows", "weight"))
+        return cls(rows, weight, Places.join([part.places for part in some]))
+
+    def resolve(self, on_conflict: str, n_images: int) -> "Triplets":
+        """Those that no circle contradicts; with "error" a circle is an InputError."""
+        if on_conflict == "keep" or not len(circle := self.cyclic(n_images)):
+            return self
+        if on_conflict == "error":
+            fix = "correct them, or use --set on_conflict=drop or keep"
+            raise InputError(self.describe(circle), fix=fix)
+        return self.take(np.delete(np.arange(len(self)), circle))
+
+    def describe(self, circle: Rows) -> str:
+        return f"{self.places.say(*circle)}: triplets that go round in a circle cannot all be true"
+
+    def cyclic(self, n_images: int) -> Rows:
+        """The triplets that cannot all be true: each says that one pair is nearer than another, round in a circle."""
+        from scipy.sparse import csr_array
+        from scipy.sparse.csgraph import connected_components
+
+        anchor, *others = self.rows.T
+        keys, ends = np.unique([pair_keys(anchor, other, n_images) for other in others], return_inverse=True)
+        near, far = ends.reshape(2, -1)
+        edges = csr_array((np.ones(len(near)), (near, far)), shape=(len(keys), len(keys)))
+        _, circle = connected_components(edges, connection="strong")
+        return np.flatnonzero(circle[near] == circle[far])
+
+
+NO_TRIPLETS = Triplets(np.empty((0, 3), np.int64), np.empty(0, np.float32), Places(np.empty(0, np.int64)))
 
 
 class Components(NamedTuple):
@@ -97,6 +155,27 @@ def implied_pairs(left: Rows, right: Rows, link: Floats, weight: Floats, view: C
             lightest = np.minimum(lightest, _least(between, weight[cannot], pair_keys(first, second, n)))
         found.append((one, other, np.full(len(one), kind, np.float32), lightest))
     return tuple(np.concatenate(columns) for columns in zip(*found, strict=True))
+
+
+def label_pairs(kinds: Rows) -> tuple[Rows, Rows, Floats]:
+    """Left, right and link of the pairs that the kinds (m,) of m images imply: all of them, or of many images some.
+
+    Then each image is paired with some hundreds of others at random and two of its own kind, and all kinds with each
+    other: enough to join and separate the same groups.
+    """
+    m, order = len(kinds), np.argsort(kinds, kind="stable")
+    drawn = rng.permutation(rng.stream(0, Purpose.CLOSURE), m)
+    steps = range(1, min(m // 2, PARTNERS // 2) + 1)
+    found = [np.stack([drawn, np.roll(drawn, -step)]) for step in steps]
+    for step in (1, 2):
+        near = np.stack([order[:-step], order[step:]])
+        found.append(near[:, kinds[near[0]] == kinds[near[1]]])
+    first = np.unique(kinds, return_index=True)[1]
+    found.append(first[np.stack(np.triu_indices(len(first), 1))])
+    one, other = np.concatenate(found, axis=1)
+    keys = np.unique(pair_keys(one, other, max(m, 1)))
+    left, right = np.divmod(keys, max(m, 1))
+    return left, right, (kinds[left] == kinds[right]).astype(np.float32)
 
 
 def _pairs_within(component: Rows) -> tuple[Rows, Rows]:

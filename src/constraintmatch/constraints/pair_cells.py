@@ -1,6 +1,7 @@
-"""The cells of a pairs file: from text to rows of the image set, links and weights, or the line that is wrong."""
+"""The cells of a pairs file: from text to rows of the image set, links, weights, sizes, or the line that is wrong."""
 
 import difflib
+import math
 import re
 import unicodedata
 from collections import Counter
@@ -8,9 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from constraintmatch._internal.errors import InputError
 
@@ -27,9 +29,12 @@ _NEAR_MATCH_LIMIT = 20_000  # difflib compares about 100,000 names a second
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where in its file each pair is: `line` 2 and so on, or `row` 1 and so on of a table."""
+    """Where in its file each pair is: `line` 2 and so on, or `row` 1 and so on of a table.
 
-    numbers: NDArray[np.int64]
+    Of pairs from several files the numbers are texts with the file in front, and there is no word.
+    """
+
+    numbers: NDArray[Any]
     word: str = "row"
     path: Path | str = ""
 
@@ -39,40 +44,49 @@ class Places:
     def say(self, *rows: int, most: int = 12) -> str:
         """For example `lines 4, 5`."""
         some = ", ".join(str(self.numbers[row]) for row in rows[:most]) + (", …" if len(rows) > most else "")
-        return f"{self.word}{'s' if len(rows) > 1 else ''} {some}"
+        return f"{self.word}{'s' if len(rows) > 1 and self.word else ''} {some}".strip()
 
     def error(self, row: int, error: InputError) -> InputError:
         """The error with the file and the line in front."""
-        return error.at(f"{self.path} {self.say(row)}")
+        return error.at(f"{self.path} {self.say(row)}".strip())
+
+    @classmethod
+    def join(cls, parts: "Sequence[Places]") -> "Places":
+        """The places of several files, one after the other."""
+        texts = [[f"{part.path} {part.word} {number}" for number in part.numbers.tolist()] for part in parts]
+        return cls(np.array([text for part in texts for text in part], object), "")
 
 
 # Images
 
 
 def image_rows(
-    columns: _Columns, places: Places, names: Sequence[str] | None, n_images: int | None, unread: Mapping[str, str]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """The rows left and right of each pair, and the number of images they belong to."""
-    sides = (columns["left"], columns["right"])
+    sides: Sequence[list[str]],
+    places: Places,
+    names: Sequence[str] | None,
+    n_images: int | None,
+    unread: Mapping[str, str],
+) -> tuple[list[NDArray[np.int64]], int]:
+    """The rows of the images in each of these columns, and the number of images they belong to."""
     if names is None and all(map(_all_digits, sides)):  # many times faster than cell by cell
-        left, right = (np.fromiter(map(int, side), np.int64, len(side)) for side in sides)
+        rows = [np.fromiter(map(int, side), np.int64, len(side)) for side in sides]
         numbers: set[str] = set()
     else:
         row_of, numbers = _look_up(dict.fromkeys(chain(*sides)), names)
-        left, right = (np.fromiter(map(row_of.__getitem__, side), np.int64, len(side)) for side in sides)
+        rows = [np.fromiter(map(row_of.__getitem__, side), np.int64, len(side)) for side in sides]
     if names is not None:
         n_images = len(names)
     elif n_images is None:
-        n_images = min(int(max(left.max(initial=-1), right.max(initial=-1))) + 1, MAX_IMAGES)
-    bad = [(left < 0) | (left >= n_images), (right < 0) | (right >= n_images)]
-    refused = np.flatnonzero(bad[0] | bad[1])
-    if refused.size:
-        at = int(refused[0])
-        cell, row = (sides[0][at], left[at]) if bad[0][at] else (sides[1][at], right[at])
-        raise places.error(at, _no_such_image(cell.strip(), int(row), names, n_images, unread))
+        n_images = min(max(int(column.max(initial=-1)) for column in rows) + 1, MAX_IMAGES)
+    bad = np.array([(column < 0) | (column >= n_images) for column in rows])
+    if bad.any():
+        at = int(bad.any(0).argmax())
+        side = int(bad[:, at].argmax())
+        cell, row = sides[side][at].strip(), int(rows[side][at])
+        raise places.error(at, _no_such_image(cell, row, names, n_images, unread))
     if names is not None and numbers:
         _refuse_two_meanings(sides, places, row_of, numbers)
-    return left, right, n_images
+    return rows, n_images
 
 
 def _all_digits(column: Sequence[str]) -> bool:
@@ -112,7 +126,7 @@ def _plain_name(name: str) -> str:
 
 
 def _refuse_two_meanings(
-    sides: tuple[list[str], list[str]], places: Places, row_of: Mapping[str, int], numbers: set[str]
+    sides: Sequence[list[str]], places: Places, row_of: Mapping[str, int], numbers: set[str]
 ) -> None:
     """Where some whole numbers are names of other rows and some are no names, all may be meant as row numbers."""
     whole = ((text, _ROW_NUMBER.fullmatch(text.strip())) for text in row_of.keys() - numbers)
@@ -182,7 +196,22 @@ def read_links(columns: _Columns, places: Places) -> NDArray[np.float32]:
 def read_weights(columns: _Columns, places: Places) -> NDArray[np.float32]:
     """The weights, 1 where the column or the cell is empty."""
     column = columns.get("weight")
-    return np.ones(len(columns["link"]), np.float32) if column is None else _read_column(column, places, _weight)
+    return np.ones(len(places.numbers), np.float32) if column is None else _read_column(column, places, _weight)
+
+
+def read_sizes(columns: _Columns, places: Places) -> NDArray[np.float32]:
+    """The least and the most images (m, 2) of one cluster in each line; up to 1 it is a share of all.
+
+    An empty cell is no limit: 0, or infinity.
+    """
+    least, most = (_read_column(columns[name], places, _size) for name in ("least", "most"))
+    most = np.where(np.isnan(most), np.float32(np.inf), most)
+    sizes = np.stack([np.nan_to_num(least), most], axis=1)
+    alike = (sizes[:, 0] > 1) == (sizes[:, 1] > 1)  # else a share against a number
+    if (wrong := np.flatnonzero((sizes[:, 0] > sizes[:, 1]) & alike)).size:
+        problem = f"least {sizes[wrong[0], 0]:g} is above most {sizes[wrong[0], 1]:g}"
+        raise places.error(int(wrong[0]), InputError(problem, fix="swap them"))
+    return sizes
 
 
 def _read_column(column: list[str], places: Places, read: Callable[[str], float]) -> NDArray[np.float32]:
@@ -214,6 +243,14 @@ def _weight(text: str) -> float:
     return value
 
 
+def _size(text: str) -> float:
+    value = _number(text) if text.strip() else math.nan
+    if value is None or value < 0:
+        fix = "write a share such as 0.05, or a number of images such as 500"
+        raise InputError(f"size {text.strip()[:80]!r} is not a number from 0 up", fix=fix)
+    return value
+
+
 def _link_value(text: str) -> float | None:
     number = _number(text)
     return _SPELLINGS.get(re.sub(r"[\s_-]", "", text).casefold()) if number is None else number
@@ -238,3 +275,39 @@ def _refuse_mixed_links(column: list[str], places: Places) -> None:
         doubt = "0 may mean cannot-link or unknown; write cannot-links as 0 or as -1, not both"
     problem = f"links -1 and {other.strip()} have no clear meaning together ({doubt})"
     raise InputError(problem, f"{places.path} {places.word}s {at[0]} and {at[1]}")
+
+
+# What is in memory already
+
+
+def column_of(values: Any, name: str, dtype: type) -> NDArray[Any]:
+    """One column of numbers; anything else is an InputError."""
+    array = np.asarray(values)
+    if array.size == 0:
+        return np.empty(0, dtype)
+    if array.ndim != 1:
+        raise InputError(f"{name} must be one column, not of shape {array.shape}")
+    if dtype is np.int64 and array.dtype.kind not in "iu":
+        raise InputError(f"{name} must hold row numbers (integers), not {array.dtype}")
+    if array.dtype.kind not in "iufb":
+        raise InputError(f"{name} must hold numbers, not {array.dtype}")
+    with np.errstate(over="ignore"):  # becomes infinity, which the next check refuses
+        return array.astype(dtype)
+
+
+def pair_list(pairs: Iterable[tuple[int, int]], name: str) -> NDArray[np.int64]:
+    """Pairs of row numbers (m, 2); anything else is an InputError."""
+    array = np.asarray(list(pairs)) if isinstance(pairs, Iterable) else np.asarray(pairs)
+    if array.size == 0:
+        return np.empty((0, 2), np.int64)
+    if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
+        raise InputError(f"{name} must be a list of pairs of row numbers, such as [(0, 1), (4, 7)]")
+    return array.astype(np.int64)
+
+
+def class_numbers(labels: ArrayLike) -> NDArray[np.int64]:
+    """Labels of any kind as numbers from 0 on."""
+    array = np.asarray(labels)
+    if array.ndim != 1:
+        raise InputError(f"labels must be one column, not of shape {array.shape}")
+    return np.unique(array, return_inverse=True)[1].astype(np.int64)

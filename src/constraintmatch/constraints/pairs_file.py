@@ -1,5 +1,8 @@
 """The pairs file: `left,right,link[,weight][,annotator][,time]` as CSV, Parquet or JSON lines.
 
+Files of the same formats say other things, and their columns tell which: triplets are `anchor,near,far[,weight]`, class
+labels `image,label`, sizes of clusters `least,most`.
+
 People write these files by hand, in spreadsheets and in scripts. Reading accepts what has one clear meaning (spellings,
 blanks, delimiters, names or row numbers); anything else is an error with the line and the fix. Cells are read in bulk,
 each distinct text once.
@@ -18,10 +21,22 @@ from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import parse_json, read_errors, write_atomically
-from constraintmatch.constraints.pair_cells import Places, image_rows, is_link, is_row_number, read_links, read_weights
+from constraintmatch.constraints.graph import Triplets, label_pairs
+from constraintmatch.constraints.pair_cells import (
+    Places,
+    image_rows,
+    is_link,
+    is_row_number,
+    read_links,
+    read_sizes,
+    read_weights,
+)
 
 _REQUIRED = ("left", "right", "link")
 _OPTIONAL = ("weight", "annotator", "time")
+_TRIPLET, _LABEL, _SIZE = ("anchor", "near", "far"), ("image", "label"), ("least", "most")
+_IMAGES = ("left", "right", *_TRIPLET, "image")  # columns of images
+_NEEDED = {*_REQUIRED, *_TRIPLET, *_LABEL, *_SIZE}  # columns that a file has, if its kind has them
 _Cells = tuple[dict[str, list[str]], Places]
 _Rows = Iterator[tuple[int, list[str]]]  # line number and cells
 _Format = tuple[Callable[[Path, Mapping[str, str]], _Cells], Callable[[Path, Mapping[str, Any]], None]]
@@ -30,18 +45,67 @@ _Format = tuple[Callable[[Path, Mapping[str, str]], _Cells], Callable[[Path, Map
 def read_pairs(
     path: Path, names: Sequence[str] | None, n_images: int | None, columns: str | None, unread: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The pairs in a file, as arguments of `Constraints.from_arrays`; `Constraints.read` explains these."""
+    """What a file says, as fields of `Constraints`; `Constraints.read` explains it."""
     cells, places = _load(path, columns)
-    left, right, n_images = image_rows(cells, places, names, n_images, unread)
-    found = {"left": left, "right": right, "n_images": n_images, "places": places}
-    found |= {"link": read_links(cells, places), "weight": read_weights(cells, places)}
+    sides = [cells[name] for name in _IMAGES if name in cells]
+    rows, n_images = image_rows(sides, places, names, n_images, unread) if sides else ([], len(names or ()) or n_images)
+    found: dict[str, Any] = {"left": (), "right": (), "link": (), "n_images": n_images or 0}
+    if "least" in cells:
+        return found | {"sizes": _checked_sizes(read_sizes(cells, places), places)}
+    if "anchor" in cells:
+        triplets = Triplets(np.stack(rows, axis=1), read_weights(cells, places), places)
+        return found | {"triplets": _checked_triplets(triplets)}
+    if "label" in cells:
+        return found | _pairs_of_labels(rows[0], [text.strip() for text in cells["label"]], places)
+    found |= {"left": rows[0], "right": rows[1], "link": read_links(cells, places), "places": places}
+    found["weight"] = read_weights(cells, places)
     return found | {"annotator": cells.get("annotator"), "time": cells.get("time")}
+
+
+def _checked_sizes(sizes: NDArray[np.float32], places: Places) -> NDArray[np.float32]:
+    """The sizes; an InputError if the shares of several clusters leave none for the last, or do not reach all."""
+    least, most = np.where(sizes <= 1, sizes, [[0, np.inf]]).sum(0)  # numbers of images are checked with the images
+    if not len(sizes):
+        raise InputError("there are no sizes in it", places.path, "add a line such as 0.05,0.2")
+    if len(sizes) > 1 and (least > 1 + 1e-6 or most < 1 - 1e-6):
+        side, total = ("least", least) if least > 1 else ("most", most)
+        problem = f"the {side} shares add up to {total:g}, {'more' if least > 1 else 'less'} than all images"
+        raise InputError(problem, f"{places.path} {places.say(*range(len(sizes)))}", f"change {side}")
+    return sizes
+
+
+def _checked_triplets(triplets: Triplets) -> Triplets:
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        equal = np.flatnonzero(triplets.rows[:, one] == triplets.rows[:, other])
+        if equal.size:
+            error = InputError(f"{_TRIPLET[one]} and {_TRIPLET[other]} are the same image", fix="name three images")
+            raise triplets.places.error(int(equal[0]), error)
+    return triplets
+
+
+def _pairs_of_labels(images: NDArray[np.int64], labels: Sequence[str], places: Places) -> dict[str, Any]:
+    """The pairs that labels imply; an image without a label says nothing, one with two is an InputError."""
+    line_of: dict[int, int] = {}
+    for at, (image, label) in enumerate(zip(images.tolist(), labels, strict=True)):
+        first = line_of.setdefault(image, at) if label else at
+        if labels[first] != label:
+            problem = f"one image has the labels {labels[first]!r} and {label!r}"
+            raise InputError(problem, f"{places.path} {places.say(first, at)}", "keep one of them")
+    lines = np.array(list(line_of.values()), np.int64)
+    kinds = np.unique(np.array(labels, object)[lines], return_inverse=True)[1]
+    left, right, link = label_pairs(kinds)
+    return {
+        "left": images[lines[left]],
+        "right": images[lines[right]],
+        "link": link,
+        "places": places.take(lines[left]),
+    }
 
 
 def names_in(path: Path | str, *, columns: str | None = None) -> tuple[str, ...] | None:
     """The image names a pairs file mentions, sorted, to read it without images; None when it has row numbers only."""
     cells, _ = _load(Path(path), columns)
-    distinct = {text.strip() for text in chain(cells["left"], cells["right"])} - {""}
+    distinct = {text.strip() for text in chain(*(cells[name] for name in _IMAGES if name in cells))} - {""}
     return None if all(map(is_row_number, distinct)) else tuple(sorted(distinct))
 
 
@@ -57,8 +121,31 @@ def write_pairs(path: Path, pairs: Mapping[str, Any], names: Sequence[str] | Non
         columns |= {side: [names[row] for row in columns[side].tolist()] for side in ("left", "right")}
     if (columns["weight"] == 1).all():
         del columns["weight"]
+    for ending, more in {"": columns, **_others(pairs, names)}.items():
+        _write(path.with_name(f"{path.stem}{ending}{path.suffix}"), more)
+
+
+def _write(path: Path, columns: Mapping[str, Any]) -> None:
     _, write = _format_of(path)
     write_atomically(path, lambda temporary: write(temporary, columns))
+
+
+def beside(path: Path) -> list[Path]:
+    """The files that `write_pairs` makes for this one, as far as they exist."""
+    places = (path.with_name(f"{path.stem}{ending}{path.suffix}") for ending in ("", "-triplets", "-sizes"))
+    return [place for place in places if place.is_file()]
+
+
+def _others(pairs: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+    """The columns of the files beside that of the pairs, by the ending of their names."""
+    found: dict[str, dict[str, Any]] = {}
+    if len(triplets := pairs["triplets"]):
+        named = [column if names is None else [names[row] for row in column.tolist()] for column in triplets.rows.T]
+        found["-triplets"] = {**dict(zip(_TRIPLET, named, strict=True)), "weight": triplets.weight}
+    if (sizes := pairs["sizes"]) is not None:
+        cells = np.where(np.isfinite(sizes), sizes, np.float32(np.finfo(np.float32).max))
+        found["-sizes"] = dict(zip(_SIZE, cells.T, strict=True))
+    return found
 
 
 # From a file to columns of text
@@ -92,16 +179,22 @@ def _column_names(columns: str | None) -> dict[str, str]:
 
 
 def _choose(path: Path, header: Sequence[str], wanted: Mapping[str, str]) -> dict[str, int]:
-    """Our column name -> its position in the header; blanks and case are ignored."""
+    """Our column name -> its position in the header; blanks and case are ignored.
+
+    A header without the columns of pairs may have those of another kind of file.
+    """
     found: dict[str, int] = {}
     plain = [name.strip().casefold() for name in header]
+    if not {wanted[name].casefold() for name in _REQUIRED} <= set(plain):
+        others = ((*_TRIPLET, "weight"), _LABEL, _SIZE)
+        wanted = next(({name: name for name in kind} for kind in others if {*kind} & _NEEDED <= {*plain}), wanted)
     for ours, theirs in wanted.items():
         positions = [at for at, name in enumerate(plain) if name == theirs.casefold()]
         if len(positions) > 1:
             raise InputError(f"{len(positions)} columns are named {theirs!r}", path, "rename all but one")
         if positions:
             found[ours] = positions[0]
-        elif ours in _REQUIRED or ours != theirs:
+        elif ours in _NEEDED or ours != theirs:
             raise InputError(f"no column named {theirs!r}", path, _header_fix(header))
     return found
 
@@ -142,7 +235,7 @@ def _decode(path: Path) -> str:
 
 def _delimiter(header: str, wanted: Mapping[str, str]) -> str:
     """The delimiter that shows most of the columns we want, else the one that makes most fields."""
-    names = {name.casefold() for name in wanted.values()}
+    names = {name.casefold() for name in wanted.values()} | _NEEDED
 
     def score(delimiter: str) -> tuple[int, int]:
         fields = next(csv.reader([header[:10_000]], delimiter=delimiter, skipinitialspace=True), [])
@@ -178,7 +271,7 @@ def _one_line_rows(path: Path, text: str, delimiter: str) -> _Rows:
 def _collect(path: Path, header: list[str], rows: _Rows, wanted: Mapping[str, str]) -> _Cells:
     """The columns that are wanted, from rows of cells."""
     found = _choose(path, header, wanted)
-    needed, width = max(found[name] for name in _REQUIRED), len(header)
+    needed, width = max(at for name, at in found.items() if name in _NEEDED), len(header)
     columns: dict[str, list[str]] = {name: [] for name in found}
     filling = [(columns[name].append, at) for name, at in found.items()]
     lines = []

@@ -5,7 +5,7 @@ rate `missed` and invents it with the rate `invented`, so it says "same" with s 
 rates are separate: of 20 kinds, one wrong answer in twenty cannot-links outnumbers the true must-links.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ SHARE = 0.2  # of the pairs, held out to judge by
 FEWEST = 40  # images to judge by, where answers imply many pairs and that is at most a fifth of the images
 MANY = 4  # pairs of an image on average, which answers imply: random pairs have one or two
 LEAST = 8  # must-links, and cannot-links, that a judge needs
+LEAST_TRIPLETS = 32  # or anchors of triplets: most triplets at random say little
+TRIPLETS_WRONG = 0.05  # the share of the triplets that is expected to be wrong
 CAUTION = 0.5  # standard errors by which a trained network must be better: of equals the less trained one is kept
 LEAST_GAIN = 0.001  # nats: less is no reason to change anything
 FALLEN = 2.0  # standard errors by which a model must be worse for a training to go back
@@ -103,63 +105,80 @@ def hide_images(constraints: Constraints, *, share: float = SHARE, seed: int = 0
 
     Every pair of a hidden image is held out, so nothing that training pairs imply is among them. A pair has two images:
     half the share of the images is hidden, but more where few images have many pairs, because ten images judge by
-    chance. An image of many pairs stays: hiding it would hold out most of them.
+    chance. An image of many pairs stays: hiding it would hold out most of them. Of triplets the share of the anchors is
+    hidden, and the images that are hidden in the pairs.
     """
     n = len(constraints)
     ends = np.concatenate([constraints.left, constraints.right])
     rows = np.tile(np.arange(n), 2)
     order = np.argsort(ends, kind="stable")
     images, first, degree = np.unique(ends[order], return_index=True, return_counts=True)
-    few = degree <= max(1.0, 4 * degree.mean())
+    few = degree <= max(1.0, 4 * degree.mean() if n else 0.0)
     drawn = rng.permutation(rng.stream(seed, Purpose.HOLD_OUT), len(images))
-    least = min(FEWEST, len(images) // 5) if degree.mean() > MANY else 0
+    least = min(FEWEST, len(images) // 5) if n and degree.mean() > MANY else 0
     hidden = drawn[few[drawn]][: max(least, round(share / 2 * len(images)))]
     held = np.zeros(n, bool)
     for at in hidden.tolist():
         held[rows[order[first[at] : first[at] + degree[at]]]] = True
-    return constraints.take(~held), constraints.take(held)
+    training, judging, triplets = constraints.take(~held), constraints.take(held), constraints.triplets
+    anchors = np.unique(triplets.rows[:, 0])
+    drawn = rng.permutation(rng.stream(seed, Purpose.HOLD_OUT), len(anchors))[: round(share * len(anchors))]
+    apart = np.isin(triplets.rows[:, 0], np.union1d(anchors[drawn], images[hidden]))
+    return replace(training, triplets=triplets.take(~apart)), replace(judging, triplets=triplets.take(apart))
 
 
 @dataclass(frozen=True, eq=False)
 class Judge:
     """Pairs to judge models by; `rows` are their images, and models are judged by what they say of these.
 
-    The pairs of one image are one piece of evidence, however many an answer implies: each image counts once.
+    The pairs of one image are one piece of evidence, however many an answer implies: each image counts once. Triplets
+    of one anchor come after the pairs, and are evidence about the anchor.
     """
 
     pairs: Constraints
 
+    @property
+    def triplets(self) -> NDArray[np.int64]:
+        return self.pairs.triplets.rows
+
     @cached_property
     def rows(self) -> NDArray[np.int64]:
-        return np.unique(np.concatenate([self.pairs.left, self.pairs.right]))
+        return np.unique(np.concatenate([self.pairs.left, self.pairs.right, self.triplets.ravel()]))
 
     @cached_property
     def units(self) -> NDArray[np.int64]:
         """The image that each pair is evidence about, numbered from 0: of its two images the one with more pairs."""
         degree = np.bincount(np.concatenate([self.pairs.left, self.pairs.right]), minlength=1)
         left, right = self.pairs.left, self.pairs.right
-        return np.unique(np.where(degree[left] >= degree[right], left, right), return_inverse=True)[1]
+        units = np.where(degree[left] >= degree[right], left, right)
+        return np.unique(np.concatenate([units, self.triplets[:, 0]]), return_inverse=True)[1]
 
     @cached_property
     def weight(self) -> Floats:
         """The weight of each pair: those of one image have the mean of their weights together."""
-        weight = self.pairs.weight.astype(float)
+        weight = np.concatenate([self.pairs.weight, self.pairs.triplets.weight]).astype(float)
         return weight / np.maximum(np.bincount(self.units, minlength=1), 1)[self.units]
 
     @property
     def n_must_links(self) -> int:
         """Images with a must-link."""
-        return len(np.unique(self.units[self.pairs.link > 0.5]))
+        return len(np.unique(self.units[: len(self.pairs)][self.pairs.link > 0.5]))
 
     @property
     def n_cannot_links(self) -> int:
         """Images with a cannot-link."""
-        return len(np.unique(self.units[self.pairs.link < 0.5]))
+        return len(np.unique(self.units[: len(self.pairs)][self.pairs.link < 0.5]))
+
+    @property
+    def count(self) -> str:
+        """What it judges by, in words."""
+        return f"{len(self.pairs):,} held-out pairs" + (f" and {n:,} triplets" if (n := len(self.triplets)) else "")
 
     @property
     def can_judge(self) -> bool:
-        """Whether there are enough pairs of both kinds, of different images."""
-        return min(self.n_must_links, self.n_cannot_links) >= LEAST
+        """Whether there are enough pairs of both kinds, of different images, or enough triplets."""
+        pairs = min(self.n_must_links, self.n_cannot_links) >= LEAST
+        return pairs or len(np.unique(self.triplets[:, 0])) >= LEAST_TRIPLETS
 
     def losses(self, probabilities: NDArray[np.float32]) -> Floats:
         """The loss of each pair, from what a model says of `rows` (m, k), its sureness and the rates fitted to them."""
@@ -177,20 +196,30 @@ class Judge:
 
     def _fitted(self, probabilities: NDArray[np.float32]) -> tuple[Floats, Rates, Floats]:
         """Losses, rates and the probability of "same", with the sureness that makes the links likeliest."""
-        link = self.pairs.link.astype(float)
-        found = []
+        link, found = self.pairs.link.astype(float), []
+        ends = np.concatenate([self._ends, self.triplets[:, :2].T, self.triplets[:, ::2].T], axis=1)
         for temperature in TEMPERATURES:
-            same = self.same(probabilities, temperature)
+            every = self._same(probabilities, ends, temperature)
+            same, nearer, further = np.split(every, [len(link), len(link) + len(self.triplets)])
             rates = estimate_rates(same, link, self.pairs.weight.astype(float))
-            found.append((link_losses(same, link, rates), rates, same))
+            of_triplets = -np.log(0.5 + (0.5 - TRIPLETS_WRONG) * (nearer - further))  # see `losses.triplet_loss`
+            found.append((np.concatenate([link_losses(same, link, rates), of_triplets]), rates, same))
         return min(found, key=lambda one: float(np.dot(one[0], self.weight)))
 
     def same(self, probabilities: NDArray[np.float32], temperature: float = 1.0) -> Floats:
         """The probability that each pair is the same, with the model's sureness at this temperature."""
+        return self._same(probabilities, self._ends, temperature)
+
+    @property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.stack([self.pairs.left, self.pairs.right])
+
+    def _same(self, probabilities: NDArray[np.float32], ends: NDArray[np.int64], temperature: float) -> Floats:
+        """The same for any two of `rows`, of ends (2, n)."""
         logs = temperature * np.log(np.maximum(np.asarray(probabilities, np.float64), 1e-30))
         p = np.exp(logs - logs.max(1, keepdims=True))
         p /= p.sum(1, keepdims=True)
-        left, right = (np.searchsorted(self.rows, side) for side in (self.pairs.left, self.pairs.right))
+        left, right = np.searchsorted(self.rows, ends)
         return np.asarray((p[left] * p[right]).sum(1))
 
     def compare(self, before: Floats, after: Floats) -> Verdict:

@@ -68,7 +68,7 @@ def _train_embedding(inputs: Tensor, constraints: Constraints, seed: int) -> nn.
         rows = torch.cat(drawn)
         one, other = network(inputs[torch.cat((left[rows], right[rows]))]).chunk(2)
         optimizer.zero_grad()
-        angular_loss(one, other, link[rows].round()).backward()  # type: ignore[no-untyped-call]
+        angular_loss(one, other, link[rows]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return network
 

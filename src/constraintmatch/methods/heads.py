@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Reporter, watched
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
@@ -28,6 +29,7 @@ __all__ = [
     "agreed_clusters",
     "attach_head",
     "best_linear_head",
+    "bound_sizes",
     "calm_factor",
     "detach_head",
     "embed_images",
@@ -35,6 +37,8 @@ __all__ = [
     "head_losses",
     "merge_clusters",
     "regression_head",
+    "size_bounds",
+    "size_shifts",
     "steady_head",
 ]
 
@@ -44,6 +48,7 @@ AGREEMENTS = 5  # times that the clusters of the voters are matched
 LARGEST_RATE = 0.06  # for inputs of length 1
 LOWEST = -80.0  # of logits, the largest of the row being 0: e^-80 is 2e-35, still a normal number in fp32
 SUREST = 0.98  # highest mean confidence of the head; on digits and CIFAR heads stay below it
+SWEEPS = 200  # most turns over the clusters, to find biases that keep sizes
 EMPTY = -1  # the group of a cluster without images
 
 
@@ -234,6 +239,63 @@ def _on_features(alone: ClusterModel) -> tuple[Tensor, Tensor]:
     assert alone.head is not None
     weight = alone.head.weight.detach() / alone.config.std[0]
     return weight, alone.head.bias.detach() - weight @ torch.tensor(alone.config.mean, device=alone.device)
+
+
+def bound_sizes(
+    model: ClusterModel, images: ImageSet, sizes: NDArray[np.float32], *, device: torch.device | str | None = None
+) -> ClusterModel:
+    """The model with biases that keep its clusters of these images in the bounds `sizes` (1 or k, 2).
+
+    Bounds for each cluster are given to the clusters by their size, the largest to the largest.
+    """
+    assert model.head is not None
+    features = embed(model, images, device=device)
+    weight, bias = (part.detach().float().cpu() for part in (model.head.weight, model.head.bias))
+    logits = features @ weight.numpy().T + bias.numpy()
+    bounds = size_bounds(sizes, *logits.shape)
+    largest_first = np.argsort(-np.bincount(logits.argmax(1), minlength=len(bias)), kind="stable")
+    own = np.empty_like(bounds)
+    own[largest_first] = bounds[np.argsort(-bounds.sum(1), kind="stable")]
+    return with_head(model, weight, bias + torch.from_numpy(size_shifts(logits, own)))
+
+
+def size_bounds(sizes: NDArray[np.float32], n_images: int, n_clusters: int) -> NDArray[np.int64]:
+    """The least and most images (k, 2) of each cluster; sizes that do not fit each other are an InputError."""
+    if len(sizes) not in (1, n_clusters):
+        fix = "write one line for all of them, or one for each"
+        raise InputError(f"{len(sizes):,} lines of sizes for {n_clusters:,} clusters", fix=fix)
+    every = np.broadcast_to(np.where(sizes <= 1, sizes * n_images, sizes), (n_clusters, 2)).astype(float)
+    least, most = np.floor(every[:, 0] + 1e-3), np.minimum(np.ceil(every[:, 1] - 1e-3), n_images)
+    for side, total, odd in (
+        ("least", least.sum(), least.sum() > n_images),
+        ("most", most.sum(), most.sum() < n_images),
+    ):
+        if odd:
+            problem = f"the {side} sizes of {n_clusters:,} clusters add up to {total:,.0f} images, the set has"
+            raise InputError(f"{problem} {n_images:,}", fix=f"change {side}")
+    return np.stack([least, np.maximum(least, most)], axis=1).astype(np.int64)
+
+
+def size_shifts(logits: NDArray[np.float32], bounds: NDArray[np.int64]) -> NDArray[np.float32]:
+    """What to add to the logits (n, k) of each cluster, so that clusters have the least and most images of (k, 2).
+
+    Of all placements in the bounds, that of the highest sum of logits has such shifts: they are the prices of its
+    bounds. One cluster after the other gets its best price until none changes; in a small set a cluster may end with
+    an image too many.
+    """
+    shift = np.zeros(logits.shape[1])
+    for _ in range(SWEEPS):
+        before = shift.copy()
+        for cluster, (least, most) in enumerate(bounds.tolist()):
+            others = np.delete(logits + shift, cluster, axis=1).max(1)
+            needed = np.sort(others - logits[:, cluster])  # the shift that brings 1, 2, … images
+            count = int(np.searchsorted(needed, 0.0))
+            edge = least if count < least else most if count > most else None
+            around = needed[max(0, (edge or 0) - 1) : (edge or 0) + 1]
+            shift[cluster] = 0.0 if edge is None else around.mean() if 0 < edge < len(needed) else needed[-1] + 1.0
+        if np.abs(shift - before).max() < 1e-6:
+            break
+    return shift.astype(np.float32)
 
 
 def merge_clusters(

@@ -17,7 +17,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json, write_json
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.judge import Guard
+from constraintmatch.evaluation.judge import TRIPLETS_WRONG, Guard
 from constraintmatch.evaluation.metrics import predict, pseudo_quality
 from constraintmatch.methods.heads import attach_head, detach_head, embed_images, merge_clusters
 from constraintmatch.methods.preparation import (
@@ -104,9 +104,10 @@ def check_task(task: PairTask, model: ClusterModel, images: ImageSet) -> None:
     constraints = task.constraints
     if task.head_steps < 0:
         raise InputError(f"head_steps is {task.head_steps}; it must be 0 or more")
-    if len(constraints) == 0:
+    weights = constraints.weight, constraints.triplets.weight
+    if not any(map(len, weights)):
         raise InputError(f"{task.title} needs constraints and there are none; sample or answer some pairs first")
-    if not constraints.weight.any():
+    if not any(weight.any() for weight in weights):
         raise InputError(f"{task.title}: every constraint has the weight 0; give some of them a weight above 0")
     if constraints.n_images != len(images):
         raise InputError(f"the constraints are over {constraints.n_images:,} images, the set has {len(images):,}")
@@ -163,15 +164,15 @@ def build_training(
 
     def loss(network: Callable[..., Tensor], batch: SemiBatch) -> dict[str, Tensor]:
         pairs, free = batch.pairs, batch.free
-        both, n = torch.cat((pairs.left, pairs.right)), len(pairs.link)
+        both = torch.cat((pairs.left, pairs.right))
         if free is None:
-            paired = ranks.gather(network(both), n, n)
+            paired = ranks.gather(network(both), *pairs.sizes)
             return {"constrained": from_pairs(paired, pairs.link, pairs.weight)}
         if task.loss is not None:
             with torch.no_grad():
                 weak = ranks.gather(network(free.weak), len(free.rows))
         paired, strong = passes(network, model, both, free.strong, joint=bench.compile)
-        paired, strong = ranks.gather(paired, n, n), ranks.gather(strong, len(free.rows))
+        paired, strong = ranks.gather(paired, *pairs.sizes), ranks.gather(strong, len(free.rows))
         terms = {"constrained": from_pairs(paired, pairs.link, pairs.weight)}
         if task.loss is not None:
             assert batch.ramp is not None
@@ -202,17 +203,25 @@ def build_training(
 def pair_term(bench: Bench, task: PairTask, guard: Guard | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """L^cons from the logits (2n, k) of n pairs, all left images and then all right ones, their links and weights.
 
-    It expects as many wrong links as the task says, or else the guard.
+    It expects as many wrong links as the task says, or else the guard. Triplets, see `PairBatch`, have a term of their
+    own: of pairs and triplets the more numerous ones weigh 1, the others less by their number.
     """
     expected: Any = task.error_rate or ((*guard.rates,) if guard else 0.0)
     if bench.compile and guard and not task.error_rate:  # a number would be compiled in, and each estimate again
         expected = tuple(torch.tensor(rate, device=bench.device) for rate in guard.rates)
-    return partial(bench.speed_up(_pair_loss), error_rate=expected)
+    count = len(task.constraints), len(task.constraints.triplets)
+    shares = tuple(n / max(count) for n in count)
+    return partial(bench.speed_up(_pair_loss), error_rate=expected, shares=shares)
 
 
-def _pair_loss(logits: Tensor, link: Tensor, weight: Tensor, *, error_rate: Any) -> Tensor:
+def _pair_loss(logits: Tensor, link: Tensor, weight: Tensor, *, error_rate: Any, shares: tuple[float, ...]) -> Tensor:
     left, right = logits.float().softmax(-1).chunk(2)
-    return losses.pair_loss(left, right, link, weight, error_rate=error_rate)
+    n, m = len(link), len(weight) - len(link)
+    loss = shares[0] * losses.pair_loss(left[:n], right[:n], link, weight[:n], error_rate=error_rate)
+    if m == 0:
+        return loss
+    near, far = losses.pair_scores(left[n:], right[n:]).chunk(2)
+    return loss + shares[1] * losses.triplet_loss(near, far, weight[n:], error_rate=TRIPLETS_WRONG)
 
 
 def _guess(weak: Tensor, flip: Tensor | None, task: PairTask) -> Tensor:

@@ -133,7 +133,8 @@ class _SafeTraining:
         if self._is_opposite():
             why = "the pairs say the opposite of what the images show; are same and different mixed up?"
             return self._keep(self.start, "the start", why)
-        if not (self.judge.can_judge and self.task.constraints.weight.any()):
+        pairs = self.task.constraints
+        if not (self.judge.can_judge and (pairs.weight.any() or pairs.triplets.weight.any())):
             must, cannot = self.judge.n_must_links, self.judge.n_cannot_links
             held = f"held out are {must:,} images with a must-link, {cannot:,} with a cannot-link"
             why = f"{held}; to judge a training takes {LEAST} of each, so nothing more was trained"
@@ -155,7 +156,7 @@ class _SafeTraining:
         first, name = self.first, self._name(self.first)
         after = self._losses(self.network)
         verdict = self.judge.compare(self.network_losses, after)
-        said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {len(self.judge.pairs):,} held-out pairs"
+        said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {self.judge.count}"
         beginning = verdict if first is self.start else self._compare(self.network)
         caution = SURER if self.images.embedded else CAUTION
         better = min(verdict.surely(caution), beginning.surely(caution)) > LEAST_GAIN
@@ -227,6 +228,8 @@ class _SafeTraining:
     @cached_property
     def _are_chosen(self) -> bool:
         """Whether the start finds the images of the pairs more alike than images that are paired at random."""
+        if not len(self.pairs):
+            return False
         p = self._predict(self.start, self.all_pairs.rows)
         left, right = (p[np.searchsorted(self.all_pairs.rows, side)] for side in (self.pairs.left, self.pairs.right))
         same = self.all_pairs.same(p)
@@ -279,7 +282,7 @@ class _SafeTraining:
         def loss(network: Callable[..., torch.Tensor], batch: tuple[TaughtBatch, PairBatch | None]) -> Any:
             terms, given = label_loss(network, batch[0], n=rows.batch), batch[1]
             if given is not None:
-                logits = gather(network(torch.cat((given.left, given.right))), *[len(given.link)] * 2)
+                logits = gather(network(torch.cat((given.left, given.right))), *given.sizes)
                 terms["constrained"] = from_pairs(logits, given.link, given.weight)
             return terms
 
@@ -303,7 +306,7 @@ class _SafeTraining:
         net, rate = self.network, self.repeated  # the rate of wrong answers, by pairs that have two
         rates = Rates(rate, rate) if rate is not None else self.all_pairs.rates(self._predict(net, self.all_pairs.rows))
         beliefs = self._predict(net, np.arange(len(self.images)))
-        hold = min(1.0, AS_MANY / len(self.task.constraints))
+        hold = min(1.0, AS_MANY / max(len(self.task.constraints), len(self.task.constraints.triplets)))
         return replace(self.context, guard=Guard(rates, self.judge, self.network_losses, beliefs, hold))
 
     def weigh_annotators(self) -> PairTask:

@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from constraintmatch._internal.files import check_folder, check_target, folder_l
 from constraintmatch._internal.progress import Reporter
 from constraintmatch._internal.rng import check_seed
 from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.constraints.pairs_file import beside
 from constraintmatch.data.datasets import DATASETS, DataSet
 from constraintmatch.data.image_set import ImageSet, kind_of
 from constraintmatch.methods import METHODS, Context, ViewChoice
@@ -20,7 +21,7 @@ from constraintmatch.models.cluster_model import ClusterModel, build_model, load
 from constraintmatch.pipeline import config as configuration
 from constraintmatch.pipeline.config import ORDER, PRETEXTS, SHORT_STAGES, TrainConfig, make_config, method_arguments
 from constraintmatch.pipeline.embedding import OWN, choose_encoder, encode
-from constraintmatch.pipeline.sources import ClassFolders, Data, open_data, open_pairs
+from constraintmatch.pipeline.sources import ClassFolders, Data, open_data, open_pairs, path_list
 from constraintmatch.pipeline.train import rehearse
 from constraintmatch.training import ranks
 from constraintmatch.training.loop import choose_device
@@ -35,7 +36,7 @@ class Train:
     """What `train` is asked; None leaves the choice to the recorded run, the data set, the device or the method."""
 
     data: str | None = None
-    pairs: Path | None = None
+    pairs: Path | Sequence[Path] | None = None
     clusters: int | None = None
     out: Path | None = None
     method: str | None = None
@@ -144,8 +145,9 @@ def _check_method(method: str, request: Train) -> None:
         raise InputError(f"{method} needs constraints and there are none; {fix}")
     if not needs_pairs and request.pairs is not None:
         raise InputError(f"{method} learns from the labels of all images; leave --pairs out")
-    if request.pairs is not None and not request.pairs.exists():
-        raise InputError(f"{request.pairs}: no such file")  # before thousands of images are read
+    for file in path_list(request.pairs or ()):
+        if not file.exists():
+            raise InputError(f"{file}: no such file")  # before thousands of images are read
 
 
 def _needs_pairs(method: str) -> bool:
@@ -313,9 +315,10 @@ def _open_pairs(
         seed=config.settings.seed,
         reporter=reporter,
     )
-    if not pairs.weight.any():
-        raise InputError(f"{request.pairs}: every pair has the weight 0; give some of them a weight above 0")
-    aside = request.pairs.with_name("held-out-pairs.csv")
+    files = path_list(request.pairs)
+    if not pairs.weight.any() and not pairs.triplets.weight.any():
+        raise InputError(f"{files[0]}: every pair has the weight 0; give some of them a weight above 0")
+    aside = files[0].with_name("held-out-pairs.csv")
     if request.from_run is not None and aside.is_file():
         held_out = Constraints.read(aside, names=data.images.names)
     return pairs, held_out
@@ -323,7 +326,10 @@ def _open_pairs(
 
 def _say_plan(plan: Plan, out: Path, *, automatic: bool) -> None:
     images, config, say = plan.data.images, plan.config, plan.context.reporter.say
-    pairs = f", {len(plan.pairs):,} pairs ({plan.pairs.n_must_links:,} must-links)" if plan.pairs is not None else ""
+    pairs = ""
+    if plan.pairs is not None:
+        pairs = f", {len(plan.pairs):,} pairs ({plan.pairs.n_must_links:,} must-links)"
+        pairs += f", {len(plan.pairs.triplets):,} triplets" if len(plan.pairs.triplets) else ""
     what = kind_of(images.side, images.channels) if images.embedded else "images"
     say(f"{len(images):,} {what}, {config.n_clusters} clusters{pairs} → {out}")
     if images.labels is not None and plan.data.record["kind"] == "folder":
@@ -369,7 +375,7 @@ def _fill(request: Train, asked: Mapping[str, Any], pairs: Path) -> Train:
     if encoder := request.model is None and str(model["backbone"]).startswith(ENCODER):
         request = replace(request, start=request.start or model["backbone"].removeprefix(ENCODER))
     if request.pairs is None and pairs.is_file() and _needs_pairs(method):
-        request = replace(request, pairs=pairs, on_conflict="keep")  # settled when the run was made
+        request = replace(request, pairs=beside(pairs), on_conflict="keep")  # settled when the run was made
     arguments: dict[str, Any] = {}
     if method == asked["method"]:
         has_recipe = "recipe" in method_arguments(method)  # a run of before there were recipes has the paper's

@@ -22,6 +22,7 @@ from constraintmatch.data.datasets import DATASETS, DataSet, load_dataset
 from constraintmatch.data.image_set import ImageSet, load_images
 
 ClassFolders = bool | Literal["auto"]
+_SELDOM = ("triplets", "sizes of clusters")  # not counted where there are none
 Pairs = Constraints | Mapping[str, Any] | Sequence[Any] | Path | str | Any  # Any: an array or a sparse matrix
 
 
@@ -129,7 +130,7 @@ def _say_skipped(images: ImageSet, reporter: Reporter, limit: int = 10) -> None:
 
 
 def open_pairs(
-    path: Path | str,
+    path: Path | str | Sequence[Path | str],
     images: ImageSet,
     *,
     columns: str | None = None,
@@ -141,15 +142,21 @@ def open_pairs(
 ) -> tuple[Constraints, Constraints | None]:
     """The pairs of a file over these images, without contradictions, and the share `holdout` of them, set aside first.
 
-    `close` adds what the others imply.
+    `close` adds what the others imply. Several files are read as one; triplets, labels and sizes come along.
     """
-    read = read_pairs(path, images, columns=columns)
+    files = path_list(path)
+    read = Constraints.join([_read(file, images, columns) for file in files])
+    if not len(read) and not len(read.triplets):
+        raise InputError(f"{files[0]}: there are no pairs in it; sample or answer some first")
     try:
         kept = read.resolve(on_conflict, names=images.names)
     except InputError as error:
-        raise error.at(path) from None
+        raise (error.at(files[0]) if len(files) == 1 else error) from None
     if len(kept) < len(read):
         reporter.say(f"{len(read) - len(kept):,} of {len(read):,} pairs contradict others and are left out")
+    if len(kept.triplets) < len(read.triplets):
+        circle = read.triplets.cyclic(len(images))
+        reporter.say(f"{read.triplets.describe(circle)}; these {len(circle):,} are left out")
     held_out = None
     if holdout:
         kept = kept.merged()  # else a pair may be in both parts
@@ -160,10 +167,19 @@ def open_pairs(
     return kept.close() if close else kept, held_out
 
 
+def path_list(path: Path | str | Sequence[Path | str]) -> list[Path]:
+    """One path or several as a list."""
+    return [Path(path)] if isinstance(path, Path | str) else [Path(one) for one in path]
+
+
+def _read(path: Path | str, images: ImageSet, columns: str | None) -> Constraints:
+    unread = {skip.name: skip.reason for skip in images.skipped}
+    return Constraints.read(path, names=images.names, columns=columns, unread=unread)
+
+
 def read_pairs(path: Path | str, images: ImageSet, *, columns: str | None = None) -> Constraints:
     """The pairs of a file over these images, at least one; a pair with an image that was skipped says so."""
-    unread = {skip.name: skip.reason for skip in images.skipped}
-    read = Constraints.read(path, names=images.names, columns=columns, unread=unread)
+    read = _read(path, images, columns)
     if not len(read):
         raise InputError(f"{path}: there are no pairs in it; sample or answer some first")
     return read
@@ -214,34 +230,49 @@ def sample_pairs(
 
 
 def check_pairs(
-    path: Path | str, source: Path | str | None = None, *, columns: str | None = None, close: bool = False, **how: Any
+    path: Path | str | Sequence[Path | str],
+    source: Path | str | None = None,
+    *,
+    columns: str | None = None,
+    close: bool = False,
+    **how: Any,
 ) -> tuple[dict[str, str], list[str]]:
-    """Counts of a pairs file, alone or over images, and its first contradictions with their chains."""
+    """Counts of pairs files, alone or over images, and their first contradictions with their chains."""
+    files = path_list(path)
     if source is None:
-        names: Sequence[str] | None = names_in(path, columns=columns)
-        pairs = Constraints.read(path, names=names, columns=columns)
+        named = [names_in(file, columns=columns) for file in files]
+        names: Sequence[str] | None = sorted({name for one in named for name in one or ()}) or None
+        parts = [Constraints.read(file, names=names, columns=columns) for file in files]
     else:
         images = open_at(source, None, "train", **how).images
-        names, pairs = images.names, read_pairs(path, images, columns=columns)
+        names, parts = images.names, [_read(file, images, columns) for file in files]
+    pairs = Constraints.join(parts)
+    if source is not None and not any((len(pairs), len(pairs.triplets), pairs.sizes is not None)):
+        raise InputError(f"{files[0]}: there are no pairs in it; sample or answer some first")
+    circle, soft = pairs.triplets.cyclic(pairs.n_images), (pairs.link > 0) & (pairs.link < 1)
     sizes = np.bincount(pairs.components()) if pairs.n_images else np.zeros(1, np.int64)  # of groups by must-links
+    used = np.concatenate([pairs.left, pairs.right, pairs.triplets.rows.ravel()])
     counts = {
         "pairs": len(pairs),
-        "must-links": pairs.n_must_links,
-        "cannot-links": pairs.n_cannot_links,
-        "soft links at 1/2": len(pairs) - pairs.n_must_links - pairs.n_cannot_links,
+        "must-links": int((pairs.link == 1).sum()),
+        "cannot-links": int((pairs.link == 0).sum()),
+        "soft links, between 0 and 1": int(soft.sum()),
+        "triplets": len(pairs.triplets),
+        "sizes of clusters": 0 if pairs.sizes is None else len(pairs.sizes),
         "duplicates": len(pairs) - len(pairs.merged()),
         "links to itself, ignored": pairs.ignored_self_links,
         "must-link groups": int((sizes > 1).sum()),
         "images": pairs.n_images,
-        "images without a constraint": pairs.n_images - len(np.union1d(pairs.left, pairs.right)),
-        "contradictions": len(pairs.conflict_rows()),
+        "images without a constraint": pairs.n_images - len(np.unique(used)),
+        "contradictions": len(pairs.conflict_rows()) + bool(len(circle)),
     }
-    rows = {name: f"{count:,}" for name, count in counts.items()}
+    rows = {name: f"{count:,}" for name, count in counts.items() if count or name not in _SELDOM}
     rows["must-link groups"] += f" (largest: {sizes.max():,} images)"
     if close:
         closed = graph.n_pairs(*pairs.component_constraints())
         rows["after closing"] = f"{closed[0]:,} must-links, {closed[1]:,} cannot-links"
-    return rows, [conflict.describe(names, pairs.places) for conflict in pairs.conflicts(limit=10)]
+    said = [conflict.describe(names, pairs.places) for conflict in pairs.conflicts(limit=10)]
+    return rows, said + [pairs.triplets.describe(circle)] * bool(len(circle))
 
 
 # Pairs in memory

@@ -16,7 +16,7 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation import metrics
 from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
-from constraintmatch.methods.heads import attach_head, detach_head
+from constraintmatch.methods.heads import attach_head, bound_sizes, detach_head, size_bounds
 from constraintmatch.methods.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
 from constraintmatch.pipeline.config import ORDER, STAGES, Recipe, TrainConfig, make_config, method_arguments
@@ -34,6 +34,8 @@ def train(images: ImageSet, constraints: Constraints | None, config: TrainConfig
 
     Of a network whose own embeddings are given in place of the images, the head is trained.
     """
+    if (sizes := None if constraints is None else constraints.sizes) is not None:  # before anything is trained
+        size_bounds(sizes, len(images), config.n_clusters or config.start.config.n_clusters)
     if config.stages:  # they are kept under `start` in the run folder
         asked: dict[str, Any] = {"stages": config.stages, "recipe": config.stage_options, "views": config.views}
         asked["settings"] = {key: getattr(config.settings, key) for key in _SHARED}
@@ -50,8 +52,14 @@ def train(images: ImageSet, constraints: Constraints | None, config: TrainConfig
     _check_ranks(request)
     whole = config.start if images.embedded and config.start.config.side > 1 else None
     start = config.start if whole is None else detach_head(whole, images)
-    if context.out is None:
+
+    def run_method(context: Context) -> Trained:
         trained, log = method(start, images, **given, context=context)
+        trained = trained if sizes is None else bound_sizes(trained, images, sizes, device=config.settings.device)
+        return Trained(trained, log)
+
+    if context.out is None:
+        trained, log = run_method(context)
         return Trained(_note(trained, request, log, whole), log)
     known = {f"arguments.{key}": parameter.default for key, parameter in method_arguments(config.method).items()}
     since = {key: value for key, value in known.items() if value is not inspect.Parameter.empty}  # of older requests
@@ -60,11 +68,11 @@ def train(images: ImageSet, constraints: Constraints | None, config: TrainConfig
         if found := ranks.agree(Trained(load_model(run.model), read_log(run.path)) if run and run.finished else None):
             return found
         if run is None:  # rank 0 keeps it
-            trained, log = method(start, images, **given, context=context)
+            trained, log = run_method(context)
             return Trained(_note(trained, request, log, whole), log)
         if "constraints" in given:
             given["constraints"].write(run.path / "pairs.csv", names=images.names)
-        trained, log = method(start, images, **given, context=replace(context, run=run))
+        trained, log = run_method(replace(context, run=run))
         if not read_log(run.path):  # a method without steps, like linear_scan, has no loop that would have logged
             for entry in log:
                 run.log(entry)
@@ -82,6 +90,7 @@ def _request(
     pairs: dict[str, Any] | None = None
     if constraints is not None:
         pairs = {"pairs": len(constraints), "must_links": constraints.n_must_links}
+        pairs |= {"triplets": len(constraints.triplets)} if len(constraints.triplets) else {}
         pairs["fingerprint"] = pairs_hash(constraints)
     architecture = {key: value for key, value in asdict(config.start.config).items() if key != "trained"}
     return {
@@ -113,8 +122,10 @@ def _seen(model: ClusterModel, images: ImageSet) -> ImageSet:
 
 
 def pairs_hash(constraints: Constraints) -> str:
-    """A short name of the pairs, their links and their weights."""
-    return _hash(getattr(constraints, part).tobytes() for part in ("left", "right", "link", "weight"))
+    """A short name of the pairs, their links and their weights, and of triplets and sizes where there are some."""
+    parts = [getattr(constraints, part) for part in ("left", "right", "link", "weight")]
+    parts += [constraints.triplets.rows, constraints.triplets.weight]  # without triplets, no bytes
+    return _hash(part.tobytes() for part in (*parts, *([] if constraints.sizes is None else [constraints.sizes])))
 
 
 def weights_hash(model: ClusterModel) -> str:

@@ -42,6 +42,9 @@ B = TypeVar("B")
 class PairBatch:
     """Constrained pairs: views of both images (n, c, h, w) uint8, the link in [0, 1] and the weight of each (n,).
 
+    With m triplets the sides have 2 m images more: the anchor with the near image of each, then with the far one. They
+    have m weights more and no links.
+
     With several ranks the images of a batch are the share of this rank; all else is of the whole batch.
     """
 
@@ -49,6 +52,12 @@ class PairBatch:
     right: Tensor
     link: Tensor
     weight: Tensor
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The images left and right, of all ranks."""
+        n = 2 * len(self.weight) - len(self.link)
+        return n, n
 
 
 @dataclass(frozen=True)
@@ -169,17 +178,27 @@ class ViewMaker:
 def pair_batches(
     store: ImageStore, constraints: Constraints, batch: int, view: View, maker: ViewMaker, seed: int
 ) -> Callable[[int], PairBatch]:
-    """Batches of constrained pairs under one view, by the step."""
-    shuffled = Shuffled(len(constraints), batch, derive_seed(seed, "pairs"), store.device)
-    columns = (constraints.left, constraints.right, constraints.link, constraints.weight)
-    left, right, link, weight = (torch.from_numpy(column.copy()).to(store.device) for column in columns)
+    """Batches of constrained pairs under one view, by the step; with as many triplets, or all that there are."""
+    columns: list[Any] = [constraints.left, constraints.right, constraints.link, constraints.weight]
+    kinds, triplets = [("pairs", len(constraints))] * bool(len(constraints)), constraints.triplets
+    if len(triplets):
+        columns += [*triplets.rows.T, triplets.weight]
+        kinds.append(("triplets", len(triplets)))
+    draws = {kind: Shuffled(n, batch, derive_seed(seed, kind), store.device) for kind, n in kinds}
+    left, right, link, weight, *more = (torch.from_numpy(column.copy()).to(store.device) for column in columns)
+    none = torch.empty(0, dtype=torch.int64, device=store.device)
 
     def next_batch(step: int) -> PairBatch:
-        chosen = shuffled(step)
-        both = shuffled.batch, shuffled.batch
-        images = store.take(ranks.mine(torch.cat((left[chosen], right[chosen])), *both))
+        chosen = draws["pairs"](step) if "pairs" in draws else none
+        lefts, rights, weights = left[chosen], right[chosen], weight[chosen]
+        if "triplets" in draws:
+            anchor, near, far, triplet_weight = (column[draws["triplets"](step)] for column in more)
+            lefts, rights = torch.cat((lefts, anchor, anchor)), torch.cat((rights, near, far))
+            weights = torch.cat((weights, triplet_weight))
+        both = len(lefts), len(lefts)
+        images = store.take(ranks.mine(torch.cat((lefts, rights)), *both))
         one, other = maker(view, images, step, "pairs", *both).chunk(2)
-        return PairBatch(one, other, link[chosen], weight[chosen])
+        return PairBatch(one, other, link[chosen], weights)
 
     return next_batch
 

@@ -34,6 +34,7 @@ __all__ = [
     "soft_cross_entropy",
     "soft_links",
     "swap_clusters",
+    "triplet_loss",
 ]
 
 # Elements of one (rows, m, k) block in soft_links: what stays in a CPU's cache; what keeps a GPU's launches few; and,
@@ -71,11 +72,22 @@ def pair_loss(
     return _weigh(_binary_cross_entropy(same, different, link, error_rate), weight, mean=mean)
 
 
+def triplet_loss(near: Tensor, far: Tensor, weight: Tensor | None = None, *, error_rate: Rate = 0.0) -> Tensor:
+    """−log(1/2 + (1/2 − ε)(ĉ_an − ĉ_af)) of n triplets, from the scores of anchor and near, and of anchor and far.
+
+    ĉ_an − ĉ_af is the probability that only the near image is of the anchor's kind, less that only the far one is. In
+    the first case the answer is right but for ε = `error_rate`; if both are of that kind, or none, it is a coin's. So
+    a triplet of three kinds, which says nothing of clusters, does no harm. The weighted mean over triplets.
+    """
+    return _weigh(-_log(0.5 + (0.5 - error_rate) * (_lift(near) - _lift(far))), weight)
+
+
 def angular_loss(left: Tensor, right: Tensor, link: Tensor) -> Tensor:
-    """SpherePair's loss on the angle θ between the embeddings (n, d) of n pairs; links are 0 or 1.
+    """SpherePair's loss on the angle θ between the embeddings (n, d) of n pairs; links are in [0, 1].
 
     A must-link has −log((1 + cos θ) / 2), a cannot-link below 90° −log(sin² θ) and beyond it nothing: cannot-links are
-    many, and those that are kept say no more. The mean over must-links and the mean over cannot-links are added.
+    many, and those that are kept say no more. A soft link counts as both, with its value and with the rest. The
+    mean over must-links and the mean over cannot-links are added.
     """
     cosine = (F.normalize(_lift(left), dim=-1) * F.normalize(_lift(right), dim=-1)).sum(-1)
     must, cannot = -_log((1 + cosine) / 2), -_log(1 - cosine.clamp(min=0) ** 2)
