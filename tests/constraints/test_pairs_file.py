@@ -459,7 +459,7 @@ def test_triplets_in_a_circle_are_an_error_or_left_out(tmp_path):
     text = "anchor,near,far\n0,1,2\n5,6,7\n2,0,1\n1,2,0\n5,7,8\n5,8,6\n0,1,9\n"
     given = read(tmp_path, text)
     assert given.triplets.cyclic(10).tolist() == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(InputError, match="lines 2, 3, 4, 5, 6, 7: triplets that go round in a circle"):
+    with pytest.raises(InputError, match="lines 2, 3, 4, 5, 6, 7: triplets in a circle"):
         given.resolve("error")
     assert given.resolve("drop").triplets.rows.tolist() == [[0, 1, 9]]
     assert len(given.resolve("keep").triplets) == 7

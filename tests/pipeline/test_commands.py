@@ -191,6 +191,23 @@ def test_a_check_without_images_shows_the_chain_of_a_contradiction(tmp_path: Pat
     assert "a – b – c" in contradictions[0]
 
 
+def test_a_check_counts_every_kind_of_knowledge_and_names_triplets_in_a_circle(tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "p.csv", [("a", "b", 1), ("a", "c", 0.7), ("a", "d", 0.5)])
+    more = {
+        "labels": "image,label\nb,x\nd,y\n",
+        "triplets": "anchor,near,far\na,b,c\nc,a,b\nb,c,a\na,e,d\n",
+        "sizes": "least,most\n1,3\n",
+    }
+    for name, text in more.items():
+        (tmp_path / f"{name}.csv").write_text(text)
+    found, contradictions = sources.check_pairs([pairs, *(tmp_path / f"{name}.csv" for name in more)])
+    kinds = "must-links", "cannot-links", "soft links, between 0 and 1", "triplets", "sizes of clusters", "images"
+    assert [found[kind] for kind in kinds] == ["1", "1", "2", "4", "1", "5"]
+    assert found["images without a constraint"] == "0"
+    assert len(contradictions) == 1
+    assert "triplets.csv lines 2, 3, 4: triplets in a circle cannot all be true" in contradictions[0]
+
+
 # Sorting
 
 

@@ -1,6 +1,7 @@
 """What a training is asked, completed from records: recipes that came up after a run was made."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,30 @@ def test_contradictions_are_left_out_by_the_safe_recipe_and_refused_by_the_paper
     assert len(kept) == 60
     with pytest.raises(InputError, match="contradict"):
         planned(pairs, arguments={"recipe": "paper"})
+
+
+def test_a_training_takes_files_of_several_kinds_and_says_what_it_leaves_out(pairs: Path) -> None:
+    files = {
+        "labels": "image,label\n0,one\n1,two\n2,one\n",
+        "triplets": "anchor,near,far\n0,2,1\n5,6,7\n5,7,6\n",
+        "sizes": "least,most\n0.05,0.2\n",
+    }
+    for name, text in files.items():
+        pairs.with_name(f"{name}.csv").write_text(text)
+    said: list[str] = []
+    several = [pairs, *(pairs.with_name(f"{name}.csv") for name in files)]
+    asked = Train("digits", several, model=pairs.with_name("start"), out=pairs.with_name("run"))
+    reporter = Reporter()
+    reporter.say = said.append  # type: ignore[method-assign]
+    plan = plan_training(asked, reporter)
+    assert plan.pairs is not None
+    assert (len(plan.pairs), plan.pairs.triplets.rows.tolist()) == (63, [[0, 2, 1]])
+    assert plan.pairs.sizes is not None
+    assert any(
+        "triplets.csv lines 3, 4: triplets in a circle cannot all be true and are left out" in line for line in said
+    )
+    assert any("63 pairs" in line and "1 triplets" in line for line in said)
+    with pytest.raises(InputError, match=r"none\.csv: no such file"):
+        plan_training(replace(asked, pairs=[pairs, pairs.with_name("none.csv")]), Reporter())
+    with pytest.raises(InputError, match=r"triplets\.csv lines 3, 4: triplets in a circle.*on_conflict=drop"):
+        plan_training(replace(asked, arguments={"recipe": "paper"}), Reporter())

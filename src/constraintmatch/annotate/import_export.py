@@ -183,6 +183,8 @@ def _check_file(path: Path, columns: str | None = None, same: str | None = None,
 def _read_pairs_file(path: Path, names: Sequence[str], columns: str | None) -> tuple[list[Given], int]:
     """Pairs as answers to pair questions; those with a link in between or with weight 0 are left out."""
     table = Constraints.read(path, names=names, columns=columns)
+    if len(table.triplets) or table.sizes is not None:
+        raise InputError("has no pairs, and the page asks for no other answers", path, "give it to train, as --pairs")
     numbers = (column.tolist() for column in (table.left, table.right, table.link, table.weight))
     unknown, given = ("",) * len(table.left), list[Given]()
     said = zip(*numbers, table.annotator or unknown, table.time or unknown, strict=True)

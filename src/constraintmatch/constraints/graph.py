@@ -69,12 +69,13 @@ class Triplets:
         if on_conflict == "keep" or not len(circle := self.cyclic(n_images)):
             return self
         if on_conflict == "error":
-            fix = "correct them, or use --set on_conflict=drop or keep"
-            raise InputError(self.describe(circle), fix=fix)
+            raise self.error(circle)
         return self.take(np.delete(np.arange(len(self)), circle))
 
-    def describe(self, circle: Rows) -> str:
-        return f"{self.places.say(*circle)}: triplets that go round in a circle cannot all be true"
+    def error(self, circle: Rows) -> InputError:
+        """That triplets contradict each other, with their places."""
+        problem, fix = "triplets in a circle cannot all be true", "correct them, or use --set on_conflict=drop or keep"
+        return InputError(problem, f"{self.places.path} {self.places.say(*circle)}".strip(), fix)
 
     def cyclic(self, n_images: int) -> Rows:
         """The triplets that cannot all be true: each says that one pair is nearer than another, round in a circle."""

@@ -151,12 +151,12 @@ def open_pairs(
     try:
         kept = read.resolve(on_conflict, names=images.names)
     except InputError as error:
-        raise (error.at(files[0]) if len(files) == 1 else error) from None
+        raise (error.at(files[0]) if len(files) == 1 and not error.place else error) from None
     if len(kept) < len(read):
         reporter.say(f"{len(read) - len(kept):,} of {len(read):,} pairs contradict others and are left out")
     if len(kept.triplets) < len(read.triplets):
-        circle = read.triplets.cyclic(len(images))
-        reporter.say(f"{read.triplets.describe(circle)}; these {len(circle):,} are left out")
+        found = read.triplets.error(read.triplets.cyclic(len(images)))
+        reporter.say(f"{found.place}: {found.problem} and are left out")
     held_out = None
     if holdout:
         kept = kept.merged()  # else a pair may be in both parts
@@ -272,7 +272,7 @@ def check_pairs(
         closed = graph.n_pairs(*pairs.component_constraints())
         rows["after closing"] = f"{closed[0]:,} must-links, {closed[1]:,} cannot-links"
     said = [conflict.describe(names, pairs.places) for conflict in pairs.conflicts(limit=10)]
-    return rows, said + [pairs.triplets.describe(circle)] * bool(len(circle))
+    return rows, said + [str(pairs.triplets.error(circle))] * bool(len(circle))
 
 
 # Pairs in memory
