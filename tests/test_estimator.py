@@ -588,3 +588,13 @@ def test_a_notebook_shows_the_clusters_of_a_fitted_estimator(good: ConstraintMat
     assert "<img" not in ConstraintMatch(3)._repr_mimebundle_()["text/html"]
     with sklearn.config_context(display="text"):
         assert "text/html" not in good._repr_mimebundle_()
+
+
+def test_a_file_of_triplets_is_enough_to_fit(tmp_path: Path) -> None:
+    numbers = (4 * np.eye(3)[np.arange(90) % 3] + np.random.default_rng(0).normal(size=(90, 3))).astype(np.float32)
+    path = tmp_path / "triplets.csv"
+    path.write_text("anchor,near,far\n" + "".join(f"{i},{(i + 3) % 90},{(i + 4) % 90}\n" for i in range(90)))
+    model = ConstraintMatch(n_clusters=3, recipe="paper", steps=20, device="cpu", random_state=0).fit(
+        numbers, str(path)
+    )
+    assert len(np.unique(model.labels_)) == 3

@@ -373,7 +373,8 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
 
 
 def _check_pairs(method: str, pairs: Constraints | None, images: ImageSet, *, ignored: bool) -> None:
-    if method not in ("supervised", "fully_constrained") and (pairs is None or len(pairs) == 0):
+    some = pairs is not None and (len(pairs) or len(pairs.triplets))
+    if method not in ("supervised", "fully_constrained") and not some:
         labels = "; y is not used, but Constraints.sample(y, 300, seed=0) makes pairs from labels"
         fix = "give some: fit(X, constraints=pairs)" + (labels if ignored and pairs is None else "")
         raise InputError(f"{method} needs constraints and there are none; {fix}")

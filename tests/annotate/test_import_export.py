@@ -57,6 +57,13 @@ def test_an_export_has_a_pair_for_each_image_shown_and_nothing_of_the_unsure(sto
     assert done == "3 pairs from 2 answers (left out: 1 unsure)"
 
 
+def test_triplets_are_no_answers_of_the_page(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "triplets.csv"
+    path.write_text("anchor,near,far\n0,1,2\n")
+    with pytest.raises(InputError, match=r"triplets\.csv: has no pairs.*give it to train, as --pairs"):
+        taken_in(store, path)
+
+
 @st.composite
 def answers(draw: st.DrawFn) -> Answer:
     images = draw(st.lists(st.integers(0, len(NAMES) - 1), min_size=2, max_size=4, unique=True))
