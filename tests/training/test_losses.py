@@ -37,6 +37,7 @@ from constraintmatch.training.losses import (
     soft_cross_entropy,
     soft_links,
     swap_clusters,
+    triplet_loss,
 )
 
 SIZES = [(0, 3), (1, 2), (1, 1), (2, 2), (2, 5), (7, 10), (5, 2000)]
@@ -225,13 +226,13 @@ def test_triplet_loss_is_the_likelihood_of_answers_that_are_a_coin_where_kinds_d
         says_near = 0.5 if (a == n) == (a == f) else 1 - rate if a == n else rate
         likelihood += anchor[:, a] * near[:, n] * far[:, f] * says_near
     weight = torch.arange(20.0)
-    found = losses.triplet_loss(pair_scores(anchor, near), pair_scores(anchor, far), weight, error_rate=rate)
+    found = triplet_loss(pair_scores(anchor, near), pair_scores(anchor, far), weight, error_rate=rate)
     assert found.item() == pytest.approx(float((-likelihood.log() * weight).sum() / weight.sum()))
 
 
 def test_a_sure_but_wrong_triplet_has_a_finite_loss_and_gradient() -> None:
     near, far = torch.zeros(1, requires_grad=True), torch.ones(1, requires_grad=True)
-    loss = losses.triplet_loss(near, far, error_rate=0.05)
+    loss = triplet_loss(near, far, error_rate=0.05)
     loss.backward()
     assert loss.item() == pytest.approx(-math.log(0.05), rel=1e-5)
     assert near.grad.item() == pytest.approx(-9, rel=1e-4)
@@ -700,6 +701,7 @@ BATCH = Batch(P, Q, 3 * numbers(24, 12).view(6, 4), LINK, LINKS, KEEP).to(torch.
 FUNCTIONS = {
     "pair_scores": lambda b: pair_scores(b.p, b.q),
     "pair_loss": lambda b: pair_loss(b.p, b.q, b.link),
+    "triplet_loss": lambda b: triplet_loss(b.link, b.p[:, 0], error_rate=0.1),
     "kcl": lambda b: kcl(b.p, b.q, b.link),
     "normalized_entropy": lambda b: normalized_entropy(b.p),
     "informative": lambda b: informative(b.p, 0.5),
