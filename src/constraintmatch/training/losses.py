@@ -77,7 +77,7 @@ def triplet_loss(near: Tensor, far: Tensor, weight: Tensor | None = None, *, err
 
     ĉ_an − ĉ_af is the probability that only the near image is of the anchor's kind, less that only the far one is. In
     the first case the answer is right but for ε = `error_rate`; if both are of that kind, or none, it is a coin's. So
-    a triplet of three kinds, which says nothing of clusters, does no harm. The weighted mean over triplets.
+    a triplet of three kinds, which says nothing of clusters, does little harm. The weighted mean over triplets.
     """
     return _weigh(-_log(0.5 + (0.5 - error_rate) * (_lift(near) - _lift(far))), weight)
 
