@@ -376,7 +376,8 @@ class Constraints:
         """
         if on_conflict not in ("error", "drop", "keep"):
             raise InputError(f"on_conflict={on_conflict!r} is not known", fix="use error, drop or keep")
-        self = replace(self, triplets=self.triplets.resolve(on_conflict, self.n_images))
+        if (triplets := self.triplets.resolve(on_conflict, self.n_images)) is not self.triplets:
+            self = replace(self, triplets=triplets)
         if on_conflict == "keep" or not len(rows := self.conflict_rows()):
             return self
         if on_conflict == "error":

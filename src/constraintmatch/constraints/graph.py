@@ -66,7 +66,7 @@ class Triplets:
 
     def resolve(self, on_conflict: str, n_images: int) -> "Triplets":
         """Those that no circle contradicts; with "error" a circle is an InputError."""
-        if on_conflict == "keep" or not len(circle := self.cyclic(n_images)):
+        if on_conflict == "keep" or not len(self) or not len(circle := self.cyclic(n_images)):
             return self
         if on_conflict == "error":
             raise self.error(circle)
