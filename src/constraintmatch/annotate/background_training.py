@@ -42,8 +42,6 @@ from constraintmatch.questions.rounds import closure_pairs, head_belief, image_b
 from constraintmatch.training.loop import Interrupted
 from constraintmatch.training.run_folder import OtherRequest, is_finished
 
-__all__ = ["Learner", "Learning", "cluster_numbers", "round_start"]
-
 PATIENCE = 20.0  # seconds without a new answer after which fewer answers than a round needs are trained on too
 LONGEST_STEPS = 10.0  # seconds that a stop waits for the current step; then the thread ends with the program
 # The folder of a round: answers, only a head, the longer training at the end, kept until another replaces it

@@ -18,17 +18,6 @@ from scipy.optimize import linear_sum_assignment
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 
-__all__ = [
-    "check_reach",
-    "find_hidden",
-    "known_groups",
-    "likely_kinds",
-    "neighbour_graph",
-    "pass_messages",
-    "seeds",
-    "spread_labels",
-]
-
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]

@@ -34,8 +34,6 @@ from constraintmatch._internal.files import check_memory, read_json, write_atomi
 from constraintmatch.data.decoding import FolderRequest, decoder, open_decoder
 from constraintmatch.data.image_files import Skipped
 
-__all__ = ["decode_cached", "embed_cached"]
-
 _log = logging.getLogger(__name__)
 _CACHE_VERSION = 1  # raise it whenever the same file would come out as other pixels
 _DAY = 86_400

@@ -21,18 +21,6 @@ from PIL import Image, ImageOps
 from constraintmatch._internal.errors import InputError, one_line
 from constraintmatch.data.image_files import PHONE, ImageFile, Skipped, find_images, read_images
 
-__all__ = [
-    "FolderRequest",
-    "Progress",
-    "decoder",
-    "eight_bits",
-    "fit_squares",
-    "is_photo",
-    "open_decoder",
-    "pixels_of",
-    "typical_size",
-]
-
 Progress = Callable[[int, int], None]
 _Result = TypeVar("_Result")
 _Content = Path | io.BytesIO

@@ -12,8 +12,6 @@ from constraintmatch.methods.heads import regression_head
 from constraintmatch.methods.preparation import spread
 from constraintmatch.training.losses import angular_loss
 
-__all__ = ["angular_head", "spherical_k_means"]
-
 TRIES, TURNS = 3, 30  # fresh beginnings of k-means, and turns of each
 BETTER = 1e-4  # by how much the mean cosine of a fresh one must be higher
 STEPS, RATE = 1_500, 3e-3

@@ -20,8 +20,6 @@ from constraintmatch.training.loop import Surroundings, TrainSettings, fit
 from constraintmatch.training.losses import all_pairs_loss, hard_links, pseudo_label_loss, soft_links
 from constraintmatch.training.ranks import gather, mine
 
-__all__ = ["constrained", "constraintmatch", "fully_constrained", "pseudo_label", "supervised"]
-
 Network = Callable[..., Tensor]
 Labelled = tuple[Tensor, Tensor]  # weak views and their labels
 

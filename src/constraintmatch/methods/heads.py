@@ -23,25 +23,6 @@ from constraintmatch.methods.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_clusters, with_head
 from constraintmatch.training.losses import scan_loss
 
-__all__ = [
-    "EMPTY",
-    "LinearHead",
-    "agreed_clusters",
-    "attach_head",
-    "best_linear_head",
-    "bound_sizes",
-    "calm_factor",
-    "detach_head",
-    "embed_images",
-    "group_clusters",
-    "head_losses",
-    "merge_clusters",
-    "regression_head",
-    "size_bounds",
-    "size_shifts",
-    "steady_head",
-]
-
 BATCH, JUDGED = 1_000, 10_000  # images in a step, and images that judge the heads
 REPEATED = 10_000  # images whose clusters the steady head repeats; after a merge twice as many
 AGREEMENTS = 5  # times that the clusters of the voters are matched

@@ -36,18 +36,6 @@ from constraintmatch.training import losses, ranks
 from constraintmatch.training.batches import PairBatch, Shuffled, Views, derive_seed, pair_batches
 from constraintmatch.training.loop import Surroundings, TrainSettings, choose_device, fit
 
-__all__ = [
-    "PairTask",
-    "SemiBatch",
-    "begin",
-    "build_training",
-    "check_error_rate",
-    "check_task",
-    "choose_selection",
-    "judge_step",
-    "pair_term",
-]
-
 MERGED = "merged.json"  # in a run folder: the number of clusters after a merge
 LOST = 0.25  # a cluster with less than this share of its images counts as lost
 LATER = 1.0  # standard errors that a later step may look worse: accuracy still rises while the likelihood is flat

@@ -30,25 +30,6 @@ from constraintmatch.training.loop import TrainSettings, choose_device
 from constraintmatch.training.run_folder import RunFolder
 from constraintmatch.training.views import View
 
-__all__ = [
-    "Bench",
-    "Context",
-    "Trained",
-    "ViewChoice",
-    "by_epochs",
-    "check_clusters",
-    "check_images",
-    "check_least",
-    "check_shares",
-    "evaluate_now",
-    "find_neighbours",
-    "keep_model",
-    "keep_quality",
-    "prepare",
-    "quality_judge",
-    "spread",
-]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

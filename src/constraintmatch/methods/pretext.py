@@ -24,18 +24,6 @@ from constraintmatch.training.losses import cosine_loss, nt_xent, prototype_loss
 from constraintmatch.training.ranks import deviation, gather, mine
 from constraintmatch.training.views import View
 
-__all__ = [
-    "Follow",
-    "OnlineAndTarget",
-    "Projector",
-    "Scatter",
-    "TargetBatch",
-    "bootstrap",
-    "byol",
-    "momentum_at",
-    "simclr",
-]
-
 SIMCLR_SETTINGS = TrainSettings(lr=0.4, weight_decay=1e-4, schedule="cosine")
 # Published for ResNet-18 on CIFAR: 0.1 for 512 images a step and 1,000 epochs, the same decay, a predictor ten times as
 # fast. Under BatchNorm and a cosine, weights turn as far as rate · decay · steps: half the epochs, twice the rate.

@@ -33,8 +33,6 @@ from constraintmatch.methods.preparation import (
 from constraintmatch.models.cluster_model import ClusterModel, with_head
 from constraintmatch.training.loop import TrainSettings
 
-__all__ = ["Frozen", "propagate", "teach_groups"]
-
 NEVER = -1e3  # bias of a cluster that stays empty
 NEARER = 5  # the shorter reach has this many times fewer steps
 JUDGED = 10_000  # both reaches are tried up to this many images; with more it takes minutes

@@ -15,8 +15,6 @@ from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.batches import derive_seed
 from constraintmatch.training.loop import TrainSettings
 
-__all__ = ["propos"]
-
 PROPOS_SETTINGS = TrainSettings(lr=0.2, weight_decay=5e-4, schedule="cosine-warm")  # as BYOL
 EVERY = 5  # epochs between two clusterings: each epoch, as published, costs a pass over the images
 SEEN = 1_000  # images in a batch of that pass

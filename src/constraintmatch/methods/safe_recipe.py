@@ -65,8 +65,6 @@ from constraintmatch.training.loop import Surroundings, TrainSettings, choose_de
 from constraintmatch.training.ranks import agree, gather
 from constraintmatch.training.run_folder import read_log
 
-__all__ = ["RECIPES", "calm_head", "train_pairs"]
-
 Teacher = Callable[[Constraints], ClusterModel]
 
 REPEATING = {name: getattr(NEIGHBOUR_LABEL_SETTINGS, name) for name in ("optimizer", "lr", "weight_decay", "schedule")}

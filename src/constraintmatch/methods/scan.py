@@ -34,8 +34,6 @@ from constraintmatch.training.loop import Surroundings, TrainSettings, fit
 from constraintmatch.training.losses import scan_loss
 from constraintmatch.training.ranks import gather, mine
 
-__all__ = ["SCAN_SETTINGS", "linear_scan", "scan"]
-
 SCAN_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=1e-4, schedule="constant")
 
 

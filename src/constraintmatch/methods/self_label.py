@@ -37,16 +37,6 @@ from constraintmatch.training.losses import balanced_confident_cross_entropy, co
 from constraintmatch.training.ranks import gather, mine
 from constraintmatch.training.views import View
 
-__all__ = [
-    "NEIGHBOUR_LABEL_SETTINGS",
-    "TaughtBatch",
-    "label_batches",
-    "label_loss",
-    "neighbour_label",
-    "reliable_labels",
-    "self_label",
-]
-
 SELF_LABEL_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=1e-4, schedule="constant")
 NEIGHBOUR_LABEL_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=1e-4, schedule="cosine-7/16")
 KNOWN = 3  # times that a known image counts

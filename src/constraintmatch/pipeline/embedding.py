@@ -47,22 +47,6 @@ from constraintmatch.models.cluster_model import (
 from constraintmatch.pipeline.sources import open_at
 from constraintmatch.training.loop import choose_device
 
-__all__ = [
-    "DEFAULT",
-    "OWN",
-    "PRETRAINED",
-    "choose_encoder",
-    "embed_images",
-    "encode",
-    "export_model",
-    "is_encoder",
-    "join",
-    "join_folders",
-    "open_network",
-    "photo_features",
-    "write_embeddings",
-]
-
 Device = torch.device | str | None
 OWN = "own"  # starts by name
 PRETRAINED = "pretrained"

@@ -1,3 +1,1 @@
 """Questions and answers: what answers say, what to ask next, rounds of asking, a simulated annotator."""
-
-__all__: list[str] = []

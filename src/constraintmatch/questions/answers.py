@@ -14,22 +14,6 @@ from numpy.typing import NDArray
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 
-__all__ = [
-    "MAX_SHOWN",
-    "NONE",
-    "UNSURE",
-    "Answer",
-    "Known",
-    "Question",
-    "confirm_merges",
-    "constraints_of",
-    "find_known",
-    "implied_groups",
-    "links_of",
-    "n_kinds",
-    "stated_constraints",
-]
-
 Rows = NDArray[np.int64]
 
 NONE = -1  # "none of these"; for a pair: different

@@ -18,20 +18,6 @@ from numpy.typing import ArrayLike, NDArray
 from constraintmatch._internal.errors import InputError
 from constraintmatch.questions.answers import Known
 
-__all__ = [
-    "ALL_COMPARED",
-    "CANDIDATES",
-    "Belief",
-    "Exemplars",
-    "affinity",
-    "at_equal_steps",
-    "blocks",
-    "excluded_exemplars",
-    "find_exemplars",
-    "ranks",
-    "spread",
-]
-
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
 

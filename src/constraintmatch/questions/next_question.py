@@ -30,8 +30,6 @@ from constraintmatch.questions.belief import (
     spread,
 )
 
-__all__ = ["Choice", "Kind", "certain_share", "next_questions", "question_about"]
-
 Kind = Literal["which", "pair"]
 Choice = Literal["recommended", "uncertain", "random"]
 Rows = NDArray[np.int64]

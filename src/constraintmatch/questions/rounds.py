@@ -35,19 +35,6 @@ if TYPE_CHECKING:
     from constraintmatch.methods.propagate import Frozen
     from constraintmatch.models.cluster_model import ClusterModel
 
-__all__ = [
-    "Asking",
-    "LabelOracle",
-    "add_anchors",
-    "ask_until",
-    "closure_pairs",
-    "head_belief",
-    "image_belief",
-    "inform_start",
-    "simulate",
-    "trusted_constraints",
-]
-
 Rows = NDArray[np.int64]
 
 ANCHORS = 10_000  # pairs at most that hold a round to its start; there are as many as images

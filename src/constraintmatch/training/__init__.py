@@ -1,3 +1,1 @@
 """One training: views, losses, batches, the step, the loop and the run folder. It knows no method."""
-
-__all__: list[str] = []

@@ -23,18 +23,6 @@ from constraintmatch.data.image_set import ImageSet
 from constraintmatch.training import ranks
 from constraintmatch.training.views import View
 
-__all__ = [
-    "ImageStore",
-    "PairBatch",
-    "Shuffled",
-    "ViewMaker",
-    "Views",
-    "batches_ahead",
-    "derive_seed",
-    "map_tensors",
-    "pair_batches",
-]
-
 B = TypeVar("B")
 
 

@@ -21,8 +21,6 @@ from constraintmatch.training.batches import batches_ahead
 from constraintmatch.training.run_folder import RunFolder, read_log
 from constraintmatch.training.step import Stepper
 
-__all__ = ["SCHEDULES", "Interrupted", "NonFinite", "Surroundings", "TrainSettings", "choose_device", "fit"]
-
 B = TypeVar("B")
 Batches = Callable[[int], B]
 Loss = Callable[[Callable[..., Tensor], B], dict[str, Tensor]]

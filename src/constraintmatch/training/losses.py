@@ -14,29 +14,6 @@ from torch import Tensor
 
 from constraintmatch.training.ranks import add, mine
 
-__all__ = [
-    "all_pairs_loss",
-    "angular_loss",
-    "balanced_confident_cross_entropy",
-    "confident",
-    "cosine_loss",
-    "flip_modes",
-    "hard_links",
-    "informative",
-    "kcl",
-    "normalized_entropy",
-    "nt_xent",
-    "pair_loss",
-    "pair_scores",
-    "prototype_loss",
-    "pseudo_label_loss",
-    "scan_loss",
-    "soft_cross_entropy",
-    "soft_links",
-    "swap_clusters",
-    "triplet_loss",
-]
-
 # Elements of one (rows, m, k) block in soft_links: what stays in a CPU's cache; what keeps a GPU's launches few; and,
 # where a compiler fuses the block into its sum and forms none of it, what keeps the kernels (and their compiling) few.
 _BLOCK_CPU, _BLOCK_GPU, _BLOCK_COMPILED = 2**19, 2**21, 2**27

@@ -13,19 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = [
-    "OPERATIONS",
-    "Operation",
-    "apply_operations",
-    "blend_float",
-    "cover",
-    "grey_float",
-    "move",
-    "resized_crop",
-    "to_bytes",
-    "turn_hue",
-]
-
 
 def _wide(device: torch.device) -> torch.dtype:
     """Pillow's own precision, float64; float32 on Apple's GPUs, which have no float64."""

@@ -24,27 +24,6 @@ from torch.overrides import TorchFunctionMode
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import say_error
 
-__all__ = [
-    "Lost",
-    "add",
-    "agree",
-    "any_rank",
-    "clear_errors",
-    "deviation",
-    "everyone",
-    "first",
-    "gather",
-    "in_turn",
-    "is_launched",
-    "is_restarted",
-    "launch",
-    "mine",
-    "replicate",
-    "started",
-    "together",
-    "world",
-]
-
 Value = TypeVar("Value")
 FOUND = timedelta(seconds=60)  # to find the other ranks
 WAIT = timedelta(hours=6)  # for one of them: rank 0 may decode images first. A rank that is gone is noticed at once

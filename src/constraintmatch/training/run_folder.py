@@ -31,20 +31,6 @@ from constraintmatch._internal.files import (
     write_json,
 )
 
-__all__ = [
-    "GONE",
-    "OtherRequest",
-    "RunFolder",
-    "current_arguments",
-    "current_request",
-    "environment",
-    "flat_items",
-    "is_finished",
-    "open_run",
-    "read_log",
-    "write_result",
-]
-
 FORMAT = 1
 GONE: dict[str, tuple[Any, str]] = {  # arguments of earlier versions: their default, and what there is now
     "least_share": (0.0, "the stage neighbour_label teaches every cluster"),

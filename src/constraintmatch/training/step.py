@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from constraintmatch.training import ranks
 from constraintmatch.training.batches import map_tensors
 
-__all__ = ["Stepper"]
-
 B = TypeVar("B")
 WARM_UP = 3  # eager steps before a capture: lazy initialisation, autotuning and momentum buffers happen in them
 

@@ -18,21 +18,6 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.training import pixel_ops
 from constraintmatch.training.pixel_ops import OPERATIONS, Operation
 
-__all__ = [
-    "OPERATIONS",
-    "View",
-    "chain",
-    "check_operation_names",
-    "contrastive",
-    "crop",
-    "from_function",
-    "plain",
-    "scan_strong",
-    "strong",
-    "weak",
-    "without_numbers",
-]
-
 _GREY = 127  # the cutout's colour: about zero once the model has normalised the image
 _CROP_ATTEMPTS = 10  # boxes drawn before a random resized crop gives up and takes the whole image
 
