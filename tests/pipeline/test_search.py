@@ -607,7 +607,7 @@ def test_the_next_command_asks_for_all_that_decided_the_trials(tmp_path: Path, s
         "device": "cpu",
         "flip": False,
     }
-    expected |= {"pairs": pairs, "columns": "i,j,c ij"}
+    expected |= {"pairs": [pairs], "columns": "i,j,c ij"}
     assert {key: asked[key] for key in expected} == expected
     assert asked["sets"] == ["without=rotate,solarize", "weight_decay=0.0", "lr=0.01"]
     assert "steps" not in asked  # a cut search is for a training at full length
@@ -619,7 +619,7 @@ def test_the_next_command_has_the_batch_of_a_bound_and_steps_beyond_the_usual(st
     found, rows = search(request)
     asked = asked_by(dict(rows)["next"])
     assert (asked["sets"][0], asked["data_dir"], asked["flip"]) == ("images_per_step=20", Path("my data"), True)
-    assert "pairs" not in asked
+    assert not asked.get("pairs")
     plan, _, base = _open_task(request, Reporter())
     longer = _next_commands(request, plan, {**base, "steps": 1}, found["best"])
     assert asked_by(dict(longer)["next"])["steps"] == 2

@@ -53,14 +53,12 @@ def train(images: ImageSet, constraints: Constraints | None, config: TrainConfig
     whole = config.start if images.embedded and config.start.config.side > 1 else None
     start = config.start if whole is None else detach_head(whole, images)
 
-    def run_method(context: Context) -> Trained:
-        trained, log = method(start, images, **given, context=context)
-        trained = trained if sizes is None else bound_sizes(trained, images, sizes, device=config.settings.device)
-        return Trained(trained, log)
+    def keep_sizes(model: ClusterModel) -> ClusterModel:
+        return model if sizes is None else bound_sizes(model, images, sizes, device=config.settings.device)
 
     if context.out is None:
-        trained, log = run_method(context)
-        return Trained(_note(trained, request, log, whole), log)
+        trained, log = method(start, images, **given, context=context)
+        return Trained(_note(keep_sizes(trained), request, log, whole), log)
     known = {f"arguments.{key}": parameter.default for key, parameter in method_arguments(config.method).items()}
     since = {key: value for key, value in known.items() if value is not inspect.Parameter.empty}  # of older requests
     how: dict[str, Any] = {"resume": context.resume, "since": since, "how": config.settings.how()}
@@ -68,11 +66,12 @@ def train(images: ImageSet, constraints: Constraints | None, config: TrainConfig
         if found := ranks.agree(Trained(load_model(run.model), read_log(run.path)) if run and run.finished else None):
             return found
         if run is None:  # rank 0 keeps it
-            trained, log = run_method(context)
-            return Trained(_note(trained, request, log, whole), log)
+            trained, log = method(start, images, **given, context=context)
+            return Trained(_note(keep_sizes(trained), request, log, whole), log)
         if "constraints" in given:
             given["constraints"].write(run.path / "pairs.csv", names=images.names)
-        trained, log = run_method(replace(context, run=run))
+        trained, log = method(start, images, **given, context=replace(context, run=run))
+        trained = keep_sizes(trained)
         if not read_log(run.path):  # a method without steps, like linear_scan, has no loop that would have logged
             for entry in log:
                 run.log(entry)
