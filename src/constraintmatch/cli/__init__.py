@@ -23,4 +23,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name may be no text
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # before a command begins, which says more
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
