@@ -14,7 +14,7 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.judge import Judge, hide_images
 from constraintmatch.evaluation.metrics import predict, scores
-from constraintmatch.methods import METHODS, Context, Trained, safe_recipe
+from constraintmatch.methods import METHODS, Context, Trained, ViewChoice, safe_recipe
 from constraintmatch.methods.safe_recipe import TAUGHT, calm_head
 from constraintmatch.models.cluster_model import ClusterModel, build_model
 from constraintmatch.training.loop import TrainSettings
@@ -276,6 +276,9 @@ def test_answers_lead_however_many_pairs_they_imply(blobs: ImageSet, monkeypatch
 # The network repeats a taught head
 
 
+UPRIGHT = ViewChoice(flip=False)  # the kinds differ by their corners
+
+
 @pytest.fixture(scope="module")
 def pictures() -> ImageSet:
     """The same kinds as grey images of 8 × 8: a bright spot in one corner, and noise."""
@@ -285,6 +288,17 @@ def pictures() -> ImageSet:
     return ImageSet.from_arrays(spots.astype(np.uint8), labels=LABELS)
 
 
+@pytest.fixture
+def fresh(pictures: ImageSet) -> ClusterModel:
+    """A network that has learned nothing but the statistics of the pictures, as its norms keep them."""
+    model = build_model(n_clusters=K, side=8, channels=1, seed=3).train()
+    pixels = torch.from_numpy(pictures.images.copy()).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        for _ in range(40):
+            model(pixels)
+    return model.eval()
+
+
 def known_images(n: int) -> Constraints:
     """All that answers about the first n images imply."""
     left, right = np.triu_indices(n, 1)
@@ -292,7 +306,7 @@ def known_images(n: int) -> Constraints:
 
 
 def test_the_network_repeats_a_head_that_answers_have_taught(
-    pictures: ImageSet, monkeypatch: pytest.MonkeyPatch
+    pictures: ImageSet, fresh: ClusterModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers alone give the labels; pairs at random stay beside them in every step."""
     terms: list[set[str]] = []
@@ -304,18 +318,33 @@ def test_the_network_repeats_a_head_that_answers_have_taught(
 
     monkeypatch.setattr(safe_recipe, "fit", spy)
     monkeypatch.setattr(safe_recipe, "build_training", None)  # it would be called
-    begun = build_model(n_clusters=K, side=8, channels=1, seed=3)
-    before = acc(begun, pictures)
-    found, log = train(begun, pictures, known_images(60), "constraintmatch")
+    before = acc(fresh, pictures)
+    found, log = train(fresh, pictures, known_images(60), "constraintmatch", views=UPRIGHT)
     assert terms == [{"taught", "rest"}]
     assert log[-1]["kept"].startswith("the network of step")
     assert acc(found, pictures) > before + 0.2
-    train(begun, pictures, Constraints.sample(LABELS, 600, seed=3), "constraintmatch")
+    train(fresh, pictures, Constraints.sample(LABELS, 600, seed=3), "constraintmatch", views=UPRIGHT)
     assert terms[1] == {"taught", "rest", "constrained"}
 
 
-def test_a_network_that_forgets_its_head_is_not_kept(pictures: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_that_forgets_its_head_is_not_kept(
+    pictures: ImageSet, fresh: ClusterModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(safe_recipe, "REPEATING", {"optimizer": "sgd", "lr": 30.0})
-    begun = build_model(n_clusters=K, side=8, channels=1, seed=3)
-    log = train(begun, pictures, known_images(60), "constraintmatch").log
+    log = train(fresh, pictures, known_images(60), "constraintmatch", views=UPRIGHT).log
     assert log[-1]["kept"] == "the head alone" or log[-1]["kept_step"] == 0
+
+
+def test_a_network_that_repeats_its_head_goes_on_where_it_was_stopped(
+    pictures: ImageSet, fresh: ClusterModel, tmp_path: Any
+) -> None:
+    pairs = known_images(60)
+    whole = train(fresh, pictures, pairs, "constraintmatch", views=UPRIGHT).model
+    steps = iter([False] * 14 + [True])
+    how = {"method": "constraintmatch", "views": UPRIGHT}
+    with pytest.raises(KeyboardInterrupt), open_run(tmp_path, {}) as run:
+        train(fresh, pictures, pairs, **how, context=Context(run=run, stop=steps.__next__))
+    with open_run(tmp_path, {}, resume=True) as run:
+        found, log = train(fresh, pictures, pairs, **how, context=Context(run=run))
+    assert log[-1]["kept"].startswith("the network of step")
+    assert_unchanged(found, whole)
