@@ -314,6 +314,8 @@ def test_the_network_repeats_a_head_that_answers_have_taught(
 
     def spy(model: Any, next_batch: Any, loss: Any, *rest: Any) -> Any:
         terms.append(set(loss(model, next_batch(0))))
+        if len(terms) > 1:
+            raise StopIteration  # the rest is known
         return fit(model, next_batch, loss, *rest)
 
     monkeypatch.setattr(safe_recipe, "fit", spy)
@@ -323,7 +325,8 @@ def test_the_network_repeats_a_head_that_answers_have_taught(
     assert terms == [{"taught", "rest"}]
     assert log[-1]["kept"].startswith("the network of step")
     assert acc(found, pictures) > before + 0.2
-    train(fresh, pictures, Constraints.sample(LABELS, 600, seed=3), "constraintmatch", views=UPRIGHT)
+    with pytest.raises(StopIteration):
+        train(fresh, pictures, Constraints.sample(LABELS, 600, seed=3), "constraintmatch", views=UPRIGHT)
     assert terms[1] == {"taught", "rest", "constrained"}
 
 
@@ -339,9 +342,13 @@ def test_a_network_that_repeats_its_head_goes_on_where_it_was_stopped(
     pictures: ImageSet, fresh: ClusterModel, tmp_path: Any
 ) -> None:
     pairs = known_images(60)
-    whole = train(fresh, pictures, pairs, "constraintmatch", views=UPRIGHT).model
-    steps = iter([False] * 14 + [True])
-    how = {"method": "constraintmatch", "views": UPRIGHT}
+    how: dict[str, Any] = {
+        "method": "constraintmatch",
+        "views": UPRIGHT,
+        "settings": replace(SETTINGS, steps=12, evaluate_every=6),
+    }
+    whole = train(fresh, pictures, pairs, **how).model
+    steps = iter([False] * 8 + [True])
     with pytest.raises(KeyboardInterrupt), open_run(tmp_path, {}) as run:
         train(fresh, pictures, pairs, **how, context=Context(run=run, stop=steps.__next__))
     with open_run(tmp_path, {}, resume=True) as run:
