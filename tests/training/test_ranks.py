@@ -154,6 +154,7 @@ def test_ranks_have_the_losses_of_one_process(stripes: ImageSet, size: int, monk
             assert np.allclose(found[case], losses, atol=1e-5, rtol=0), case
 
 
+@pytest.mark.ranks
 def test_a_run_goes_on_with_another_number_of_ranks(stripes: ImageSet, tmp_path: Path) -> None:
     whole, fewer, more = (tmp_path / name for name in ("whole", "fewer", "more"))
     keep_run(stripes, whole)
@@ -226,6 +227,7 @@ def test_a_rank_without_images_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         Shuffled(60, 3, 0)
 
 
+@pytest.mark.ranks
 def test_ranks_that_do_not_find_each_other_say_where_they_looked(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as held:
         held.bind(("localhost", 0))  # nobody listens there
