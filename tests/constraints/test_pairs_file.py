@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.constraints.graph import label_pairs
-from constraintmatch.constraints.pairs_file import beside, names_in
+from constraintmatch.constraints.pairs_file import files_with, names_in
 
 few = settings(max_examples=25, deadline=None)
 NAMES = ["a.png", "b.png", "sub/c.png", "d, e.png", 'f"g.png', "é.png"]
@@ -392,8 +392,8 @@ def test_triplets_and_sizes_are_written_beside_the_pairs_and_read_back(tmp_path,
     given = replace(Constraints.from_lists(n_images=6, must_link=[(0, 1)]), triplets=triplets, sizes=sizes)
     path = tmp_path / f"pairs.{suffix}"
     given.write(path, names=names)
-    assert [place.name for place in beside(path)] == [f"pairs{end}.{suffix}" for end in ("", "-triplets", "-sizes")]
-    again = Constraints.join([Constraints.read(place, names=names, n_images=6) for place in beside(path)])
+    assert [place.name for place in files_with(path)] == [f"pairs{end}.{suffix}" for end in ("", "-triplets", "-sizes")]
+    again = Constraints.join([Constraints.read(place, names=names, n_images=6) for place in files_with(path)])
     assert rows(again) == rows(given)
     assert again.triplets.rows.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert again.triplets.weight.tolist() == [1, 0.5]

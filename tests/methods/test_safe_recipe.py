@@ -321,6 +321,10 @@ def test_the_network_repeats_a_head_that_answers_have_taught(
     monkeypatch.setattr(safe_recipe, "fit", spy)
     monkeypatch.setattr(safe_recipe, "build_training", None)  # it would be called
     before = acc(fresh, pictures)
+    kept = train(fresh, pictures, known_images(60), "constraintmatch", views=UPRIGHT).log[-1]["kept"]
+    assert kept == "the head alone"  # which is right everywhere: the network gains nothing
+    terms.clear()
+    monkeypatch.setattr(safe_recipe, "LEAST_GAIN", -1.0)
     found, log = train(fresh, pictures, known_images(60), "constraintmatch", views=UPRIGHT)
     assert terms == [{"taught", "rest"}]
     assert log[-1]["kept"].startswith("the network of step")
@@ -339,8 +343,9 @@ def test_a_network_that_forgets_its_head_is_not_kept(
 
 
 def test_a_network_that_repeats_its_head_goes_on_where_it_was_stopped(
-    pictures: ImageSet, fresh: ClusterModel, tmp_path: Any
+    pictures: ImageSet, fresh: ClusterModel, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(safe_recipe, "LEAST_GAIN", -1.0)  # the head is right everywhere
     pairs = known_images(60)
     how: dict[str, Any] = {
         "method": "constraintmatch",

@@ -36,7 +36,7 @@ from constraintmatch.questions.rounds import LabelOracle
 Said = Iterator[tuple[Question, int | None]]  # None: it said nothing that is understood
 LABELS, PROTOCOL = "labels", "openai:"  # names of annotators begin with them
 AT_ONCE = 4  # questions on their way to an endpoint; a killed program loses no more answers than these
-SHARED = 10  # one question of so many may be compared with what a person answered
+SHARED = 10  # one question in ten may be compared with what a person answered
 NONSENSE = 5  # replies in a row that nobody understands: the model does not see images, or does not speak so
 SMALLEST, LARGEST = 224, 512  # pixels of an image that is sent; smaller ones are enlarged
 _PAIR = "Are these two images of the same kind? {}Answer with one word: same, different or unsure."
@@ -116,7 +116,7 @@ def _answer(
     ask: Callable[[Sequence[Question]], Said],
     skipped: list[Question],
 ) -> None:
-    """Answer until there are so many answers, nothing is left to ask, or the annotator says no more."""
+    """Answer until there are `until` answers, nothing is left to ask, or the annotator says no more."""
     store = queue.store
     while (n := len(store.answers())) < until:
         chosen = queue.chooser.next(learner.belief(), store.answers(), min(until - n, 50), skipped)

@@ -130,14 +130,14 @@ def _write(path: Path, columns: Mapping[str, Any]) -> None:
     write_atomically(path, lambda temporary: write(temporary, columns))
 
 
-def beside(path: Path) -> list[Path]:
+def files_with(path: Path) -> list[Path]:
     """The files that `write_pairs` makes for this one, as far as they exist."""
     places = (path.with_name(f"{path.stem}{ending}{path.suffix}") for ending in ("", "-triplets", "-sizes"))
     return [place for place in places if place.is_file()]
 
 
 def _others(pairs: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-    """The columns of the files beside that of the pairs, by the ending of their names."""
+    """The columns of the files that accompany the pairs, by the ending of their names."""
     found: dict[str, dict[str, Any]] = {}
     if len(triplets := pairs["triplets"]):
         named = [column if names is None else [names[row] for row in column.tolist()] for column in triplets.rows.T]

@@ -41,7 +41,7 @@ def rank_rows(rows: Sequence[Row], judge: Judge) -> list[Row]:
 
 
 def advise(rows: Sequence[Row], judge: Judge) -> list[str]:
-    """Sentences: which system to take and why, which ones cannot be told apart, and where ours stands."""
+    """Sentences: which system to take and why, which ones are too close to call, and where ours stands."""
     done = [row for row in rank_rows(rows, judge) if row["error"] is None]
     if not done:
         return ["No system finished; the rows say why."]

@@ -33,8 +33,8 @@ def nearest_neighbours(
     """The k rows nearest to each row (n, k) by cosine, itself left out, nearest first; fewer where there are fewer.
 
     It is exact up to 131,072 rows, on a GPU, and where FAISS is missing; else `nearest_in_lists`, which tells its
-    recall to `say`. Beside the features and the result, it holds the rows at length 1, which FAISS copies, and two
-    blocks of 128 MiB.
+    recall to `say`. It holds the features, the result, the rows at length 1, which FAISS copies, and two blocks of
+    128 MiB.
     """
     if len(features) < 2:
         raise InputError("neighbours need at least two images")

@@ -158,7 +158,7 @@ class _SafeTraining:
         beginning = verdict if first is self.start else self._compare(self.network)
         caution = SURER if self.images.embedded else CAUTION
         better = min(verdict.surely(caution), beginning.surely(caution)) > LEAST_GAIN
-        if better or (self.is_taught and verdict.surely(LEADING) > 0):
+        if better or (self.is_taught and verdict.gain > LEAST_GAIN):  # it repeats what was judged: any gain will do
             step = next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"])
             why = f"better than {name} by {said}" if better else f"it repeats {name} on strong views ({said})"
             return self._keep(self.network, f"the network of step {step:,}", why, log, step)

@@ -166,8 +166,8 @@ def run_system(name: str, task: Task) -> tuple[Row, Predictions | None]:
         row["held_out"] = _kept(task.judge, judged)
         row["kept"] = _kept(task.pairs, found)
         if task.tested is not None and task.tested.labels is not None:
-            told = scores(task.tested.labels, place(task.tested))
-            row |= {key: round(told[key], 4) for key in ("acc", "nmi", "ari")}
+            measured = scores(task.tested.labels, place(task.tested))
+            row |= {key: round(measured[key], 4) for key in ("acc", "nmi", "ari")}
         return row, found
     except InputError as error:
         return {"method": name, "error": str(error)}, None
@@ -205,7 +205,7 @@ def _kept(pairs: Constraints, found: Predictions) -> float | None:
 
 
 def _peak_memory() -> float | None:
-    """The most memory that this process has had, in MiB; None where that is not told."""
+    """The most memory that this process has had, in MiB; None where the system does not say."""
     try:
         import resource
     except ImportError:  # Windows

@@ -12,7 +12,7 @@ from constraintmatch._internal.files import check_folder, check_target, folder_l
 from constraintmatch._internal.progress import Reporter
 from constraintmatch._internal.rng import check_seed
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.constraints.pairs_file import beside
+from constraintmatch.constraints.pairs_file import files_with
 from constraintmatch.data.datasets import DATASETS, DataSet
 from constraintmatch.data.image_set import ImageSet, kind_of
 from constraintmatch.methods import METHODS, Context, ViewChoice
@@ -375,7 +375,7 @@ def _fill(request: Train, asked: Mapping[str, Any], pairs: Path) -> Train:
     if encoder := request.model is None and str(model["backbone"]).startswith(ENCODER):
         request = replace(request, start=request.start or model["backbone"].removeprefix(ENCODER))
     if request.pairs is None and pairs.is_file() and _needs_pairs(method):
-        request = replace(request, pairs=beside(pairs), on_conflict="keep")  # settled when the run was made
+        request = replace(request, pairs=files_with(pairs), on_conflict="keep")  # settled when the run was made
     arguments: dict[str, Any] = {}
     if method == asked["method"]:
         has_recipe = "recipe" in method_arguments(method)  # a run of before there were recipes has the paper's
