@@ -1,18 +1,24 @@
+import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
 import typer
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json
+from constraintmatch._internal.progress import QUIET
 from constraintmatch.cli import app
 from constraintmatch.pipeline import demo
 
 pytestmark = pytest.mark.usefixtures("small_batches", "few_digits", "quick_heads_throughout")
 
 
+WORK = demo._work
 ROWS = {
     "k_means": "k-means on pixels",
     "start": "self-supervised start",
@@ -30,6 +36,7 @@ def short() -> Iterator[None]:
         patch.setattr(demo, "BUDGETS", (10, 20))
         patch.setattr(demo, "START", {"simclr": {"epochs": 1, "images_per_step": 64}})
         patch.setattr(demo, "TRAINING", {**demo.TRAINING, "steps": 4, "head_steps": 8})
+        patch.setattr(demo, "_work", lambda jobs, _: [job() for job in jobs])  # new processes know no quick settings
         yield
 
 
@@ -53,6 +60,14 @@ def test_the_demo_prints_a_row_for_each_step_and_leaves_a_report(made: tuple[Pat
         means = [f"{100 * sum(row[metric] for row in found[name]) / len(found[name]):.1f}" for metric in demo.METRICS]
         assert line[38:].split()[:: 1 if name == "start" else 3] == means
     assert all(len(line) <= 80 for line in lines if not line.startswith("report: "))
+
+
+def test_jobs_run_in_another_process_with_one_thread_and_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "PROCESSES", 1)
+    jobs: list[Any] = [os.getpid, torch.get_num_threads, partial(abs, -3)]
+    process, *rest = cast(list[Any], WORK(jobs, QUIET))
+    assert process != os.getpid()
+    assert rest == [1, 3]
 
 
 def test_the_command_that_the_demo_ends_with_is_one(made: tuple[Path, str]) -> None:

@@ -1,18 +1,23 @@
 """The demo: digits without labels, what a few hundred pairs bring, and what as many chosen answers bring."""
 
 import copy
+import multiprocessing
+import os
 import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.progress import QUIET, Reporter
+from constraintmatch._internal.progress import QUIET, Reporter, watched
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
@@ -31,6 +36,7 @@ from constraintmatch.training.run_folder import write_result
 
 # Values were compared on training and validation images; test scores of earlier settings were seen on the way.
 N_PAIRS, N_SAMPLES = 200, 3
+PROCESSES = min(2, os.cpu_count() or 1)  # with a thread each: networks of 8 x 8 images keep no two threads busy
 BUDGETS = (25, 50, 75, 100)  # answers after which the head learns
 START = {"simclr": {"epochs": 40, "images_per_step": 256}}  # 160 steps, as `train` makes by itself
 TRAINING = {"steps": 200, "lr": 0.05, "ema": 0.95, "pairs_per_step": 50, "head_steps": 200, "log_every": 20}
@@ -47,6 +53,7 @@ METHODS = ("constrained", "constraintmatch")
 VIEWS = choose_views(None, (), DATASETS["digits"])
 METRICS = ("acc", "nmi", "ari")
 Found = dict[str, list[dict[str, float]]]
+Job = Callable[[], ClusterModel]
 
 
 def run_demo(out: Path, *, seed: int = 0, reporter: Reporter = QUIET) -> str:
@@ -58,16 +65,20 @@ def run_demo(out: Path, *, seed: int = 0, reporter: Reporter = QUIET) -> str:
     start = _start(images, seed, context.within("start"))
     found: Found = {name: [] for name in TITLES}
     found["start"] = [_scores(test, predict(start, test))]
-    for sample in range(N_SAMPLES):
-        own = derive_seed(seed, "pairs", sample)
-        found["k_means"].append(_scores(test, _pixel_clusters(images, test, own)))
-        pairs = Constraints.sample(images.labels, N_PAIRS, seed=own)
-        for name in METHODS:
-            model = _train(name, start, images, pairs, seed, context.within(f"{name}-{sample}"))
-            found[name].append(_scores(test, predict(model, test)))
-        found["chosen"].append(_scores(test, predict(_asked(start, images, own), test)))
-    last = out / f"constraintmatch-{N_SAMPLES - 1}"
-    page = write_report(last, images, predict(model, images), constraints=pairs)
+    seeds = [derive_seed(seed, "pairs", sample) for sample in range(N_SAMPLES)]
+    found["k_means"] = [_scores(test, _pixel_clusters(images, test, own)) for own in seeds]
+    pairs = [Constraints.sample(images.labels, N_PAIRS, seed=own) for own in seeds]
+    jobs: dict[tuple[str, int], Job] = {
+        (name, sample): partial(_train, name, start, images, own, _options(name, seed), out / f"{name}-{sample}")
+        for name in reversed(METHODS)  # the longest first
+        for sample, own in enumerate(pairs)
+    }
+    jobs |= {("chosen", sample): partial(_asked, start, images, own, BUDGETS) for sample, own in enumerate(seeds)}
+    models = dict(zip(jobs, _work(list(jobs.values()), reporter), strict=True))
+    for name, sample in sorted(models):
+        found[name].append(_scores(test, predict(models[name, sample], test)))
+    last = "constraintmatch", N_SAMPLES - 1
+    page = write_report(out / f"{last[0]}-{last[1]}", images, predict(models[last], images), constraints=pairs[-1])
     settings = {"pairs": N_PAIRS, "answers": BUDGETS[-1], "samples": N_SAMPLES, "seed": seed}
     recipes = {"start_recipe": START, "training": TRAINING, "free": FREE}
     write_result(out / "demo.json", {**settings, **recipes, **found})
@@ -99,15 +110,31 @@ def _pixel_clusters(images: ImageSet, others: ImageSet, seed: int) -> Prediction
     return Predictions(np.eye(DATASETS["digits"].n_clusters, dtype=np.float32)[clusters])
 
 
+def _options(name: str, seed: int) -> dict[str, Any]:
+    return {**TRAINING, **(FREE if name == "constraintmatch" else {}), "device": "cpu", "seed": seed}
+
+
+def _work(jobs: Sequence[Job], reporter: Reporter) -> list[ClusterModel]:
+    """What the jobs give, in their order."""
+    fresh = multiprocessing.get_context("spawn")
+    with (
+        ProcessPoolExecutor(PROCESSES, fresh, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+        watched(reporter, "pairs and answers", len(jobs)) as progress,
+    ):
+        going = [pool.submit(job) for job in jobs]
+        for job in going:
+            job.add_done_callback(lambda _: progress(sum(one.done() for one in going), len(going)))
+        return [job.result() for job in going]
+
+
 def _train(
-    name: str, start: ClusterModel, images: ImageSet, pairs: Constraints, seed: int, context: Context
+    name: str, start: ClusterModel, images: ImageSet, pairs: Constraints, options: dict[str, Any], out: Path
 ) -> ClusterModel:
-    options = {**TRAINING, **(FREE if name == "constraintmatch" else {}), "device": "cpu", "seed": seed}
     config = make_config(name, options, start=copy.deepcopy(start), views=VIEWS)
-    return train(images, pairs, config, context).model
+    return train(images, pairs, config, Context(out, data={"name": "digits"})).model
 
 
-def _asked(start: ClusterModel, images: ImageSet, seed: int) -> ClusterModel:
+def _asked(start: ClusterModel, images: ImageSet, seed: int, budgets: Sequence[int]) -> ClusterModel:
     """The start with a head that knows right answers to "which of these?", about nine images in ten that are drawn."""
     assert images.labels is not None
     frozen, order = Frozen.of(start, images), np.random.default_rng(seed).permutation(len(images))
@@ -115,7 +142,7 @@ def _asked(start: ClusterModel, images: ImageSet, seed: int) -> ClusterModel:
         lambda model: head_belief(model, frozen),
         lambda answers: inform_start(start, frozen, answers),
         start,
-        BUDGETS,
+        budgets,
         LabelOracle(images.labels, error=0.0),
         Asking(candidates=np.sort(order[len(order) // 10 :])),
     )
