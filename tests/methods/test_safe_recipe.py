@@ -12,10 +12,11 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.judge import Judge, hide_images
+from constraintmatch.evaluation.judge import Judge, Verdict, hide_images
 from constraintmatch.evaluation.metrics import predict, scores
 from constraintmatch.methods import METHODS, Context, Trained, ViewChoice, safe_recipe
-from constraintmatch.methods.safe_recipe import TAUGHT, calm_head
+from constraintmatch.methods.heads import calm_head
+from constraintmatch.methods.safe_recipe import SUREST, TAUGHT, repeats_well
 from constraintmatch.models.cluster_model import ClusterModel, build_model
 from constraintmatch.training.loop import TrainSettings
 from constraintmatch.training.run_folder import open_run, read_log
@@ -206,7 +207,7 @@ def test_right_pairs_do_not_look_wrong(blobs: ImageSet) -> None:
 
 def test_a_calmed_head_has_the_same_clusters_and_is_less_sure(blobs: ImageSet) -> None:
     begun = start(blobs, sure=8.0, wrong=0.0)
-    calm = calm_head(copy.deepcopy(begun), blobs)
+    calm = calm_head(copy.deepcopy(begun), blobs, SUREST)
     before, after = predict(begun, blobs), predict(calm, blobs)
     assert before.confidence.mean() > 0.99
     assert 0.8 < after.confidence.mean() <= 0.85
@@ -216,7 +217,7 @@ def test_a_calmed_head_has_the_same_clusters_and_is_less_sure(blobs: ImageSet) -
 def test_a_head_that_is_unsure_stays_as_it_is(blobs: ImageSet) -> None:
     unsure = start(blobs, sure=0.2, wrong=0.0)
     assert predict(unsure, blobs).confidence.mean() < 0.85
-    assert_unchanged(calm_head(copy.deepcopy(unsure), blobs), unsure)
+    assert_unchanged(calm_head(copy.deepcopy(unsure), blobs, SUREST), unsure)
 
 
 def test_an_unknown_recipe_is_refused(blobs: ImageSet) -> None:
@@ -332,6 +333,24 @@ def test_the_network_repeats_a_head_that_answers_have_taught(
     with pytest.raises(StopIteration):
         train(fresh, pictures, Constraints.sample(LABELS, 600, seed=3), "constraintmatch", views=UPRIGHT)
     assert terms[1] == {"taught", "rest", "constrained"}
+
+
+@pytest.mark.parametrize(
+    ("gain", "qualities", "kept"),
+    [
+        (0.002, (0.9, 0.8), True),  # held-out pairs favour it
+        (0.0, (0.7, 0.8), True),  # they cannot tell, and its clusters became clearer
+        (-0.009, (0.7, 0.8), True),
+        (-0.011, (0.7, 0.8), False),  # they are against it by more than a standard error
+        (0.0, (0.8, 0.805), False),  # clusters as before
+        (0.0, (), False),
+    ],
+)
+def test_a_repeated_head_is_kept_if_held_out_pairs_or_clearer_clusters_favour_it(
+    gain: float, qualities: tuple[float, ...], kept: bool
+) -> None:
+    log = [{"step": 50 * at, "quality": quality} for at, quality in enumerate(qualities)]
+    assert repeats_well(Verdict(gain, 0.01), log, 50) is kept
 
 
 def test_a_network_that_forgets_its_head_is_not_kept(

@@ -144,6 +144,17 @@ def calm_factor(logits: Tensor, surest: float, *, shrink: float = 0.9, least: fl
     return factor
 
 
+def calm_head(model: ClusterModel, images: ImageSet, surest: float) -> ClusterModel:
+    """The model with its head made less sure, in place, if its mean confidence is above `surest`."""
+    assert model.head is not None
+    seen = torch.from_numpy(embed(model, images.take(spread(len(images), 2_000)))).to(model.device)
+    with torch.no_grad():
+        factor = calm_factor(model.classify(seen), surest, shrink=0.95, least=1e-3)
+        model.head.weight.mul_(factor)
+        model.head.bias.mul_(factor)
+    return model
+
+
 def _losses(anchors: Tensor, partners: Tensor, weight: Tensor, bias: Tensor, entropy_weight: float) -> Tensor:
     """SCAN's loss (h,) of each head."""
     n_heads, width, k = weight.shape
