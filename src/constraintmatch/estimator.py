@@ -20,8 +20,14 @@ from constraintmatch.evaluation.metrics import accuracy, as_labels, collapse_war
 from constraintmatch.evaluation.report_parts import Clustering, gallery_html
 from constraintmatch.methods import METHODS, Context, ViewChoice
 from constraintmatch.methods.preparation import check_images
-from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
-from constraintmatch.models.hub import fetch_model, push_model
+from constraintmatch.models.cluster_model import (
+    ClusterModel,
+    build_model,
+    fetch_model,
+    load_model,
+    push_model,
+    save_model,
+)
 from constraintmatch.pipeline import config as configuration
 from constraintmatch.pipeline.config import ORDER, PRETEXTS, TrainConfig, make_config
 from constraintmatch.pipeline.embedding import choose_encoder, encode, is_encoder

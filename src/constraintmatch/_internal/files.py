@@ -36,27 +36,20 @@ _WRITE_ERRORS = {  # problem and fix
     errno.ENFILE: ("too many files are open on this machine", "close some programs"),
     errno.ENAMETOOLONG: ("the name is too long", "choose a shorter one"),
 }
-_NUMBER_IN_WORDS = re.compile(r"\b(?:os error|errno) (\d+)", re.IGNORECASE)
+_NUMBER_IN_WORDS = re.compile(r"\b(?:os error|errno) (\d+)|No space left on device", re.IGNORECASE)
 
 
 def write_error(error: BaseException, place: Path | str) -> InputError | None:
     """The InputError that says what helps against a failed write; None where that is not known."""
-    number = _error_number(error)
+    number = error.errno if isinstance(error, OSError) else None
+    if not number and (words := _NUMBER_IN_WORDS.search(str(error))):  # of libraries in other languages (safetensors)
+        number = int(words[1] or errno.ENOSPC)
     return _refusal(number, place) if number in _WRITE_ERRORS else None
 
 
 def _refusal(number: int, place: Path | str) -> InputError:
     problem, fix = _WRITE_ERRORS[number]
     return InputError(problem, place, fix)
-
-
-def _error_number(error: BaseException) -> int:
-    """The system's number for an error, else 0; libraries in other languages (safetensors) give it in words only."""
-    if isinstance(error, OSError) and error.errno:
-        return error.errno
-    if number := _NUMBER_IN_WORDS.search(str(error)):
-        return int(number[1])
-    return errno.ENOSPC if "No space left on device" in str(error) else 0
 
 
 def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:

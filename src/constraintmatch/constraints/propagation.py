@@ -14,6 +14,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
+from scipy.special import softmax
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
@@ -221,19 +222,15 @@ def pass_messages(
     """
     missed, invented = rates
     of_same, of_other = np.where(same, 1 - missed, missed), np.where(same, invented, 1 - invented)
-    kinds, alike = _normalise(prior), np.zeros(len(same))
+    kinds, alike = softmax(prior, axis=-1), np.zeros(len(same))
     for _ in range(sweeps):
         total = prior.copy()
         np.add.at(total, ends, messages)
-        kinds, cavity = _normalise(total), _normalise(total[ends] - messages)  # without what a pair itself said
+        kinds = softmax(total, axis=-1)
+        cavity = softmax(total[ends] - messages, axis=-1)  # without what a pair itself said
         other = cavity[::-1]
         said = np.log(of_same[:, None] * other + of_other[:, None] * (1 - other))
         messages = (messages + said) / 2  # half a step: cycles settle
         alike = (cavity[0] * cavity[1]).sum(1)
         alike = alike * of_same / np.maximum(alike * of_same + (1 - alike) * of_other, 1e-300)
     return kinds, alike, messages
-
-
-def _normalise(logs: Doubles) -> Doubles:
-    shares = np.exp(logs - logs.max(-1, keepdims=True))
-    return np.asarray(shares / shares.sum(-1, keepdims=True))

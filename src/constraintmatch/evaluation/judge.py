@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import softmax
 
 from constraintmatch._internal import rng
 from constraintmatch._internal.rng import Purpose
 from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.constraints.graph import pair_keys
 
 Floats = NDArray[np.float64]
 
@@ -83,8 +85,7 @@ def repeat_rate(constraints: Constraints, *, least: int = 10) -> float | None:
     Two answers to one pair differ with 2 e (1 − e) where each is wrong with e.
     """
     hard = constraints.take((constraints.link == 0) | (constraints.link == 1))
-    ends = np.sort(np.stack([hard.left, hard.right], 1), axis=1)
-    _, number = np.unique(ends[:, 0] * max(hard.n_images, 1) + ends[:, 1], return_inverse=True)
+    _, number = np.unique(pair_keys(hard.left, hard.right, hard.n_images), return_inverse=True)
     asked = np.bincount(number, minlength=1).astype(float)
     same = np.bincount(number, hard.link, minlength=1)
     again = asked > 1
@@ -217,8 +218,7 @@ class Judge:
     def _same(self, probabilities: NDArray[np.float32], ends: NDArray[np.int64], temperature: float) -> Floats:
         """The same for any two of `rows`, of ends (2, n)."""
         logs = temperature * np.log(np.maximum(np.asarray(probabilities, np.float64), 1e-30))
-        p = np.exp(logs - logs.max(1, keepdims=True))
-        p /= p.sum(1, keepdims=True)
+        p = softmax(logs, axis=1)
         left, right = np.searchsorted(self.rows, ends)
         return np.asarray((p[left] * p[right]).sum(1))
 
