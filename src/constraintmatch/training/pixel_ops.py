@@ -225,12 +225,6 @@ class Operation:
     table: Callable[[Tensor, Tensor], Tensor] | None = None
     other: Callable[[Tensor], Tensor] | None = None
 
-    @torch.no_grad()
-    def apply(self, images: Tensor, values: Tensor) -> Tensor:
-        """The operation on every image, with one physical value each (n,)."""
-        everywhere = torch.ones(len(images), device=images.device, dtype=torch.bool)
-        return apply_operations(images, [(self, everywhere, values)])
-
 
 OPERATIONS = {
     "auto_contrast": Operation(table=_auto_contrast),
