@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 Rows = NDArray[np.int64]
 
-ANCHORS = 10_000  # pairs at most that hold a round to its start; there are as many as images
-SURE = 0.9  # the least confidence of an image in one of them
 MOSTLY = 0.5  # the start is right about most known images; a kind has most of the probability
 DOUBTFUL = 0.03  # a rate of wrong answers that 500 right ones do not reach
 MOST_PAIRS = 1_000_000  # of the closure in one training; 1,400 images that are all settled have as many
@@ -162,28 +160,6 @@ def _draw_by_weight(words: np.random.Philox, weight: Rows, n: int) -> Rows:
     ends = np.cumsum(weight)
     drawn = rng.below(words, np.full(n, ends[-1]))
     return np.searchsorted(ends, drawn, side="right").astype(np.int64)
-
-
-def add_anchors(pairs: Constraints, probabilities: NDArray[np.float32], *, seed: int = 0) -> Constraints:
-    """The pairs, and cannot-links between images that the first model of a round (n, k) is sure of.
-
-    Without them the network after 50 answers ended far below the start: it memorises few pairs soon, and
-    pseudo-constraints alone merge clusters (decision 036). Images with answers take no part. There are no must-links,
-    because too many of them would be wrong.
-    """
-    free = probabilities.max(1) >= SURE
-    free[pairs.left] = free[pairs.right] = False
-    rows, cluster = np.flatnonzero(free), probabilities.argmax(1)
-    if len(rows) < 2:
-        return pairs
-    words, n = rng.stream(seed, Purpose.ANCHORS), min(ANCHORS, len(free))
-    one = rng.below(words, np.full(n, len(rows)))
-    drawn = np.stack([rows[one], rows[rng.another(words, one, len(rows))]])
-    left, right = drawn[:, cluster[drawn[0]] != cluster[drawn[1]]]
-    columns = (pairs.left, left), (pairs.right, right), (pairs.link, np.zeros(len(left)))
-    weight = np.concatenate([pairs.weight, np.ones(len(left), np.float32)])
-    together = [np.concatenate(column) for column in columns]
-    return Constraints.from_arrays(*together, n_images=pairs.n_images, weight=weight)
 
 
 def ask_until(
