@@ -68,7 +68,8 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
         write(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())  # mkstemp gives 0600; a plain open would have given this
+        os.umask(mask := os.umask(0))
+        temporary.chmod(0o666 & ~mask)  # mkstemp gives 0600; a plain open would have given this
         temporary.replace(target)
     except BaseException as error:
         if temporary is not None:
@@ -115,12 +116,6 @@ def remove_leftovers(folder: Path, name: str = "") -> None:
             with open(entry, "rb") as file:  # noqa: PTH123 (an entry is no Path)
                 if _try_lock(file.fileno()):
                     os.unlink(entry)  # noqa: PTH108
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def check_new_folder(path: Path | str) -> None:

@@ -21,8 +21,6 @@ from constraintmatch.cli.shared import (
     shared,
 )
 
-__all__ = ["annotate", "check", "loop", "repair"]
-
 _PANEL = "Ask people"
 _KIND = flag(Literal["which", "pair"], "which: which of these is the same? pair: same or different? (which)")
 _SERVER = {

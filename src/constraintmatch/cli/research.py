@@ -23,8 +23,6 @@ from constraintmatch.cli.shared import (
     shared,
 )
 
-__all__ = ["embed", "evaluate", "export", "import_scan", "join", "paper", "report", "sample", "search"]
-
 _LOOK, _RESEARCH = "Look and reuse", "For researchers"
 _NAMES = "One or more of table1, table2, table3, flip, links, selection, entropy, amount and noise."
 _SCAN_SETS = "Its data set: cifar10, cifar100-20, stl10, imagenet10 or imagenet-dogs."

@@ -27,8 +27,6 @@ from constraintmatch.cli.shared import (
     shared,
 )
 
-__all__ = ["compare", "demo", "predict", "pretrain", "settings", "train"]
-
 _PANEL = "From a folder to clusters"
 _CLUSTERS = {"clusters": flag(int, "Number of clusters to find.")}
 _METHOD = f"{', '.join(METHODS)}; or a stage: {', '.join(STAGES)}."

@@ -93,13 +93,6 @@ class Triplets:
 NO_TRIPLETS = Triplets(np.empty((0, 3), np.int64), np.empty(0, np.float32), Places(np.empty(0, np.int64)))
 
 
-class Components(NamedTuple):
-    """What the hard constraints imply, without the pairs."""
-
-    component: Rows  # (n_images,), of each image, numbered in the order of first images
-    cannot: Rows  # (m, 2), components that cannot be linked: each pair once, smaller first, sorted
-
-
 def pair_keys(left: Rows, right: Rows, n: int) -> Rows:
     """One number per unordered pair of rows below n, the same for (i, j) and (j, i)."""
     return np.minimum(left, right) * n + np.maximum(left, right)
@@ -135,25 +128,27 @@ def shortest_chains(left: Rows, right: Rows, n: int, ends: Iterable[tuple[int, i
         yield path[::-1]
 
 
-def implied_pairs(left: Rows, right: Rows, link: Floats, weight: Floats, view: Components) -> tuple[NDArray[Any], ...]:
+def implied_pairs(
+    left: Rows, right: Rows, link: Floats, weight: Floats, component: Rows, cannot: Rows
+) -> tuple[NDArray[Any], ...]:
     """Left, right, link and weight of what pairs imply beyond themselves: must-links, then cannot-links, each sorted.
 
     A new pair weighs as little as the lightest of the must-links of both ends' components and, for a cannot-link, of
     the cannot-links between them.
     """
-    n, must, cannot = max(len(view.component), 1), link == 1, link == 0
-    given, ends = pair_keys(left, right, n), (view.component[left], view.component[right])
-    between = pair_keys(*ends, n)[cannot]
+    n, must, apart = max(len(component), 1), link == 1, link == 0
+    given, ends = pair_keys(left, right, n), (component[left], component[right])
+    between = pair_keys(*ends, n)[apart]
     found = []
-    for kind, every in ((1, _pairs_within(view.component)), (0, _pairs_between(*view))):
+    for kind, every in ((1, _pairs_within(component)), (0, _pairs_between(component, cannot))):
         keys = np.sort(pair_keys(*every, n))
         new = np.ones(len(keys), bool)
         new[np.searchsorted(keys, given[link == kind])] = False
         one, other = np.divmod(keys[new], n)
-        first, second = view.component[one], view.component[other]
+        first, second = component[one], component[other]
         lightest = np.minimum(*(_least(ends[0][must], weight[must], end) for end in (first, second)))
         if kind == 0:
-            lightest = np.minimum(lightest, _least(between, weight[cannot], pair_keys(first, second, n)))
+            lightest = np.minimum(lightest, _least(between, weight[apart], pair_keys(first, second, n)))
         found.append((one, other, np.full(len(one), kind, np.float32), lightest))
     return tuple(np.concatenate(columns) for columns in zip(*found, strict=True))
 

@@ -12,6 +12,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ _IMAGES = ("left", "right", *_TRIPLET, "image")  # columns of images
 _NEEDED = {*_REQUIRED, *_TRIPLET, *_LABEL, *_SIZE}  # columns that a file has, if its kind has them
 _Cells = tuple[dict[str, list[str]], Places]
 _Rows = Iterator[tuple[int, list[str]]]  # line number and cells
-_Format = tuple[Callable[[Path, Mapping[str, str]], _Cells], Callable[[Path, Mapping[str, Any]], None]]
+_Format = tuple[Callable[[Path, Mapping[str, str]], _Cells], Callable[[Mapping[str, Any], Path], None]]
 
 
 def read_pairs(
@@ -121,13 +122,10 @@ def write_pairs(path: Path, pairs: Mapping[str, Any], names: Sequence[str] | Non
         columns |= {side: [names[row] for row in columns[side].tolist()] for side in ("left", "right")}
     if (columns["weight"] == 1).all():
         del columns["weight"]
-    for ending, more in {"": columns, **_others(pairs, names)}.items():
-        _write(path.with_name(f"{path.stem}{ending}{path.suffix}"), more)
-
-
-def _write(path: Path, columns: Mapping[str, Any]) -> None:
     _, write = _format_of(path)
-    write_atomically(path, lambda temporary: write(temporary, columns))
+    for ending, more in {"": columns, **_others(pairs, names)}.items():
+        place = path.with_name(f"{path.stem}{ending}{path.suffix}")
+        write_atomically(place, partial(write, more))
 
 
 def files_with(path: Path) -> list[Path]:
@@ -344,20 +342,20 @@ def _text(cell: object) -> str:
 # From columns to a file
 
 
-def _write_csv(path: Path, columns: Mapping[str, Any]) -> None:
+def _write_csv(columns: Mapping[str, Any], path: Path) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", lineterminator="\n")
         writer.writerow(columns)
         writer.writerows(zip(*map(_as_cells, columns.values()), strict=True))
 
 
-def _write_jsonl(path: Path, columns: Mapping[str, Any]) -> None:
+def _write_jsonl(columns: Mapping[str, Any], path: Path) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         for row in zip(*map(_as_cells, columns.values()), strict=True):
             file.write(json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False) + "\n")
 
 
-def _write_parquet(path: Path, columns: Mapping[str, Any]) -> None:
+def _write_parquet(columns: Mapping[str, Any], path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -45,11 +45,11 @@ def known_groups(constraints: Constraints, hints: Constraints | None = None) -> 
     again until none is added. Cannot-links of `hints`, which may be less sure, count as differences too. Pairs at
     random separate hardly any groups, so they give hardly any: two groups of one kind would become two clusters.
     """
-    view = constraints.component_constraints()
-    size = np.bincount(view.component, minlength=1)
+    component, cannot = constraints.component_constraints()
+    size = np.bincount(component, minlength=1)
     apart: dict[int, set[int]] = {}
-    ends = [] if hints is None else view.component[np.stack([hints.left, hints.right], 1)[hints.link < 0.5]].tolist()
-    for one, other in [*view.cannot.tolist(), *ends]:
+    ends = [] if hints is None else component[np.stack([hints.left, hints.right], 1)[hints.link < 0.5]].tolist()
+    for one, other in [*cannot.tolist(), *ends]:
         if one != other:
             apart.setdefault(one, set()).add(other)
             apart.setdefault(other, set()).add(one)
@@ -62,7 +62,7 @@ def known_groups(constraints: Constraints, hints: Constraints | None = None) -> 
         for group in order:
             if group not in taken and len(taken & apart.get(group, set())) >= APART * len(taken):
                 taken.add(group)
-    return [np.flatnonzero(view.component == group) for group in order if group in taken]
+    return [np.flatnonzero(component == group) for group in order if group in taken]
 
 
 def seeds(groups: Sequence[Rows], probabilities: Floats) -> Floats:

@@ -133,19 +133,19 @@ def closure_pairs(
     groups. Must-links keep their natural share: with half must-links the pair loss merges clusters (docs/findings.md).
     """
     said = trusted_constraints(answers, n_images, beliefs)
-    view = said.component_constraints()
-    sizes = np.bincount(view.component, minlength=1)
-    within, between = sizes * (sizes - 1) // 2, sizes[view.cannot[:, 0]] * sizes[view.cannot[:, 1]]
+    component, cannot = said.component_constraints()
+    sizes = np.bincount(component, minlength=1)
+    within, between = sizes * (sizes - 1) // 2, sizes[cannot].prod(axis=1)
     total = int(within.sum() + between.sum())
     if total <= most:
         return said.close(max_pairs=most)
     words, n_must = rng.stream(seed, Purpose.CLOSURE), round(most * int(within.sum()) / total)
-    members, first = np.argsort(view.component, kind="stable"), np.cumsum(sizes) - sizes
+    members, first = np.argsort(component, kind="stable"), np.cumsum(sizes) - sizes
     group = _draw_by_weight(words, within, n_must)  # a group by its number of pairs, then two of its images
     one = rng.below(words, sizes[group])
     other = rng.below(words, sizes[group] - 1)
     other += other >= one
-    edges = view.cannot[_draw_by_weight(words, between, most - n_must)]  # two groups, then an image of each
+    edges = cannot[_draw_by_weight(words, between, most - n_must)]  # two groups, then an image of each
     ends = [members[first[side] + rng.below(words, sizes[side])] for side in edges.T]
     start = first[group]
     left, right = np.concatenate([members[start + one], ends[0]]), np.concatenate([members[start + other], ends[1]])

@@ -194,10 +194,6 @@ def _rotation(degrees: Tensor, side: int) -> Tensor:
     return _matrix(angle, cos, -sin, right, sin, cos, down)
 
 
-def _plain(tenths: Tensor, *_: object) -> Tensor:
-    return tenths
-
-
 def _factor(tenths: Tensor, *_: object) -> Tensor:
     return 0.05 + 0.9 * tenths / 10
 
@@ -220,7 +216,7 @@ class Operation:
     makes is blended in; none is the identity.
     """
 
-    value: Callable[[Tensor, Tensor, int], Tensor] = _plain
+    value: Callable[[Tensor, Tensor, int], Tensor] = lambda tenths, *_: tenths
     matrix: Callable[[Tensor, int], Tensor] | None = None
     table: Callable[[Tensor, Tensor], Tensor] | None = None
     other: Callable[[Tensor], Tensor] | None = None
