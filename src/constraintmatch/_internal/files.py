@@ -25,7 +25,7 @@ _AGAIN, _ELSEWHERE = "free some and run the same command again (train: with --re
 _WRITE_ERRORS = {  # problem and fix
     errno.ENOSPC: ("no space left on the disk", _AGAIN),
     errno.EDQUOT: ("the disk quota is used up", _AGAIN),
-    errno.EFBIG: ("files there may not be so large", _ELSEWHERE),
+    errno.EFBIG: ("the file is too large for this disk", _ELSEWHERE),
     errno.EROFS: ("the disk is read-only", _ELSEWHERE),
     errno.EACCES: ("no permission to write there", _ELSEWHERE),
     errno.EPERM: ("no permission to write there", _ELSEWHERE),
@@ -40,7 +40,7 @@ _NUMBER_IN_WORDS = re.compile(r"\b(?:os error|errno) (\d+)|No space left on devi
 
 
 def write_error(error: BaseException, place: Path | str) -> InputError | None:
-    """The InputError that says what helps against a failed write; None where that is not known."""
+    """The InputError for a failed write, with what helps against it; None if that is not known."""
     number = error.errno if isinstance(error, OSError) else None
     if not number and (words := _NUMBER_IN_WORDS.search(str(error))):  # of libraries in other languages (safetensors)
         number = int(words[1] or errno.ENOSPC)
@@ -105,7 +105,7 @@ _TEMPORARY = re.compile(r"\.(.+)\.[a-z0-9_]{8}(\.[^.]*)?")
 
 
 def remove_leftovers(folder: Path, name: str = "") -> None:
-    """Remove what killed processes left of `write_atomically` in a folder, or of one file: what nobody holds."""
+    """Remove temporary files of killed processes from a folder, or only those of one file; files in use stay."""
     if os.name == "nt":  # where they are not held
         return
     with suppress(OSError):
@@ -119,7 +119,7 @@ def remove_leftovers(folder: Path, name: str = "") -> None:
 
 
 def check_new_folder(path: Path | str) -> None:
-    """An InputError for a file, or for a folder that holds something: nothing is overwritten."""
+    """An InputError if the path is a file or a folder with content: nothing is overwritten."""
     path = Path(path)
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise InputError("exists already", path, "remove it or choose another --out")
@@ -127,7 +127,7 @@ def check_new_folder(path: Path | str) -> None:
 
 
 def check_target(path: Path | str) -> None:
-    """An InputError unless a file can be put there: no folder, no device or pipe, and its folder can be written.
+    """An InputError unless a file can be written there: no folder, no device or pipe, and its folder takes files.
 
     Replacing /dev/null by a file would harm the whole machine.
     """
@@ -141,7 +141,7 @@ def check_target(path: Path | str) -> None:
     if stat.S_ISDIR(mode):
         raise _refusal(errno.EISDIR, path)
     if not stat.S_ISREG(mode):
-        raise InputError("a device or pipe, which cannot be replaced at one stroke", path, "name a file")
+        raise InputError("is a device or pipe, not a file", path, "name a file")
     check_folder(path, Path(os.path.realpath(path)).parent)
 
 

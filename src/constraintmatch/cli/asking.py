@@ -39,7 +39,7 @@ _SERVER = {
         "out": flag(Path, "Folder for the start, the answers and the models. (loop)"),
         **shared("start"),
         "kind": _KIND,
-        "sort": flag(Path, "At the end, one folder of links to images per cluster goes there."),
+        "sort": flag(Path, "At the end, write one folder of links to images per cluster there."),
         "frozen": flag(bool, "The head learns and the network stays: seconds a round, on a CPU too.", "--frozen"),
         **shared("device"),
     },
@@ -131,11 +131,11 @@ def _check_who(who: Flags, wrong: float) -> None:
     door=_SERVER,
     exchange={
         "export": flag(
-            Path, "Write the answers as a pairs file, or new tasks for Label Studio (.json), and end.", panel="Files"
+            Path, "Write the answers as a pairs file, or new tasks for Label Studio (.json), and exit.", panel="Files"
         ),
         "import_": flag(
             Path,
-            "Take in pairs, Label Studio's export (.json) or tags of FiftyOne (.csv), and end.",
+            "Import pairs, Label Studio's export (.json) or tags of FiftyOne (.csv), and exit.",
             "--import",
             panel="Files",
         ),

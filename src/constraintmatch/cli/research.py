@@ -94,7 +94,7 @@ def embed(
     how: Flags,
     reporter: Reporter,
 ) -> None:
-    r"""Turn images into embeddings: seconds for all that follows.
+    r"""Turn images into embeddings, which train in seconds.
 
     Every other command takes the embeddings in the place of images. timm:NAME fetches a pretrained network and takes
     images of the size that it was made for.
@@ -223,8 +223,8 @@ def search(
 ) -> None:
     r"""Search settings by the loss on validation pairs.
 
-    The paper's grid by default. The same command again goes on where it stopped, and several at once share the work; a
-    trial whose worker died is taken up again.
+    The paper's grid by default. The same command again goes on where it stopped, and several at once share the work. A
+    trial whose worker died is run again.
 
     Example:
       constraintmatch search cifar10 --data-dir data \

@@ -77,7 +77,7 @@ class _Commands(TyperGroup):
             code = say_error(str(stop) or "stopped", 130)
         except BrokenPipeError:
             raise
-        except OSError as error:  # writes that are not atomic (the log), and what is looked at in passing
+        except OSError as error:  # writes that are not atomic (the log), and small reads
             place = error.filename or ""
             permitted = not isinstance(error, PermissionError)
             found = write_error(error, place) if permitted else InputError(_NO_PERMISSION, place)

@@ -89,9 +89,9 @@ def train(
 ) -> None:
     r"""Train a clustering model on images and pairs.
 
-    Photographs begin with a pretrained encoder, on which a head learns in seconds; other images with a short
-    self-supervised start of their own. The run folder gets the model, clusters.csv, evaluation.json and report.html.
-    A data set of the paper has its own sizes and rates.
+    Photographs begin with a pretrained encoder, and only a head is trained, in seconds. Other images begin with a short
+    self-supervised start. The run folder gets the model, clusters.csv, evaluation.json and report.html. A data set of
+    the paper has its own sizes and rates.
 
     Example:
       constraintmatch train photos --pairs pairs.csv \

@@ -256,9 +256,9 @@ def _in_parallel(
     files: Sequence[ImageFile],
     together: Callable[[Sequence[_Content]], Sequence[_Result | None]] | None = None,
 ) -> Iterator[_Result | Skipped]:
-    """The results in order, from threads a bounded way ahead (Pillow frees the interpreter while it decodes).
+    """The results in order; threads work a limited number of files ahead (Pillow frees the interpreter meanwhile).
 
-    What `together` gives of several at a time is taken; where it gives None, `work` is asked.
+    `together` gives the results of several files at a time; where it gives None, `work` makes the result.
     """
 
     def attempt(file: ImageFile, content: _Content) -> _Result | Skipped:

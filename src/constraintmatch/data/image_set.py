@@ -78,10 +78,10 @@ class ImageSet:
         return self.shown
 
     def moments(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The mean of each number of the embeddings, and one standard deviation for all of them, as often.
+        """The mean of each number of the embeddings, and their common standard deviation, once for each number.
 
-        One for all: what varies little in an embedding matters little, and stays small. A deviation beyond the range of
-        32 bits is an InputError.
+        It is a common one because what varies little in an embedding matters little, and should stay small. A deviation
+        beyond the range of 32 bits is an InputError.
         """
         flat = self.images.reshape(len(self), -1)
         mean = flat.mean(axis=0, dtype=np.float64)
@@ -146,7 +146,7 @@ class ImageSet:
         return drawn
 
     def split(self, n_second: int, *, seed: int) -> tuple["ImageSet", "ImageSet"]:
-        """Two parts in old order, the second of `n_second` images; where labels exist, each class keeps its share."""
+        """Two parts, the second of `n_second` images; the order stays, and of known classes each part has its share."""
         second = self.draw(n_second, seed=seed)
         return self.take(~second), self.take(second)
 
@@ -342,7 +342,7 @@ def _read_arrays(path: Path) -> dict[str, Any]:
     except InputError:
         raise
     except (MemoryError, OverflowError):
-        raise InputError("says that it holds more than fits into memory", path, f"write it with {made_by}") from None
+        raise InputError("claims more data than fits into memory", path, f"write it with {made_by}") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
         if "allow_pickle" in reason or "Python objects" in reason:  # without the advice to unpickle

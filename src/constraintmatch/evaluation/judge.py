@@ -241,7 +241,7 @@ class Guard:
     """What keeps a training from doing harm: who judges it, what it begins with, and the rates it expects.
 
     `begun` are the judge's losses of the model that the training begins with, `beliefs` (n, k) what that model says of
-    all images: strong views are held to it, with `hold` times the weight of the pairs.
+    all images: strong views should agree with it, with `hold` times the weight of the pairs.
     """
 
     rates: Rates

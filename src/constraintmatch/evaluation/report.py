@@ -43,7 +43,7 @@ Fact = tuple[str, str, str]  # its name, its value, and a note under it
 
 
 def check_run(run: Path) -> None:
-    """Refuse, as an InputError, what no report can be written of."""
+    """An InputError if the folder holds no run."""
     if not (run / "run.json").is_file():
         raise InputError(f"{run}: not a run folder (it has no run.json); give the folder that training wrote")
 
@@ -280,7 +280,7 @@ def _finite(value: Any) -> bool:
 
 
 def _violations(shown: Clustering) -> dict[str, Any] | None:
-    """How many constraints the clusters break, and the pairs where the model is surest of it."""
+    """How many constraints the clusters break, and those pairs where the model is surest."""
     constraints = shown.constraints
     if constraints is None or not len(constraints):
         return None

@@ -157,7 +157,7 @@ def _wrap(body: nn.Module, config: ModelConfig) -> ClusterModel:
     try:
         with torch.no_grad():
             width = int(whole(torch.zeros(2, config.channels, side, side)).shape[1])
-    except Exception as error:  # anything, in a network that somebody wrote
+    except Exception as error:  # a network of a user may raise anything
         problem = f"does not make features of images of {side} × {side} ({one_line(error)[:120]})"
         raise InputError(problem, config.backbone.removeprefix(ENCODER)) from None
     return ClusterModel(config, made=(whole, width))
@@ -308,7 +308,7 @@ def push_model(model: ClusterModel, name: str, *, private: bool, half: bool, mes
             hub.upload_folder(repo_id=name, folder_path=place, commit_message=message)
         except Exception as error:  # as above
             fix = "log in with hf auth login, and check the name and the network"
-            raise InputError(f"the hub did not take it ({one_line(error)[:200]})", name, fix) from None
+            raise InputError(f"the hub refused it ({one_line(error)[:200]})", name, fix) from None
     return address
 
 

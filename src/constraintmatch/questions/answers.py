@@ -85,7 +85,7 @@ def stated_constraints(answers: Sequence[Answer], n_images: int) -> Constraints:
     """What the answers state directly, without contradictions: same as the chosen image, or different from all shown.
 
     If the shown images are known to differ, the other cannot-links are in the closure of these. If not, they would
-    separate two exemplars of one kind for ever.
+    keep two exemplars of one kind apart forever.
     """
     left, right, link, follows = _links(answers)
     return Constraints.from_arrays(left, right, link, n_images=n_images).take(~follows).resolve("drop")

@@ -52,11 +52,11 @@ _KINDS: dict[str, Any] = {  # of the entries of a request, where they are there
     "model": {"n_clusters": int, "backbone": str},
 }
 _WRITTEN_FIRST = ("run.json", "pairs.csv", "merged.json")  # before the first step
-_OWN_BYTES = 2 << 30  # of GPU memory that a process may hold besides its tensors
+_OWN_BYTES = 2 << 30  # of GPU memory that a process may hold in addition to its tensors
 
 
 class OtherRequest(InputError):
-    """A run folder that holds something else than what is asked for."""
+    """The run folder holds another run than the one that is asked for."""
 
 
 @dataclass

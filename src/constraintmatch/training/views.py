@@ -142,7 +142,7 @@ def from_function(name: str, function: Callable[[Tensor, Tensor], Tensor], *, n_
 
 
 def check_operation_names(names: Iterable[str]) -> None:
-    """Nothing, or an InputError that names what is unknown and lists what is known."""
+    """An InputError if a name is unknown; it lists the known ones."""
     if unknown := [name for name in names if name not in OPERATIONS]:
         raise InputError(f"no such operation: {', '.join(unknown)} (known: {', '.join(OPERATIONS)})")
 
