@@ -151,7 +151,7 @@ def command(panel: str, **groups: Mapping[str, Any]) -> Callable[[Callable[..., 
             parameters += [] if name in groups else [parameter.replace(kind=kind)]
 
         def run(**values: Any) -> None:
-            _check_places(**values)
+            _check_places(values)
             for group in groups.keys() & own:
                 given = {name: value for name in groups[group] if (value := values.pop(name)) is not None}
                 values[group] = (
@@ -168,14 +168,9 @@ def command(panel: str, **groups: Mapping[str, Any]) -> Callable[[Callable[..., 
     return add
 
 
-def _check_places(
-    data: str | None = None,
-    split: str | None = None,
-    data_dir: Path | None = None,
-    test: str | None = None,
-    **_: Any,
-) -> None:
+def _check_places(values: Mapping[str, Any]) -> None:
     """Flags of data sets, which would change nothing about a folder or a file, are an InputError."""
+    data, split, data_dir, test = (values.get(name) for name in ("data", "split", "data_dir", "test"))
     if split is None and data_dir is None:
         return
     from constraintmatch.data.datasets import DATASETS

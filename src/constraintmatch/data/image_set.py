@@ -13,17 +13,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from constraintmatch._internal.errors import InputError, one_line
 from constraintmatch._internal.files import check_memory
+from constraintmatch.data import image_files
 from constraintmatch.data.cache import decode_cached
 from constraintmatch.data.decoding import FolderRequest, Progress, fit_squares, pixels_of
-from constraintmatch.data.image_files import (
-    SHARDS,
-    SUFFIXES,
-    Skipped,
-    check_names,
-    embeddings_in,
-    find_images,
-    read_embeddings,
-)
+from constraintmatch.data.image_files import SHARDS, SUFFIXES, Skipped
 
 _ClassFolders = bool | Literal["auto"]
 _ARRAYS = {".npy": (b"\x93NUMPY", "numpy.save"), ".npz": (b"PK", "numpy.savez")}  # how it begins, what writes it
@@ -110,7 +103,7 @@ class ImageSet:
         """
         if not self.embedded:
             raise InputError("pictures go with embeddings", fix="these are images, and are shown themselves")
-        numbered = self.names == check_names(None, len(self))
+        numbered = self.names == image_files.check_names(None, len(self))
         if numbered and len(self) != len(pictures):
             fix = "give one picture for each, or a .npz file with their names"
             raise InputError(f"{len(self):,} embeddings without names and {len(pictures):,} pictures", fix=fix)
@@ -180,7 +173,7 @@ class ImageSet:
         except ValueError:  # of rows that differ in length
             raise InputError("the images differ in size: give an array (n, h, w, c), or a folder") from None
         pixels = _as_embeddings(given) if given.ndim == 2 else pixels_of(given)
-        words = check_names(names, len(pixels))
+        words = image_files.check_names(names, len(pixels))
         if labels is None:
             return cls(pixels, words)
         of_classes = None if classes is None else tuple(map(str, classes))
@@ -213,7 +206,7 @@ class ImageSet:
         """
         folder = Path(folder)
         _check_size(side, max_side, channels)
-        files, unread = find_images(folder)
+        files, unread = image_files.find_images(folder)
         if not files and not unread:
             raise InputError(f"no images there (looked for {', '.join(sorted(SUFFIXES))} at any depth)", folder)
         request = FolderRequest(folder, tuple(files), side, None if side else max_side, channels, progress)
@@ -238,8 +231,8 @@ class ImageSet:
         another size are converted to `side` (or, where they are larger, to `max_side`) and `channels`.
         """
         path = Path(path)
-        shards = embeddings_in(path)
-        arrays = read_embeddings(shards) if shards else _read_arrays(path)
+        shards = image_files.embeddings_in(path)
+        arrays = image_files.read_embeddings(shards) if shards else _read_arrays(path)
         try:
             found = cls.from_arrays(arrays.pop("images"), **arrays)
         except InputError as error:
@@ -259,7 +252,7 @@ def load_images(source: Path | str, **how: Any) -> ImageSet:
     """The images of a folder or shard, or of a .npy or .npz file, for which only the size of `from_folder` counts."""
     path = Path(source)
     folder = path.is_dir() or path.suffix in SHARDS or (path.suffix.lower() not in _ARRAYS and not path.exists())
-    if folder and not embeddings_in(path):
+    if folder and not image_files.embeddings_in(path):
         return ImageSet.from_folder(path, **how)
     return ImageSet.from_file(path, **{name: how[name] for name in ("side", "max_side", "channels") if name in how})
 

@@ -17,18 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from constraintmatch._internal.errors import InputError, one_line
 from constraintmatch._internal.files import read_json, write_atomically, write_json
-from constraintmatch.models.backbones import (
-    ENCODER,
-    JOIN,
-    MODULE,
-    NAMED,
-    ONNX,
-    Encoder,
-    OnnxNetwork,
-    default_backbone,
-    make_backbone,
-    timm_config,
-)
+from constraintmatch.models import backbones
+from constraintmatch.models.backbones import ENCODER
 
 FORMAT = 1
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -65,7 +55,7 @@ class ClusterModel(nn.Module):
         """`made` is a backbone that is there already, and its width."""
         super().__init__()
         self.config = config
-        self.backbone, self.width = made or make_backbone(
+        self.backbone, self.width = made or backbones.make_backbone(
             config.backbone, config.side, config.channels, pretrained=pretrained
         )
         self.head = nn.Linear(self.width, config.n_clusters) if config.n_clusters else None
@@ -124,15 +114,15 @@ def build_model(
         raise InputError("n_clusters is 1: one cluster holds everything; ask for 2 or more")
     if n_clusters < 0:
         raise InputError(f"n_clusters is {n_clusters}; ask for 2 or more")
-    name = default_backbone(side) if backbone is None else backbone
+    name = backbones.default_backbone(side) if backbone is None else backbone
     if not isinstance(name, str):
         raise InputError(f"backbone is {reprlib.repr(name)}; give the name of one, such as resnet18")
-    if JOIN in name:
+    if backbones.JOIN in name:
         raise InputError(f"backbone {name}: trained models are joined, not new ones; use constraintmatch join")
-    if pretrained and not name.removeprefix(ENCODER).startswith(NAMED):
+    if pretrained and not name.removeprefix(ENCODER).startswith(backbones.NAMED):
         raise InputError(f"{name} has no pretrained weights here; name a timm backbone, for example timm:resnet18")
     usual: tuple[tuple[float, ...], tuple[float, ...]] = IMAGENET_MEAN, IMAGENET_STD
-    if pretrained and channels == 3 and (made := timm_config(name)) is not None:
+    if pretrained and channels == 3 and (made := backbones.timm_config(name)) is not None:
         usual = made.mean, made.std
     elif side == 1:  # embeddings stay what they are
         usual = (0.0,) * channels, (1.0,) * channels
@@ -153,7 +143,7 @@ def wrap_encoder(body: nn.Module, name: str, side: int, channels: int = 3) -> Cl
 
 def _wrap(body: nn.Module, config: ModelConfig) -> ClusterModel:
     """A model around a network, whose width a pass of empty images shows."""
-    whole, side = Encoder(body).eval(), config.side
+    whole, side = backbones.Encoder(body).eval(), config.side
     try:
         with torch.no_grad():
             width = int(whole(torch.zeros(2, config.channels, side, side)).shape[1])
@@ -220,7 +210,7 @@ def save_model(model: ClusterModel, folder: Path | str, *, half: bool = False) -
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    if model.config.backbone.startswith(ENCODER + MODULE):
+    if model.config.backbone.startswith(ENCODER + backbones.MODULE):
         fix = "keep the estimator with pickle"
         raise InputError("a network of your own cannot be built again from a model folder", folder, fix)
     weights = {
@@ -257,8 +247,8 @@ def load_model(path: Path | str, *, device: torch.device | str = "cpu") -> Clust
         raise InputError(f"{file}: cannot be read ({error.strerror or error})") from None
     except (SafetensorError, ValueError) as error:
         raise InputError(f"{file}: not a readable safetensors file ({error})") from None
-    if config.backbone.startswith(ENCODER + ONNX) and "backbone.body.content" in weights:
-        model = _wrap(OnnxNetwork(weights["backbone.body.content"], str(file)), config)
+    if config.backbone.startswith(ENCODER + backbones.ONNX) and "backbone.body.content" in weights:
+        model = _wrap(backbones.OnnxNetwork(weights["backbone.body.content"], str(file)), config)
     else:
         model = unfilled_model(config, file)
     if misfits := list_misfits(model.state_dict(), weights):
