@@ -68,7 +68,8 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
         write(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        os.umask(mask := os.umask(0))
+        mask = os.umask(0)
+        os.umask(mask)
         temporary.chmod(0o666 & ~mask)  # mkstemp gives 0600; a plain open would have given this
         temporary.replace(target)
     except BaseException as error:

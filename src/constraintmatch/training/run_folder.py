@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import constraintmatch
 from constraintmatch._internal import files
 from constraintmatch._internal.errors import InputError
 
@@ -233,12 +233,8 @@ def environment() -> dict[str, Any]:
         others = total - free - torch.cuda.memory_reserved()
         if os.environ.get("CONSTRAINTMATCH_GPU_SHARED") == "1" or others > _OWN_BYTES:
             gpu = f"{gpu}, shared"
-    try:
-        own = version("constraintmatch")
-    except PackageNotFoundError:
-        own = "unknown"
     return {
-        "constraintmatch": own,
+        "constraintmatch": constraintmatch.__version__,
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
