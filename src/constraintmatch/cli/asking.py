@@ -26,7 +26,7 @@ _KIND = flag(Literal["which", "pair"], "which: which of these is the same? pair:
 _SERVER = {
     "host": flag(str, "Address to listen on. (127.0.0.1: this machine only)", panel="Server"),
     "port": flag(int, "Port to listen on, 0 for a free one. (8765)", panel="Server"),
-    "token": flag(str, "Secret in the page's address. (none; off this machine a new one)", panel="Server"),
+    "token": flag(str, "Secret in the page's address. (none; a new one if other machines can connect)", panel="Server"),
     "browse": flag(bool, "Open the page in the browser. (yes)", "--browser/--no-browser", panel="Server"),
 }
 
@@ -40,7 +40,7 @@ _SERVER = {
         **shared("start"),
         "kind": _KIND,
         "sort": flag(Path, "At the end, write one folder of links to images per cluster there."),
-        "frozen": flag(bool, "The head learns and the network stays: seconds a round, on a CPU too.", "--frozen"),
+        "frozen": flag(bool, "Train only the head: a round takes seconds, on a CPU too.", "--frozen"),
         **shared("device"),
     },
     who={
@@ -49,7 +49,7 @@ _SERVER = {
         "annotator": flag(str, "openai:URL: the model --vlm-model there answers, and is sent the images."),
         "vlm_model": flag(str, "The name of that model.", hidden=True),
         "criterion": flag(str, "What counts as the same, in your words.", hidden=True),
-        "vlm_tokens": flag(int, "Tokens that it may use, in this run.", hidden=True),
+        "vlm_tokens": flag(int, "Tokens that it may use in this run.", hidden=True),
     },
     images=shared("test", "data_dir", "pictures", "flip"),
     door=_SERVER,
@@ -120,11 +120,11 @@ def _check_who(who: Flags, wrong: float) -> None:
 @command(
     _PANEL,
     asked={
-        "db": flag(Path, "The database of answers, made if need be. (answers.db)"),
+        "db": flag(Path, "The database of answers; it is made if it does not exist. (answers.db)"),
         "model": flag(Path, "Model or run folder that chooses the questions. (pixels do)"),
         "kind": _KIND,
         "choose": flag(Literal["recommended", "uncertain", "random"], "How questions are chosen. (recommended)"),
-        "again": flag(Path, "Ask the pairs of this file first: doubtful.csv of a run, say."),
+        "again": flag(Path, "Ask the pairs of this file first, for example doubtful.csv of a run."),
         "seed": flag(int, "Seed of random questions. (0)"),
         **shared("device"),
     },

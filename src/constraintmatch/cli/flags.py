@@ -40,7 +40,7 @@ class Setting(NamedTuple):
 
     @property
     def bounds(self) -> tuple[float, bool, float, bool]:
-        """The lowest and the highest number, each with whether it is itself left out."""
+        """The lowest number, whether it is excluded itself, the highest number, and whether that is excluded."""
         found = _RANGE.fullmatch(self.values)
         if found is None:
             return -math.inf, True, math.inf, True
@@ -145,7 +145,7 @@ def _stage_settings(stage: str) -> dict[str, Any]:
 def read_settings(
     command: str, texts: Iterable[str] | None, method: str | None = None, flags: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The values of `name=value` texts, checked, by the library's names; of a name that comes again the last.
+    """The values of `name=value` texts, checked, by the library's names; the last value of a name counts.
 
     `flags` are settings that have a flag of their own; a setting is given once.
     """

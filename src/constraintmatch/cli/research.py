@@ -241,7 +241,7 @@ def search(
 
 
 def _values(texts: list[str]) -> dict[str, tuple[float, ...]]:
-    """`lr=0.03,0.01` as a name and numbers; those of a name that comes again are added."""
+    """`lr=0.03,0.01` as a name and numbers; the numbers of a repeated name are added."""
     found: dict[str, tuple[float, ...]] = {}
     for text in texts:
         name, mark, rest = text.partition("=")
@@ -278,7 +278,7 @@ def paper(
     names: Annotated[list[str], typer.Argument(metavar="NAME", help=_NAMES)],
     *,
     cuts: Flags,
-    list_cells: Annotated[bool, option("Only list the cells there are and which are finished.", "--list")] = False,
+    list_cells: Annotated[bool, option("Only list the cells and which of them are finished.", "--list")] = False,
     folders: Flags,
     settings: Flags,
     reporter: Reporter,

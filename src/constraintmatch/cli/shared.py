@@ -140,7 +140,7 @@ def command(panel: str, **groups: Mapping[str, Any]) -> Callable[[Callable[..., 
     Each group of flags arrives as one dictionary of the flags that are given, `--quiet` as a reporter. The docstring
     ends with an example.
     """
-    groups = {**groups, "reporter": {"quiet": flag(bool, "No progress and no remarks.", "--quiet", "-q")}}
+    groups = {**groups, "reporter": {"quiet": flag(bool, "Show no progress and no remarks.", "--quiet", "-q")}}
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
         kind, parameters = inspect.Parameter.KEYWORD_ONLY, list[inspect.Parameter]()
@@ -222,7 +222,9 @@ _SHARED = {
     "strict": flag(bool, "Stop at a file that cannot be read. (skip it)", "--strict", panel="Images"),
     "pictures": flag(Path, "For embeddings: the folder of their images.", panel="Images"),
     "engine": flag(str, "ray: on all machines of a Ray cluster; --out is a Parquet folder. (this process)"),
-    "flip": flag(bool, "A mirrored image means the same, or not. (it does)", "--mirror/--no-mirror", panel="Images"),
+    "flip": flag(
+        bool, "Whether a mirrored image belongs to the same cluster. (yes)", "--mirror/--no-mirror", panel="Images"
+    ),
 }
 _DATA = (
     "A folder of images, tar or Parquet shards of them, a .npy or .npz file of images or embeddings, or a data set: "

@@ -268,9 +268,7 @@ def compare(data: Source, *, how: Flags, reporter: Reporter) -> None:
 
 
 @command(_PANEL)
-def settings(
-    method: Annotated[str | None, typer.Argument(metavar="METHOD", help=_METHOD)] = None,
-) -> None:
+def settings(method: Annotated[str | None, typer.Argument(metavar="METHOD", help=_METHOD)] = None) -> None:
     """List what --set changes: name, default, values, meaning.
 
     Without METHOD the settings of all methods and stages are shown.

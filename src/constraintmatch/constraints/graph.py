@@ -1,4 +1,4 @@
-"""Must-links as a graph over the images: components, chains, closure, and what to give up when answers contradict.
+"""Must-links as a graph over the images: components, chains, closure, and which pairs to drop when answers contradict.
 
 Functions on arrays of rows, linear in pairs and images but for those that return more. SciPy is imported at first use.
 """
@@ -52,12 +52,12 @@ class Triplets:
         return len(self.rows)
 
     def take(self, rows: NDArray[Any]) -> "Triplets":
-        """Those at these rows (numbers or a mask)."""
+        """The triplets at these rows (numbers or a mask)."""
         return Triplets(self.rows[rows], self.weight[rows], self.places.take(rows))
 
     @classmethod
     def join(cls, parts: "Sequence[Triplets]") -> "Triplets":
-        """Those of several files, one after the other."""
+        """The triplets of several files, one after the other."""
         some = [part for part in parts if len(part)]
         if len(some) < 2:
             return some[0] if some else NO_TRIPLETS
@@ -65,7 +65,7 @@ class Triplets:
         return cls(rows, weight, Places.join([part.places for part in some]))
 
     def resolve(self, on_conflict: str, n_images: int) -> "Triplets":
-        """Those that no circle contradicts; with "error" a circle is an InputError."""
+        """The triplets without those in a circle; with "error" a circle is an InputError."""
         if on_conflict == "keep" or not len(self) or not len(circle := self.cyclic(n_images)):
             return self
         if on_conflict == "error":
@@ -73,7 +73,7 @@ class Triplets:
         return self.take(np.delete(np.arange(len(self)), circle))
 
     def error(self, circle: Rows) -> InputError:
-        """That triplets contradict each other, with their places."""
+        """The error for triplets that contradict each other, with their places."""
         problem, fix = "triplets in a circle cannot all be true", "correct them, or use --set on_conflict=drop or keep"
         return InputError(problem, f"{self.places.path} {self.places.say(*circle)}".strip(), fix)
 
@@ -154,7 +154,7 @@ def implied_pairs(
 
 
 def label_pairs(kinds: Rows) -> tuple[Rows, Rows, Floats]:
-    """Left, right and link of the pairs that the kinds (m,) of m images imply: all of them, or of many images some.
+    """Left, right and link of the pairs that the kinds (m,) of m images imply: all, or some if there are many images.
 
     Then each image is paired with some hundreds of others at random and two of its own kind, and all kinds with each
     other: enough to join and separate the same groups.

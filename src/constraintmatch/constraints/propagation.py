@@ -1,4 +1,4 @@
-"""What pairs say of images, and what spreads from them to all. No torch.
+"""What pairs say about images, and how it spreads to all images. No torch.
 
 Groups of images that must-links join become the seeds of clusters. The share of a seed reaches every image by steps
 from neighbour to neighbour and shrinks with each step (label spreading, Zhou et al., 2003). The equation is solved, not

@@ -143,7 +143,7 @@ class OnnxNetwork(nn.Module):
 
     @property
     def session(self) -> Any:
-        """What computes it; made when it is needed, and for each copy anew."""
+        """The session of onnxruntime; each copy makes its own when it needs it."""
         if self._session is None:
             if find_spec("onnxruntime") is None:
                 raise InputError(f"{self.name} needs another package: pip install 'constraintmatch[onnx]'")
@@ -302,7 +302,7 @@ def _timm(name: str, side: int, channels: int, *, pretrained: bool) -> tuple[nn.
 
 
 def _torchvision(name: str, channels: int, *, pretrained: bool) -> tuple[nn.Module, int]:
-    """A classifier of torchvision's without its last linear layer."""
+    """A classifier of torchvision without its last linear layer."""
     from torchvision import models
 
     if name not in models.list_models(module=models):

@@ -52,7 +52,7 @@ class ClusterModel(nn.Module):
     def __init__(
         self, config: ModelConfig, *, pretrained: bool = False, made: tuple[nn.Module, int] | None = None
     ) -> None:
-        """`made` is a backbone that is there already, and its width."""
+        """`made` is a ready backbone and its width."""
         super().__init__()
         self.config = config
         self.backbone, self.width = made or backbones.make_backbone(
@@ -72,7 +72,7 @@ class ClusterModel(nn.Module):
 
     @property
     def is_encoder(self) -> bool:
-        """Whether its network is a pretrained one whose features serve as they are."""
+        """Whether its network is a pretrained one whose features are used as they are."""
         return self.config.backbone.startswith(ENCODER)
 
     def features(self, images: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def wrap_encoder(body: nn.Module, name: str, side: int, channels: int = 3) -> Cl
 
 
 def _wrap(body: nn.Module, config: ModelConfig) -> ClusterModel:
-    """A model around a network, whose width a pass of empty images shows."""
+    """A model around a network; a pass of empty images shows its width."""
     whole, side = backbones.Encoder(body).eval(), config.side
     try:
         with torch.no_grad():
@@ -163,7 +163,7 @@ def unfilled_model(config: ModelConfig, file: Path | None = None) -> ClusterMode
 
 
 class _Undrawn(TorchFunctionMode):
-    """Tensors that layers would fill with random numbers keep what they hold; no generator moves on."""
+    """Inside, layers do not fill their tensors with random numbers, and no generator is used."""
 
     drawing = (Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
     making = (torch.empty, torch.zeros, torch.ones)
@@ -270,7 +270,7 @@ def fetch_model(name: str, revision: str | None = None) -> Path:
 
 
 def push_model(model: ClusterModel, name: str, *, private: bool, half: bool, message: str) -> str:
-    """Put the model folder and a card on the hub as `owner/name`; its address there."""
+    """Put the model folder and a card on the hub as `owner/name`, and return its address."""
     _check_hub_name(name)
     from huggingface_hub import HfApi
 
