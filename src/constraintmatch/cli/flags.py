@@ -50,17 +50,18 @@ class Setting(NamedTuple):
 
     def read(self, text: str) -> Any:
         """The value of a text; a ValueError where it is not allowed."""
-        if self.kind == "text" and (text or self.default == "none"):
-            return text
-        if (word := {"true": "yes", "false": "no"}.get(text.lower(), text)) in self.words:
-            return self.words[word]
-        number = int(text) if self.kind == "whole" else float(text)
-        low, above, high, below = self.bounds
-        if self.kind == "word" or not (low < number if above else low <= number):
-            raise ValueError(text)
-        if not (number < high if below else number <= high):
-            raise ValueError(text)
-        return number
+        if self.kind == "text":
+            if text or self.default == "none":
+                return text
+        elif self.kind == "word":
+            if (word := {"true": "yes", "false": "no"}.get(text.lower(), text)) in self.words:
+                return self.words[word]
+        else:
+            number = int(text) if self.kind == "whole" else float(text)
+            low, above, high, below = self.bounds
+            if (low < number if above else low <= number) and (number < high if below else number <= high):
+                return number
+        raise ValueError(text)
 
 
 _WORDS: dict[str, Any] = {"yes": True, "no": False, "1": 1, "3": 3}
