@@ -52,6 +52,7 @@ class DataSet:
     unlabelled: bool = False  # whether images without labels were published with it
     flip: bool = True  # whether a mirrored image is still of its class
     without: tuple[str, ...] = ()  # operations of the strong view that spoil these images
+    folders: tuple[str, ...] = ()  # of its classes, in a tree of ImageNet
 
 
 def load_dataset(
@@ -262,12 +263,6 @@ def _stl10_labels(path: Path) -> NDArray[np.int64]:
 # ImageNet
 
 _LEVELS = {"train": "train", "test": "val"}  # ImageNet's val images are the papers' test images
-_IMAGENET_CLASSES = {
-    "imagenet10": """n02056570 n02085936 n02128757 n02690373 n02692877
-        n03095699 n04254680 n04285008 n04467665 n07747607""",
-    "imagenet-dogs": """n02085936 n02086646 n02088238 n02091467 n02097130 n02099601 n02101388 n02101556
-        n02102177 n02105056 n02105412 n02105855 n02107142 n02110958 n02112137""",
-}
 
 
 def _read_imagenet(name: str, data_dir: Path | None, part: str, progress: Progress | None = None) -> ImageSet:
@@ -276,7 +271,7 @@ def _read_imagenet(name: str, data_dir: Path | None, part: str, progress: Progre
     The tree is train/CLASS/*.JPEG and val/CLASS/*.JPEG. Only these classes are decoded, once: later calls find them in
     the user's cache folder.
     """
-    classes = tuple(_IMAGENET_CLASSES[name].split())
+    classes = DATASETS[name].folders
     root = _find_tree(name, classes, data_dir, _LEVELS[part])
     by_class = [_class_files(root, f"{_LEVELS[part]}/{label}") for label in classes]
     request = FolderRequest(root, tuple(file for files in by_class for file in files), 224, None, 3, progress)
