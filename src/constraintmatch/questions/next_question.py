@@ -5,7 +5,7 @@ never ask what follows from the answers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Literal
@@ -65,12 +65,24 @@ class _Scene:
 
     @cached_property
     def fit(self) -> Floats:
-        """How well each image fits an exemplar (m, g); see `_fit`."""
-        return _fit(self.belief, self.known, self.exemplars, self.rows)
+        """How well each image that is looked at fits an exemplar (m, g)."""
+        return self.measure_fit(self.rows)
 
     def fit_of(self, rows: Rows) -> Floats:
         """The fit of some of the images that are looked at."""
         return np.asarray(self.fit[np.searchsorted(self.rows, rows)])
+
+    def measure_fit(self, rows: Rows) -> Floats:
+        """The affinity of any images, in rising order, to each exemplar, or -inf where a question may not ask."""
+        fit = affinity(self.belief, self.exemplars, None if len(rows) == len(self.belief) else rows)
+        fit[excluded_exemplars(self.known, self.exemplars, rows)] = -np.inf
+        number = {image: at for at, image in enumerate(self.exemplars.image.tolist())}
+        for pair in self.known.unsure:
+            for one, other in (pair, pair[::-1]):
+                at = int(np.searchsorted(rows, one))
+                if other in number and at < len(rows) and rows[at] == one:
+                    fit[at, number[other]] = -np.inf
+        return fit
 
 
 def next_questions(
@@ -104,15 +116,12 @@ def next_questions(
         return []
     if choose == "random" and kind == "pair":
         return list(islice(_random_pairs(known, askable, _pairs_in(waiting), seed), n))
-    exemplars = find_exemplars(belief, known)
-    everybody = range(len(exemplars))
-    if choose == "recommended":  # the warm-up looks at no other images
-        scene = _Scene(belief, known, exemplars, np.arange(0), askable, kind, waiting)
-        if warm_up := _introductions(scene, n, everybody, enough=scene.width):
-            return warm_up
+    scene = _Scene(belief, known, find_exemplars(belief, known), np.arange(0), askable, kind, waiting)
+    everybody = range(len(scene.exemplars))
+    if choose == "recommended" and (warm_up := _introductions(scene, n, everybody, enough=scene.width)):
+        return warm_up  # it looks at no other images
     order = _random_order(known, seed) if choose == "random" else None
-    rows = _candidates(belief, known, exemplars, askable, n, order)
-    scene = _Scene(belief, known, exemplars, rows, askable, kind, waiting)
+    scene = replace(scene, rows=_candidates(scene, n, order))
     if order is not None:
         rows = _open_rows(scene)
         return _questions(scene, rows[np.argsort(order[rows], kind="stable")[:n]])
@@ -176,38 +185,24 @@ def _askable(known: Known, candidates: ArrayLike | None, waiting: Sequence[Quest
     return askable
 
 
-def _candidates(
-    belief: Belief, known: Known, exemplars: Exemplars, askable: NDArray[np.bool_], n: int, order: Rows | None
-) -> Rows:
+def _candidates(scene: _Scene, n: int, order: Rows | None) -> Rows:
     """The images that are looked at: all of a small set; else the first in a given order, or those that are worth it.
 
     These are the images of earlier questions, those with the least margin, and as many at equal steps, because the
     images of one doubtful place should not be all that there is to choose from.
     """
+    belief, known, exemplars = scene.belief, scene.known, scene.exemplars
     if len(belief) <= ALL_COMPARED:
         return np.arange(len(belief))
-    rows, half = np.flatnonzero(askable & (exemplars.home < 0)), max(n, CANDIDATES // 2)
+    rows, half = np.flatnonzero(scene.askable & (exemplars.home < 0)), max(n, CANDIDATES // 2)
     if order is not None:
         return np.sort(rows[np.argsort(order[rows], kind="stable")[: 2 * half]])
     margin = np.empty(len(rows), np.float32)
     for part in blocks(len(rows), max(len(exemplars), belief.features.shape[1])):
-        margin[part] = _margin(_fit(belief, known, exemplars, rows[part]))
+        margin[part] = _margin(scene.measure_fit(rows[part]))
     hard = rows[np.argsort(margin, kind="stable")[:half]]
     asked = rows[np.isin(known.component[rows], known.component[list(known.asked)])]
     return np.unique(np.concatenate([hard, rows[at_equal_steps(len(rows), half)], asked]))
-
-
-def _fit(belief: Belief, known: Known, exemplars: Exemplars, rows: Rows) -> Floats:
-    """How well some images, in rising order, fit each exemplar: the affinity, or -inf where a question may not ask."""
-    fit = affinity(belief, exemplars, None if len(rows) == len(belief) else rows)
-    fit[excluded_exemplars(known, exemplars, rows)] = -np.inf
-    number = {image: at for at, image in enumerate(exemplars.image.tolist())}
-    for pair in known.unsure:
-        for one, other in (pair, pair[::-1]):
-            at = int(np.searchsorted(rows, one))
-            if other in number and at < len(rows) and rows[at] == one:
-                fit[at, number[other]] = -np.inf
-    return fit
 
 
 def _pairs_in(questions: Sequence[Question]) -> Pairs:
