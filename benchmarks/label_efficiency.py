@@ -22,8 +22,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from constraintmatch._internal import rng
 from constraintmatch._internal.files import InUse, folder_lock, read_json, write_atomically, write_json
+from constraintmatch._internal.rng import Purpose
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
@@ -39,7 +42,6 @@ from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.rounds import (
     Asking,
     LabelOracle,
-    add_anchors,
     closure_pairs,
     head_belief,
     image_belief,
@@ -54,12 +56,36 @@ WAYS = {
     "chosen-which": Asking("which", "recommended"),
     "random-which": Asking("which", "random"),
 }
+ANCHORS = 10_000  # pairs at most that hold a round to its start; there are as many as images
+SURE = 0.9  # the least confidence of an image in one of them
 
 
 def pairs_of(asked: argparse.Namespace, answers: Sequence[Answer], frozen: Frozen, begun: ClusterModel) -> Constraints:
     """What a round is trained on, from the model that it begins with."""
     pairs = closure_pairs(answers, len(frozen), seed=asked.seed)
     return add_anchors(pairs, frozen.probabilities(begun), seed=asked.seed) if asked.anchors else pairs
+
+
+def add_anchors(pairs: Constraints, probabilities: NDArray[np.float32], *, seed: int = 0) -> Constraints:
+    """The pairs, and cannot-links between images that the first model of a round (n, k) is sure of.
+
+    Without them the network after 50 answers ended far below the start: it memorises few pairs soon, and
+    pseudo-constraints alone merge clusters (decision 036). Images with answers take no part. There are no must-links,
+    because too many of them would be wrong.
+    """
+    free = probabilities.max(1) >= SURE
+    free[pairs.left] = free[pairs.right] = False
+    rows, cluster = np.flatnonzero(free), probabilities.argmax(1)
+    if len(rows) < 2:
+        return pairs
+    words, n = rng.stream(seed, Purpose.ANCHORS), min(ANCHORS, len(free))
+    one = rng.below(words, np.full(n, len(rows)))
+    drawn = np.stack([rows[one], rows[rng.another(words, one, len(rows))]])
+    left, right = drawn[:, cluster[drawn[0]] != cluster[drawn[1]]]
+    columns = (pairs.left, left), (pairs.right, right), (pairs.link, np.zeros(len(left)))
+    weight = np.concatenate([pairs.weight, np.ones(len(left), np.float32)])
+    together = [np.concatenate(column) for column in columns]
+    return Constraints.from_arrays(*together, n_images=pairs.n_images, weight=weight)
 
 
 class HeadAlone:

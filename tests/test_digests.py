@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scripts import script
 from typer.testing import CliRunner
 
 from constraintmatch import cli
@@ -23,10 +24,11 @@ from constraintmatch.methods import METHODS
 from constraintmatch.models.cluster_model import build_model
 from constraintmatch.pipeline import config
 from constraintmatch.questions.belief import Belief
-from constraintmatch.questions.rounds import Asking, LabelOracle, add_anchors, ask_until, closure_pairs
+from constraintmatch.questions.rounds import Asking, LabelOracle, ask_until, closure_pairs
 from constraintmatch.training.loop import TrainSettings
 
 LABELS = np.arange(300) % 7
+add_anchors = script("benchmarks", "label_efficiency").add_anchors
 
 
 def digest(pairs: Constraints) -> str:

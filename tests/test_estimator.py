@@ -568,9 +568,7 @@ def test_a_model_goes_to_the_hub_with_a_card_and_comes_back(
     again = ConstraintMatch.from_pretrained("somebody/stripes", device="cpu")
     np.testing.assert_array_equal(again.predict(stripes), fitted.labels_)
     monkeypatch.setenv("HF_TOKEN", "another")
-    with pytest.raises(
-        InputError, match=r"somebody/stripes: the hub did not take it \(.*\); log in with hf auth login"
-    ):
+    with pytest.raises(InputError, match=r"somebody/stripes: the hub refused it \(.*\); log in with hf auth login"):
         fitted.push_to_hub("somebody/stripes")
     server.shutdown()
     server.server_close()

@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,7 +12,7 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Cluster
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.errors import InputError, one_line
 from constraintmatch._internal.progress import Reporter, console_reporter
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet, load_images
@@ -20,15 +20,21 @@ from constraintmatch.evaluation.metrics import accuracy, as_labels, collapse_war
 from constraintmatch.evaluation.report_parts import Clustering, gallery_html
 from constraintmatch.methods import METHODS, Context, ViewChoice
 from constraintmatch.methods.preparation import check_images
-from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
-from constraintmatch.models.hub import fetch_model, push_model
+from constraintmatch.models.cluster_model import (
+    ClusterModel,
+    build_model,
+    fetch_model,
+    load_model,
+    push_model,
+    save_model,
+)
 from constraintmatch.pipeline import config as configuration
 from constraintmatch.pipeline.config import ORDER, PRETEXTS, TrainConfig, make_config
 from constraintmatch.pipeline.embedding import choose_encoder, encode, is_encoder
 from constraintmatch.pipeline.sources import Pairs, as_constraints, choose_pairs
 from constraintmatch.pipeline.train import train
 from constraintmatch.training.batches import derive_seed
-from constraintmatch.training.loop import TrainSettings, choose_device
+from constraintmatch.training.loop import choose_device
 from constraintmatch.training.views import View
 
 Images = ImageSet | ArrayLike | Path | str
@@ -36,7 +42,6 @@ AUTO, SELF_SUPERVISED = "auto", "self-supervised"
 # parameters that are handed on by name; None leaves the choice to the method, the number of images and the device
 KNOBS = ("recipe", "steps", "lr", "pseudo_weight", "max_entropy", "error_rate", "pairs_per_step", "images_per_step")
 ELSEWHERE = {"device": "device", "seed": "random_state"}  # training settings and the parameters that give them
-SETTINGS = TrainSettings.__dataclass_fields__.keys() - ELSEWHERE.keys()
 OWN_VIEWS = ("own_weak", "own_strong", "own_contrastive")
 
 
@@ -295,18 +300,16 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
         try:
             return validate_data(self, X, reset=reset, ensure_all_finite=False)  # NaN: it names the row
         except ValueError as error:
-            raise InputError(" ".join(str(error).split())) from None
+            raise InputError(one_line(error)) from None
 
     def _load_start(self, X: Images, reporter: Reporter) -> ClusterModel | None:
         """A copy of the model given as start, or a pretrained encoder; None if the start has to be made."""
-        if self.start is None or (isinstance(self.start, str) and self.start == SELF_SUPERVISED):
+        word, named = self.start if isinstance(self.start, str) else "", cast(Any, self.start)
+        if self.start is None or word == SELF_SUPERVISED or (word == AUTO and self.backbone is not None):
             return None
-        if is_encoder(self.start) or (isinstance(self.start, str) and self.start == AUTO):
-            named: Any = None if isinstance(self.start, str) and self.start == AUTO else self.start
-            if named is None and self.backbone is not None:
-                return None
+        if word == AUTO or is_encoder(named):
             source = X if isinstance(X, Path | str) else self._read(X, None)
-            return choose_encoder(source, named, say=reporter.say)
+            return choose_encoder(source, None if word == AUTO else named, say=reporter.say)
         if not isinstance(self.start, ClusterModel | Path | str):
             raise InputError(f"start is {self.start!r}; give a model, its folder, {SELF_SUPERVISED!r} or None")
         model = copy.deepcopy(self.start) if isinstance(self.start, ClusterModel) else load_model(self.start)

@@ -161,7 +161,7 @@ except InputError as error:
 def test_what_safetensors_says_of_the_disk_is_understood(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LIMITED, str(tmp_path / "a.safetensors")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{tmp_path / 'a.safetensors'}: files there may not be so large; choose another place\n"
+    assert done.stdout == f"{tmp_path / 'a.safetensors'}: the file is too large for this disk; choose another place\n"
     assert names(tmp_path) == []
 
 

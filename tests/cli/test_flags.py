@@ -94,13 +94,14 @@ def inside_and_outside(allowed: Setting) -> tuple[list[Any], list[Any]]:
     """Values at the ends of what is allowed, and just beyond."""
     if allowed.words:
         return list(allowed.words.values()), ["another"]
-    step = 1 if allowed.whole else 1e-9
-    inside, outside = [allowed.low + step * allowed.above], [allowed.low - step * (not allowed.above)]
-    if math.isinf(allowed.low):
+    whole, (low, above, high, below) = allowed.kind == "whole", allowed.bounds
+    step, low = (1, int(low)) if whole else (1e-9, low)
+    inside, outside = [low + step * above], [low - step * (not above)]
+    if math.isinf(low):
         return [-1.0, 1.0], []
-    if not math.isinf(allowed.high):
-        inside.append(allowed.high - step * allowed.below)
-        outside.append(allowed.high + step * (not allowed.below))
+    if not math.isinf(high):
+        inside.append(high - step * below)
+        outside.append(high + step * (not below))
     return inside, outside
 
 

@@ -13,8 +13,7 @@ from commands import run
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.comparison import advise, rank_rows, table_text
-from constraintmatch.evaluation.judge import Judge
+from constraintmatch.evaluation.judge import Judge, advise, rank_rows, table_text
 from constraintmatch.methods.others import OTHERS, Predict, Setup
 from constraintmatch.pipeline import compare as comparing
 from constraintmatch.pipeline.compare import Compare, compare, run_apart, run_system

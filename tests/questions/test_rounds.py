@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripts import script
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
@@ -17,7 +18,6 @@ from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.rounds import (
     Asking,
     LabelOracle,
-    add_anchors,
     ask_until,
     closure_pairs,
     image_belief,
@@ -29,6 +29,7 @@ LABELS = RNG.integers(0, 4, 120)
 FEATURES = np.eye(4, 16, dtype=np.float32)[LABELS] + 0.15 * RNG.standard_normal((120, 16)).astype(np.float32)
 BELIEF = Belief.of(FEATURES)
 ORACLE = LabelOracle(LABELS, error=0.0)
+add_anchors = script("benchmarks", "label_efficiency").add_anchors
 
 
 def answered(n: int, kind: str = "which") -> list[Answer]:

@@ -208,7 +208,7 @@ def keep_uneven_run(images: ImageSet, out: Path) -> str:
 def test_a_full_disk_is_said_once_and_the_run_goes_on(stripes: ImageSet, tmp_path: Path) -> None:
     out = tmp_path / "run"
     one, other = sorted(as_ranks(2, keep_large_run, stripes, out))
-    assert one == f"error: {out / 'checkpoint.safetensors'}: files there may not be so large; choose another place"
+    assert one == f"error: {out / 'checkpoint.safetensors'}: the file is too large for this disk; choose another place"
     assert other == "silent"
     assert as_ranks(2, keep_run, stripes, out, seeds=(0, 0)) == ["evaluation"] * 2
 

@@ -125,7 +125,7 @@ def test_why_a_run_failed_is_not_hidden_when_even_that_cannot_be_written(
 
     def fail_on_a_full_disk() -> None:
         with open_run(tmp_path, request()):
-            monkeypatch.setattr("constraintmatch.training.run_folder.write_json", full)
+            monkeypatch.setattr("constraintmatch._internal.files.write_json", full)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -22,6 +22,6 @@ class InputError(ValueError):
         return type(self)(self.problem, ": ".join(filter(None, [str(place), self.place])), self.fix)
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """What an exception says, without line breaks; never empty."""
     return " ".join(str(error).split()) or type(error).__name__

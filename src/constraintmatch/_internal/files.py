@@ -25,7 +25,7 @@ _AGAIN, _ELSEWHERE = "free some and run the same command again (train: with --re
 _WRITE_ERRORS = {  # problem and fix
     errno.ENOSPC: ("no space left on the disk", _AGAIN),
     errno.EDQUOT: ("the disk quota is used up", _AGAIN),
-    errno.EFBIG: ("files there may not be so large", _ELSEWHERE),
+    errno.EFBIG: ("the file is too large for this disk", _ELSEWHERE),
     errno.EROFS: ("the disk is read-only", _ELSEWHERE),
     errno.EACCES: ("no permission to write there", _ELSEWHERE),
     errno.EPERM: ("no permission to write there", _ELSEWHERE),
@@ -36,27 +36,20 @@ _WRITE_ERRORS = {  # problem and fix
     errno.ENFILE: ("too many files are open on this machine", "close some programs"),
     errno.ENAMETOOLONG: ("the name is too long", "choose a shorter one"),
 }
-_NUMBER_IN_WORDS = re.compile(r"\b(?:os error|errno) (\d+)", re.IGNORECASE)
+_NUMBER_IN_WORDS = re.compile(r"\b(?:os error|errno) (\d+)|No space left on device", re.IGNORECASE)
 
 
 def write_error(error: BaseException, place: Path | str) -> InputError | None:
-    """The InputError that says what helps against a failed write; None where that is not known."""
-    number = _error_number(error)
+    """The InputError for a failed write, with what helps against it; None if that is not known."""
+    number = error.errno if isinstance(error, OSError) else None
+    if not number and (words := _NUMBER_IN_WORDS.search(str(error))):  # of libraries in other languages (safetensors)
+        number = int(words[1] or errno.ENOSPC)
     return _refusal(number, place) if number in _WRITE_ERRORS else None
 
 
 def _refusal(number: int, place: Path | str) -> InputError:
     problem, fix = _WRITE_ERRORS[number]
     return InputError(problem, place, fix)
-
-
-def _error_number(error: BaseException) -> int:
-    """The system's number for an error, else 0; libraries in other languages (safetensors) give it in words only."""
-    if isinstance(error, OSError) and error.errno:
-        return error.errno
-    if number := _NUMBER_IN_WORDS.search(str(error)):
-        return int(number[1])
-    return errno.ENOSPC if "No space left on device" in str(error) else 0
 
 
 def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
@@ -75,7 +68,9 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> None:
         write(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())  # mkstemp gives 0600; a plain open would have given this
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)  # mkstemp gives 0600; a plain open would have given this
         temporary.replace(target)
     except BaseException as error:
         if temporary is not None:
@@ -111,7 +106,7 @@ _TEMPORARY = re.compile(r"\.(.+)\.[a-z0-9_]{8}(\.[^.]*)?")
 
 
 def remove_leftovers(folder: Path, name: str = "") -> None:
-    """Remove what killed processes left of `write_atomically` in a folder, or of one file: what nobody holds."""
+    """Remove temporary files of killed processes from a folder, or only those of one file; files in use stay."""
     if os.name == "nt":  # where they are not held
         return
     with suppress(OSError):
@@ -124,14 +119,8 @@ def remove_leftovers(folder: Path, name: str = "") -> None:
                     os.unlink(entry)  # noqa: PTH108
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 def check_new_folder(path: Path | str) -> None:
-    """An InputError for a file, or for a folder that holds something: nothing is overwritten."""
+    """An InputError if the path is a file or a folder with content: nothing is overwritten."""
     path = Path(path)
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise InputError("exists already", path, "remove it or choose another --out")
@@ -139,7 +128,7 @@ def check_new_folder(path: Path | str) -> None:
 
 
 def check_target(path: Path | str) -> None:
-    """An InputError unless a file can be put there: no folder, no device or pipe, and its folder can be written.
+    """An InputError unless a file can be written there: no folder, no device or pipe, and its folder takes files.
 
     Replacing /dev/null by a file would harm the whole machine.
     """
@@ -153,7 +142,7 @@ def check_target(path: Path | str) -> None:
     if stat.S_ISDIR(mode):
         raise _refusal(errno.EISDIR, path)
     if not stat.S_ISREG(mode):
-        raise InputError("a device or pipe, which cannot be replaced at one stroke", path, "name a file")
+        raise InputError("is a device or pipe, not a file", path, "name a file")
     check_folder(path, Path(os.path.realpath(path)).parent)
 
 

@@ -21,14 +21,12 @@ from constraintmatch.cli.shared import (
     shared,
 )
 
-__all__ = ["annotate", "check", "loop", "repair"]
-
 _PANEL = "Ask people"
 _KIND = flag(Literal["which", "pair"], "which: which of these is the same? pair: same or different? (which)")
 _SERVER = {
     "host": flag(str, "Address to listen on. (127.0.0.1: this machine only)", panel="Server"),
     "port": flag(int, "Port to listen on, 0 for a free one. (8765)", panel="Server"),
-    "token": flag(str, "Secret in the page's address. (none; off this machine a new one)", panel="Server"),
+    "token": flag(str, "Secret in the page's address. (none; a new one if other machines can connect)", panel="Server"),
     "browse": flag(bool, "Open the page in the browser. (yes)", "--browser/--no-browser", panel="Server"),
 }
 
@@ -41,8 +39,8 @@ _SERVER = {
         "out": flag(Path, "Folder for the start, the answers and the models. (loop)"),
         **shared("start"),
         "kind": _KIND,
-        "sort": flag(Path, "At the end, one folder of links to images per cluster goes there."),
-        "frozen": flag(bool, "The head learns and the network stays: seconds a round, on a CPU too.", "--frozen"),
+        "sort": flag(Path, "At the end, write one folder of links to images per cluster there."),
+        "frozen": flag(bool, "Train only the head: a round takes seconds, on a CPU too.", "--frozen"),
         **shared("device"),
     },
     who={
@@ -51,7 +49,7 @@ _SERVER = {
         "annotator": flag(str, "openai:URL: the model --vlm-model there answers, and is sent the images."),
         "vlm_model": flag(str, "The name of that model.", hidden=True),
         "criterion": flag(str, "What counts as the same, in your words.", hidden=True),
-        "vlm_tokens": flag(int, "Tokens that it may use, in this run.", hidden=True),
+        "vlm_tokens": flag(int, "Tokens that it may use in this run.", hidden=True),
     },
     images=shared("test", "data_dir", "pictures", "flip"),
     door=_SERVER,
@@ -122,22 +120,22 @@ def _check_who(who: Flags, wrong: float) -> None:
 @command(
     _PANEL,
     asked={
-        "db": flag(Path, "The database of answers, made if need be. (answers.db)"),
+        "db": flag(Path, "The database of answers; it is made if it does not exist. (answers.db)"),
         "model": flag(Path, "Model or run folder that chooses the questions. (pixels do)"),
         "kind": _KIND,
         "choose": flag(Literal["recommended", "uncertain", "random"], "How questions are chosen. (recommended)"),
-        "again": flag(Path, "Ask the pairs of this file first: doubtful.csv of a run, say."),
+        "again": flag(Path, "Ask the pairs of this file first, for example doubtful.csv of a run."),
         "seed": flag(int, "Seed of random questions. (0)"),
         **shared("device"),
     },
     door=_SERVER,
     exchange={
         "export": flag(
-            Path, "Write the answers as a pairs file, or new tasks for Label Studio (.json), and end.", panel="Files"
+            Path, "Write the answers as a pairs file, or new tasks for Label Studio (.json), and exit.", panel="Files"
         ),
         "import_": flag(
             Path,
-            "Take in pairs, Label Studio's export (.json) or tags of FiftyOne (.csv), and end.",
+            "Import pairs, Label Studio's export (.json) or tags of FiftyOne (.csv), and exit.",
             "--import",
             panel="Files",
         ),

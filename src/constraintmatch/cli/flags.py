@@ -1,17 +1,19 @@
 """Every setting that `--set name=value` takes: what it means, what it may be, and its default.
 
-Names and defaults are read from the source text of the methods: importing torch takes seconds, and help should not.
-Tests compare them, and the ranges, with what the methods have and check.
+`settings.csv` has a row for each. Which of them a method takes, and its defaults, are read from the source text of the
+methods: importing torch takes seconds, and help should not. Tests compare all of it with what the methods have and
+check.
 """
 
 import ast
+import csv
 import difflib
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.training.run_folder import GONE
@@ -20,162 +22,59 @@ METHODS = ("constraintmatch", "pseudo_label", "constrained", "propagate", "fully
 STAGES = ("simclr", "byol", "propos", "linear_scan", "scan", "self_label", "neighbour_label")
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A setting: its meaning, the default that `train` chooses, and what it may be: words, numbers or any text."""
+class Setting(NamedTuple):
+    """A row of settings.csv; `default` is what `train` chooses where the method leaves it open."""
 
+    group: str
+    name: str
+    kind: str  # number, whole, word or text
+    values: str  # what is allowed
+    default: str
     meaning: str
-    default: str = ""
-    text: str = ""  # what the text may be
-    words: Mapping[str, Any] = field(default_factory=dict)  # and their values
-    low: float = -math.inf
-    high: float = math.inf
-    whole: bool = False
-    above: bool = False  # `low` itself is not allowed
-    below: bool = False  # `high` itself is not allowed
 
     @property
-    def form(self) -> str:
-        """What is allowed, in words."""
-        if self.text or self.words:
-            *words, last = self.words or [self.text]
-            return f"{', '.join(words)} or {last}" if words else last
-        if math.isinf(self.low):
-            return "any number"
-        low = f"above {self.low:g}" if self.above else f"{self.low:g}"
-        if math.isinf(self.high):
-            return low if self.above else f"{low} or more"
-        high = f"2**{int(self.high).bit_length()} - 1" if self.whole else f"{self.high:g}"
-        return f"{low} to below {high}" if self.below else f"{low} to {high}"
+    def words(self) -> dict[str, Any]:
+        """The words that are allowed, and what they stand for."""
+        words = re.split(", | or ", self.values) if self.kind == "word" else []
+        return {word: _WORDS.get(word, word) for word in words}
+
+    @property
+    def bounds(self) -> tuple[float, bool, float, bool]:
+        """The lowest number, whether it is excluded itself, the highest number, and whether that is excluded."""
+        found = _RANGE.fullmatch(self.values)
+        if found is None:
+            return -math.inf, True, math.inf, True
+        above, low, below, high = found.groups()
+        most = math.inf if high is None else 2**64 - 1 if high == "2**64 - 1" else float(high)
+        return float(low), above is not None, most, below is not None or high is None
 
     def read(self, text: str) -> Any:
         """The value of a text; a ValueError where it is not allowed."""
-        if self.text:
-            if not text and self.default != "none":
-                raise ValueError(text)
-            return text
-        if self.words:
-            word = {"true": "yes", "false": "no"}.get(text.lower(), text)
-            if word not in self.words:
-                raise ValueError(text)
-            return self.words[word]
-        number = int(text) if self.whole else float(text)
-        inside = (self.low < number if self.above else self.low <= number) and number <= self.high
-        if not inside or math.isinf(number) or (self.below and number == self.high):
-            raise ValueError(text)
-        return number
+        if self.kind == "text":
+            if text or self.default == "none":
+                return text
+        elif self.kind == "word":
+            if (word := {"true": "yes", "false": "no"}.get(text.lower(), text)) in self.words:
+                return self.words[word]
+        else:
+            number = int(text) if self.kind == "whole" else float(text)
+            low, above, high, below = self.bounds
+            if (low < number if above else low <= number) and (number < high if below else number <= high):
+                return number
+        raise ValueError(text)
 
 
-def _choice(meaning: str, *words: str, default: str = "") -> Setting:
-    return Setting(meaning, default, words={word: word for word in words})
-
-
-_YES = {"yes": True, "no": False}
-_yes_or_no = partial(Setting, words=_YES)
-_share = partial(Setting, low=0, high=1)
-_count = partial(Setting, low=1, whole=True)
-_positive = partial(Setting, low=0, above=True)
-
-# The arguments of the methods, of pretrain's stages too.
-_ARGUMENTS = {
-    "averaged": _share("Share of the steps, the last ones, whose weights are averaged."),
-    "entropy_weight": Setting("Weight of the term that spreads images over clusters."),
-    "epochs": _count("Passes over the images."),
-    "error_rate": Setting("Share of the pairs that are wrong.", "safe recipe: estimated", low=0, high=0.5, below=True),
-    "flip_between": _choice("Which two clusters flip_fraction swaps.", "largest", "any"),
-    "flip_fraction": _share("ρ: share of guesses with two clusters swapped (robustness study)."),
-    "hard_threshold": _share("μ: with links=hard, links from here on are must-links."),
-    "head_steps": Setting("Steps in which the head learns alone, before the network does.", low=0, whole=True),
-    "hidden": _count("Width inside projector and predictor."),
-    "images_per_step": _count("Images in a step.", "fits the images: 150 to 600"),
-    "links": _choice("Pseudo-constraints: probabilities, or yes and no.", "soft", "hard"),
-    "max_entropy": _share("τ: images with a normalized entropy below it take part."),
-    "merge": _yes_or_no("First merge clusters that the pairs join. For a number of clusters that is too high."),
-    "min_confidence": _share("τ: images with this confidence or more take part."),
-    "most_images": Setting("Use at most this number of images.", low=2, whole=True),
-    "n_neighbours": _count("Neighbours of an image."),
-    "n_tries": _count("Linear heads to try on the frozen features."),
-    "noise": Setting(
-        "How far from a projection a prediction begins, as a share of the standard deviation over images.", low=0
-    ),
-    "pairs_per_step": _count("Constrained pairs in a step.", "1/3 of the images in a step"),
-    "predictor_rate": _positive("Learning rate of the predictor, as a multiple of lr."),
-    "projection": _count("Width of the projection head."),
-    "prototype_weight": Setting("Weight of the contrast between prototypes.", low=0),
-    "pseudo_weight": Setting("λ: weight of the loss on images without pairs.", low=0),
-    "reach": Setting("How far an answer spreads: further the nearer to 1.", low=0, high=1, below=True),
-    "recipe": _choice(
-        "safe: keep the start unless held-out pairs say that training is better. paper: as published.",
-        "safe",
-        "paper",
-        default="safe",
-    ),
-    "reliable": _share("Share of each cluster that teaches: the images whose neighbours agree most."),
-    "rest_weight": Setting("Weight of the other images that the model is sure of.", low=0),
-    "selection": _choice("How the images that take part are selected.", "entropy", "confidence"),
-    "target_momentum": _share("τ: momentum of the target network at first; it rises to 1."),
-    "temperature": _positive("Temperature of the contrast."),
-    "tolerance": _share("How far the label-free quality may fall below its best; 1 keeps the last weights."),
-    "warm_up": _share("Share of the steps over which λ rises from zero.", "0.5"),
-}
-# Where a stage allows less than others, or more.
-_STAGE_ARGUMENTS = {
-    "byol.images_per_step": replace(_ARGUMENTS["images_per_step"], low=4),
-    "byol.projection": replace(_ARGUMENTS["projection"], low=2),
-    "propos.images_per_step": replace(_ARGUMENTS["images_per_step"], low=4),
-    "propos.projection": replace(_ARGUMENTS["projection"], low=2),
-    "propos.warm_up": _share("Share of the steps before the prototypes take part."),
-    "scan.n_tries": Setting("As linear_scan.n_tries; 0: begin with a random head.", low=0, whole=True),
-    "simclr.images_per_step": replace(_ARGUMENTS["images_per_step"], low=2),
-}
-# The fields of TrainSettings.
-_TRAINING = {
-    "steps": _count("Training steps.", "fits the images: 500 to 20,000"),
-    "lr": _positive("Learning rate."),
-    "optimizer": _choice("Optimizer.", "sgd", "adam"),
-    "momentum": Setting("Momentum of sgd.", low=0, high=1, below=True),
-    "weight_decay": Setting("Weight decay.", low=0),
-    "schedule": _choice("Learning rate over time.", "cosine-7/16", "cosine", "cosine-warm", "constant"),
-    "clip_norm": _positive("Largest gradient norm."),
-    "ema": Setting("Keep an average of the weights with this decay.", low=0, high=1, above=True, below=True),
-    "seed": Setting("Seed of everything random.", low=0, high=2**64 - 1, whole=True),
-    "device": Setting("Where to compute.", "the first there is", "cuda, mps or cpu"),
-    "bf16": _yes_or_no("Compute in bfloat16 where that is safe.", "on CUDA"),
-    "channels_last": _yes_or_no("Keep channels last in memory.", "not on MPS"),
-    "compile": _yes_or_no("Compile the network with torch.compile.", "on CUDA"),
-    "cuda_graph": _yes_or_no("Replay a step as one CUDA graph.", "on CUDA"),
-    "log_every": _count("Steps between lines of log.jsonl.", "1/20 of the steps, at most 100"),
-    "evaluate_every": _count("Steps between evaluations.", "1/10 of the steps; pretrain: none"),
-    "checkpoint_every": _count("Steps between checkpoints."),
-    "tensorboard": _yes_or_no("Write TensorBoard files too."),
-}
-# How images and pairs are read, and which network begins.
-_IMAGES = {
-    "backbone": Setting("The network.", "fits the images", "tiny, resnet18, resnet34 or timm:NAME"),
-    "pretrained": _yes_or_no("Begin with the weights of a timm backbone.", "no"),
-    "side": _count("Resize images to this number of pixels a side.", "fits the images"),
-    "channels": Setting("1 for grey images, 3 for colour.", "fits the images", words={"1": 1, "3": 3}),
-    "labels": _yes_or_no("Sub-folders are classes, for scores.", "if all images are in some"),
-    "strict": _yes_or_no("Stop at a file that cannot be read.", "no: skip it"),
-    "without": Setting("Changes that would spoil the images.", "none", "rotate or others, with commas"),
-}
-_PAIRS = {
-    "on_conflict": _choice(
-        "What to do with contradictions.", "error", "drop", "keep", default="drop; recipe=paper: error"
-    ),
-    "close": _yes_or_no("Add the pairs that the pairs imply.", "no"),
-    "holdout_pairs": Setting("Share of the pairs set aside to judge the model.", "0", low=0, high=1, below=True),
-}
-_ROUNDS = {
-    "every": _count("Answers between two rounds of training.", "25"),
-    "last_steps": _count("Training steps after the last answer.", "as steps"),
-    "choose": _choice("How questions are chosen.", "recommended", "uncertain", "random", default="recommended"),
-    "wrong": _share("Share of wrong answers with --oracle.", "0"),
-}
-SETTINGS: Mapping[str, Setting] = {**_ARGUMENTS, **_STAGE_ARGUMENTS, **_TRAINING, **_IMAGES, **_PAIRS, **_ROUNDS}
-
+_WORDS: dict[str, Any] = {"yes": True, "no": False, "1": 1, "3": 3}
+_RANGE = re.compile(r"(above )?([\d.]+)(?: or more| to (below )?(.+))?")
+_TABLE = files("constraintmatch.cli").joinpath("settings.csv").read_text(encoding="utf-8")
+SETTINGS = {row["name"]: Setting(**row) for row in csv.DictReader(_TABLE.splitlines())}
+# arguments of the methods and stages, fields of TrainSettings, how images and pairs are read, and the rounds of a loop
+_ARGUMENTS, _TRAINING, _IMAGES, _PAIRS, _ROUNDS = (
+    [name for name, setting in SETTINGS.items() if setting.group == group]
+    for group in ("argument", "training", "images", "pairs", "rounds")
+)
+_EVERY_STAGE = _TRAINING[_TRAINING.index("seed") :]
 _RENAMED = {"labels": "class_folders"}  # settings that have another name in the library
-_EVERY_STAGE = list(_TRAINING)[list(_TRAINING).index("seed") :]
 
 
 # Names and defaults, from the source
@@ -247,7 +146,7 @@ def _stage_settings(stage: str) -> dict[str, Any]:
 def read_settings(
     command: str, texts: Iterable[str] | None, method: str | None = None, flags: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The values of `name=value` texts, checked, by the library's names; of a name that comes again the last.
+    """The values of `name=value` texts, checked, by the library's names; the last value of a name counts.
 
     `flags` are settings that have a flag of their own; a setting is given once.
     """
@@ -262,8 +161,8 @@ def read_settings(
         try:
             read = setting.read(value)
         except ValueError:
-            kind = "a whole number, " if setting.whole else ""
-            raise InputError(f"--set {name}={value}: {name} must be {kind}{setting.form}") from None
+            kind = "a whole number, " if setting.kind == "whole" else ""
+            raise InputError(f"--set {name}={value}: {name} must be {kind}{setting.values}") from None
         found[_RENAMED.get(name, name)] = words(read) if name == "without" else read
     for name in flags or ():
         _check_name(name, known, title)
@@ -330,7 +229,7 @@ def new_spelling(command: str, flag: str) -> str | None:
     for own, said in ((plain, "VALUE"), (plain.removeprefix("no_"), "no")):
         spelled = f"{stage}.{own}" if stage else own
         if spelled in known:
-            yes = _setting(spelled).words is _YES and said != "no"
+            yes = _setting(spelled).values == "yes or no" and said != "no"
             return f"{flag} is now --set {spelled}={'yes' if yes else said}"
     return None
 
@@ -361,7 +260,7 @@ def _rows(defaults: Mapping[str, Any], *, fitted: bool = True, stage: str = "") 
     for name, default in defaults.items():
         setting = _setting(f"{stage}.{name}")
         chosen = setting.default if fitted or default is None else ""
-        rows.append((name, chosen or _show(default), setting.form, setting.meaning))
+        rows.append((name, chosen or _show(default), setting.values, setting.meaning))
     return rows
 
 

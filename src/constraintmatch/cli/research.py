@@ -23,8 +23,6 @@ from constraintmatch.cli.shared import (
     shared,
 )
 
-__all__ = ["embed", "evaluate", "export", "import_scan", "join", "paper", "report", "sample", "search"]
-
 _LOOK, _RESEARCH = "Look and reuse", "For researchers"
 _NAMES = "One or more of table1, table2, table3, flip, links, selection, entropy, amount and noise."
 _SCAN_SETS = "Its data set: cifar10, cifar100-20, stl10, imagenet10 or imagenet-dogs."
@@ -96,7 +94,7 @@ def embed(
     how: Flags,
     reporter: Reporter,
 ) -> None:
-    r"""Turn images into embeddings: seconds for all that follows.
+    r"""Turn images into embeddings, which train in seconds.
 
     Every other command takes the embeddings in the place of images. timm:NAME fetches a pretrained network and takes
     images of the size that it was made for.
@@ -225,8 +223,8 @@ def search(
 ) -> None:
     r"""Search settings by the loss on validation pairs.
 
-    The paper's grid by default. The same command again goes on where it stopped, and several at once share the work; a
-    trial whose worker died is taken up again.
+    The paper's grid by default. The same command again goes on where it stopped, and several at once share the work. A
+    trial whose worker died is run again.
 
     Example:
       constraintmatch search cifar10 --data-dir data \
@@ -243,7 +241,7 @@ def search(
 
 
 def _values(texts: list[str]) -> dict[str, tuple[float, ...]]:
-    """`lr=0.03,0.01` as a name and numbers; those of a name that comes again are added."""
+    """`lr=0.03,0.01` as a name and numbers; the numbers of a repeated name are added."""
     found: dict[str, tuple[float, ...]] = {}
     for text in texts:
         name, mark, rest = text.partition("=")
@@ -280,7 +278,7 @@ def paper(
     names: Annotated[list[str], typer.Argument(metavar="NAME", help=_NAMES)],
     *,
     cuts: Flags,
-    list_cells: Annotated[bool, option("Only list the cells there are and which are finished.", "--list")] = False,
+    list_cells: Annotated[bool, option("Only list the cells and which of them are finished.", "--list")] = False,
     folders: Flags,
     settings: Flags,
     reporter: Reporter,

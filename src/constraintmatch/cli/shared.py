@@ -77,7 +77,7 @@ class _Commands(TyperGroup):
             code = say_error(str(stop) or "stopped", 130)
         except BrokenPipeError:
             raise
-        except OSError as error:  # writes that are not atomic (the log), and what is looked at in passing
+        except OSError as error:  # writes that are not atomic (the log), and small reads
             place = error.filename or ""
             permitted = not isinstance(error, PermissionError)
             found = write_error(error, place) if permitted else InputError(_NO_PERMISSION, place)
@@ -140,7 +140,7 @@ def command(panel: str, **groups: Mapping[str, Any]) -> Callable[[Callable[..., 
     Each group of flags arrives as one dictionary of the flags that are given, `--quiet` as a reporter. The docstring
     ends with an example.
     """
-    groups = {**groups, "reporter": {"quiet": flag(bool, "No progress and no remarks.", "--quiet", "-q")}}
+    groups = {**groups, "reporter": {"quiet": flag(bool, "Show no progress and no remarks.", "--quiet", "-q")}}
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
         kind, parameters = inspect.Parameter.KEYWORD_ONLY, list[inspect.Parameter]()
@@ -151,7 +151,7 @@ def command(panel: str, **groups: Mapping[str, Any]) -> Callable[[Callable[..., 
             parameters += [] if name in groups else [parameter.replace(kind=kind)]
 
         def run(**values: Any) -> None:
-            _check_places(**values)
+            _check_places(values)
             for group in groups.keys() & own:
                 given = {name: value for name in groups[group] if (value := values.pop(name)) is not None}
                 values[group] = (
@@ -168,14 +168,9 @@ def command(panel: str, **groups: Mapping[str, Any]) -> Callable[[Callable[..., 
     return add
 
 
-def _check_places(
-    data: str | None = None,
-    split: str | None = None,
-    data_dir: Path | None = None,
-    test: str | None = None,
-    **_: Any,
-) -> None:
+def _check_places(values: Mapping[str, Any]) -> None:
     """Flags of data sets, which would change nothing about a folder or a file, are an InputError."""
+    data, split, data_dir, test = (values.get(name) for name in ("data", "split", "data_dir", "test"))
     if split is None and data_dir is None:
         return
     from constraintmatch.data.datasets import DATASETS
@@ -227,7 +222,9 @@ _SHARED = {
     "strict": flag(bool, "Stop at a file that cannot be read. (skip it)", "--strict", panel="Images"),
     "pictures": flag(Path, "For embeddings: the folder of their images.", panel="Images"),
     "engine": flag(str, "ray: on all machines of a Ray cluster; --out is a Parquet folder. (this process)"),
-    "flip": flag(bool, "A mirrored image means the same, or not. (it does)", "--mirror/--no-mirror", panel="Images"),
+    "flip": flag(
+        bool, "Whether a mirrored image belongs to the same cluster. (yes)", "--mirror/--no-mirror", panel="Images"
+    ),
 }
 _DATA = (
     "A folder of images, tar or Parquet shards of them, a .npy or .npz file of images or embeddings, or a data set: "

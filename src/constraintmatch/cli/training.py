@@ -27,8 +27,6 @@ from constraintmatch.cli.shared import (
     shared,
 )
 
-__all__ = ["compare", "demo", "predict", "pretrain", "settings", "train"]
-
 _PANEL = "From a folder to clusters"
 _CLUSTERS = {"clusters": flag(int, "Number of clusters to find.")}
 _METHOD = f"{', '.join(METHODS)}; or a stage: {', '.join(STAGES)}."
@@ -91,9 +89,9 @@ def train(
 ) -> None:
     r"""Train a clustering model on images and pairs.
 
-    Photographs begin with a pretrained encoder, on which a head learns in seconds; other images with a short
-    self-supervised start of their own. The run folder gets the model, clusters.csv, evaluation.json and report.html.
-    A data set of the paper has its own sizes and rates.
+    Photographs begin with a pretrained encoder, and only a head is trained, in seconds. Other images begin with a short
+    self-supervised start. The run folder gets the model, clusters.csv, evaluation.json and report.html. A data set of
+    the paper has its own sizes and rates.
 
     Example:
       constraintmatch train photos --pairs pairs.csv \
@@ -270,9 +268,7 @@ def compare(data: Source, *, how: Flags, reporter: Reporter) -> None:
 
 
 @command(_PANEL)
-def settings(
-    method: Annotated[str | None, typer.Argument(metavar="METHOD", help=_METHOD)] = None,
-) -> None:
+def settings(method: Annotated[str | None, typer.Argument(metavar="METHOD", help=_METHOD)] = None) -> None:
     """List what --set changes: name, default, values, meaning.
 
     Without METHOD the settings of all methods and stages are shown.

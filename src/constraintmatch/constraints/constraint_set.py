@@ -13,7 +13,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_memory
 from constraintmatch._internal.rng import Purpose
 from constraintmatch.constraints import graph
-from constraintmatch.constraints.graph import Components, Conflict, Triplets
+from constraintmatch.constraints.graph import Conflict, Triplets
 from constraintmatch.constraints.pair_cells import MAX_IMAGES, Places, class_numbers, column_of, pair_list
 from constraintmatch.constraints.pairs_file import read_pairs, write_pairs
 
@@ -102,11 +102,7 @@ class Constraints:
 
     @classmethod
     def from_lists(
-        cls,
-        *,
-        n_images: int,
-        must_link: Iterable[tuple[int, int]] = (),
-        cannot_link: Iterable[tuple[int, int]] = (),
+        cls, *, n_images: int, must_link: Iterable[tuple[int, int]] = (), cannot_link: Iterable[tuple[int, int]] = ()
     ) -> "Constraints":
         """Constraints from lists of (i, j): first the must-links, then the cannot-links."""
         must, cannot = pair_list(must_link, "must_link"), pair_list(cannot_link, "cannot_link")
@@ -312,14 +308,17 @@ class Constraints:
         must = self.link == 1
         return graph.components(self.left[must], self.right[must], self.n_images)
 
-    def component_constraints(self) -> Components:
-        """The hard constraints between components (all that closing implies), without contradicted cannot-links."""
+    def component_constraints(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """What closing implies: the component of each image (n_images,), and components (m, 2) that cannot be linked.
+
+        Each two of them come once, smaller first, sorted. Contradicted cannot-links are left out.
+        """
         component = self.components()
         cannot = self.link == 0
         first, second = component[self.left[cannot]], component[self.right[cannot]]
         n = max(self.n_images, 1)
         keys = np.unique(graph.pair_keys(first, second, n)[first != second])
-        return Components(component, np.stack([keys // n, keys % n], axis=1))
+        return component, np.stack([keys // n, keys % n], axis=1)
 
     def close(self, *, max_pairs: int = 10_000_000) -> "Constraints":
         """The merged pairs and all they imply: must-links within components, cannot-links between them.
@@ -330,13 +329,13 @@ class Constraints:
         """
         self.resolve("error")
         given = self.merged()
-        view = given.component_constraints()
-        n_pairs = sum(graph.n_pairs(*view))
+        component, cannot = given.component_constraints()
+        n_pairs = sum(graph.n_pairs(component, cannot))
         if n_pairs > max_pairs:
             problem = f"closing {len(self):,} constraints would make {n_pairs:,} pairs (at most {max_pairs:,} allowed)"
             fix = "train on the pairs as they are, use component_constraints(), or raise max_pairs"
             raise InputError(problem, fix=fix)
-        new = graph.implied_pairs(given.left, given.right, given.link, given.weight, view)
+        new = graph.implied_pairs(given.left, given.right, given.link, given.weight, component, cannot)
         both = zip(_NUMBERS, new, strict=True)
         columns: dict[str, Any] = {name: np.concatenate([getattr(given, name), more]) for name, more in both}
         columns |= {name: texts + ("",) * len(new[0]) for name, texts in given._texts().items()}

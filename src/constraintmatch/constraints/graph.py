@@ -1,4 +1,4 @@
-"""Must-links as a graph over the images: components, chains, closure, and what to give up when answers contradict.
+"""Must-links as a graph over the images: components, chains, closure, and which pairs to drop when answers contradict.
 
 Functions on arrays of rows, linear in pairs and images but for those that return more. SciPy is imported at first use.
 """
@@ -52,12 +52,12 @@ class Triplets:
         return len(self.rows)
 
     def take(self, rows: NDArray[Any]) -> "Triplets":
-        """Those at these rows (numbers or a mask)."""
+        """The triplets at these rows (numbers or a mask)."""
         return Triplets(self.rows[rows], self.weight[rows], self.places.take(rows))
 
     @classmethod
     def join(cls, parts: "Sequence[Triplets]") -> "Triplets":
-        """Those of several files, one after the other."""
+        """The triplets of several files, one after the other."""
         some = [part for part in parts if len(part)]
         if len(some) < 2:
             return some[0] if some else NO_TRIPLETS
@@ -65,7 +65,7 @@ class Triplets:
         return cls(rows, weight, Places.join([part.places for part in some]))
 
     def resolve(self, on_conflict: str, n_images: int) -> "Triplets":
-        """Those that no circle contradicts; with "error" a circle is an InputError."""
+        """The triplets without those in a circle; with "error" a circle is an InputError."""
         if on_conflict == "keep" or not len(self) or not len(circle := self.cyclic(n_images)):
             return self
         if on_conflict == "error":
@@ -73,7 +73,7 @@ class Triplets:
         return self.take(np.delete(np.arange(len(self)), circle))
 
     def error(self, circle: Rows) -> InputError:
-        """That triplets contradict each other, with their places."""
+        """The error for triplets that contradict each other, with their places."""
         problem, fix = "triplets in a circle cannot all be true", "correct them, or use --set on_conflict=drop or keep"
         return InputError(problem, f"{self.places.path} {self.places.say(*circle)}".strip(), fix)
 
@@ -91,13 +91,6 @@ class Triplets:
 
 
 NO_TRIPLETS = Triplets(np.empty((0, 3), np.int64), np.empty(0, np.float32), Places(np.empty(0, np.int64)))
-
-
-class Components(NamedTuple):
-    """What the hard constraints imply, without the pairs."""
-
-    component: Rows  # (n_images,), of each image, numbered in the order of first images
-    cannot: Rows  # (m, 2), components that cannot be linked: each pair once, smaller first, sorted
 
 
 def pair_keys(left: Rows, right: Rows, n: int) -> Rows:
@@ -135,31 +128,33 @@ def shortest_chains(left: Rows, right: Rows, n: int, ends: Iterable[tuple[int, i
         yield path[::-1]
 
 
-def implied_pairs(left: Rows, right: Rows, link: Floats, weight: Floats, view: Components) -> tuple[NDArray[Any], ...]:
+def implied_pairs(
+    left: Rows, right: Rows, link: Floats, weight: Floats, component: Rows, cannot: Rows
+) -> tuple[NDArray[Any], ...]:
     """Left, right, link and weight of what pairs imply beyond themselves: must-links, then cannot-links, each sorted.
 
     A new pair weighs as little as the lightest of the must-links of both ends' components and, for a cannot-link, of
     the cannot-links between them.
     """
-    n, must, cannot = max(len(view.component), 1), link == 1, link == 0
-    given, ends = pair_keys(left, right, n), (view.component[left], view.component[right])
-    between = pair_keys(*ends, n)[cannot]
+    n, must, apart = max(len(component), 1), link == 1, link == 0
+    given, ends = pair_keys(left, right, n), (component[left], component[right])
+    between = pair_keys(*ends, n)[apart]
     found = []
-    for kind, every in ((1, _pairs_within(view.component)), (0, _pairs_between(*view))):
+    for kind, every in ((1, _pairs_within(component)), (0, _pairs_between(component, cannot))):
         keys = np.sort(pair_keys(*every, n))
         new = np.ones(len(keys), bool)
         new[np.searchsorted(keys, given[link == kind])] = False
         one, other = np.divmod(keys[new], n)
-        first, second = view.component[one], view.component[other]
+        first, second = component[one], component[other]
         lightest = np.minimum(*(_least(ends[0][must], weight[must], end) for end in (first, second)))
         if kind == 0:
-            lightest = np.minimum(lightest, _least(between, weight[cannot], pair_keys(first, second, n)))
+            lightest = np.minimum(lightest, _least(between, weight[apart], pair_keys(first, second, n)))
         found.append((one, other, np.full(len(one), kind, np.float32), lightest))
     return tuple(np.concatenate(columns) for columns in zip(*found, strict=True))
 
 
 def label_pairs(kinds: Rows) -> tuple[Rows, Rows, Floats]:
-    """Left, right and link of the pairs that the kinds (m,) of m images imply: all of them, or of many images some.
+    """Left, right and link of the pairs that the kinds (m,) of m images imply: all, or some if there are many images.
 
     Then each image is paired with some hundreds of others at random and two of its own kind, and all kinds with each
     other: enough to join and separate the same groups.

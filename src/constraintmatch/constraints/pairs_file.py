@@ -12,6 +12,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,9 @@ from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import parse_json, read_errors, write_atomically
+from constraintmatch.constraints import pair_cells
 from constraintmatch.constraints.graph import Triplets, label_pairs
-from constraintmatch.constraints.pair_cells import (
-    Places,
-    image_rows,
-    is_link,
-    is_row_number,
-    read_links,
-    read_sizes,
-    read_weights,
-)
+from constraintmatch.constraints.pair_cells import Places
 
 _REQUIRED = ("left", "right", "link")
 _OPTIONAL = ("weight", "annotator", "time")
@@ -39,7 +33,7 @@ _IMAGES = ("left", "right", *_TRIPLET, "image")  # columns of images
 _NEEDED = {*_REQUIRED, *_TRIPLET, *_LABEL, *_SIZE}  # columns that a file has, if its kind has them
 _Cells = tuple[dict[str, list[str]], Places]
 _Rows = Iterator[tuple[int, list[str]]]  # line number and cells
-_Format = tuple[Callable[[Path, Mapping[str, str]], _Cells], Callable[[Path, Mapping[str, Any]], None]]
+_Format = tuple[Callable[[Path, Mapping[str, str]], _Cells], Callable[[Mapping[str, Any], Path], None]]
 
 
 def read_pairs(
@@ -48,17 +42,19 @@ def read_pairs(
     """What a file says, as fields of `Constraints`; `Constraints.read` explains it."""
     cells, places = _load(path, columns)
     sides = [cells[name] for name in _IMAGES if name in cells]
-    rows, n_images = image_rows(sides, places, names, n_images, unread) if sides else ([], len(names or ()) or n_images)
+    rows, n_images = (
+        pair_cells.image_rows(sides, places, names, n_images, unread) if sides else ([], len(names or ()) or n_images)
+    )
     found: dict[str, Any] = {"left": (), "right": (), "link": (), "n_images": n_images or 0}
     if "least" in cells:
-        return found | {"sizes": _checked_sizes(read_sizes(cells, places), places)}
+        return found | {"sizes": _checked_sizes(pair_cells.read_sizes(cells, places), places)}
     if "anchor" in cells:
-        triplets = Triplets(np.stack(rows, axis=1), read_weights(cells, places), places)
+        triplets = Triplets(np.stack(rows, axis=1), pair_cells.read_weights(cells, places), places)
         return found | {"triplets": _checked_triplets(triplets)}
     if "label" in cells:
         return found | _pairs_of_labels(rows[0], [text.strip() for text in cells["label"]], places)
-    found |= {"left": rows[0], "right": rows[1], "link": read_links(cells, places), "places": places}
-    found["weight"] = read_weights(cells, places)
+    found |= {"left": rows[0], "right": rows[1], "link": pair_cells.read_links(cells, places), "places": places}
+    found["weight"] = pair_cells.read_weights(cells, places)
     return found | {"annotator": cells.get("annotator"), "time": cells.get("time")}
 
 
@@ -106,7 +102,7 @@ def names_in(path: Path | str, *, columns: str | None = None) -> tuple[str, ...]
     """The image names a pairs file mentions, sorted, to read it without images; None when it has row numbers only."""
     cells, _ = _load(Path(path), columns)
     distinct = {text.strip() for text in chain(*(cells[name] for name in _IMAGES if name in cells))} - {""}
-    return None if all(map(is_row_number, distinct)) else tuple(sorted(distinct))
+    return None if all(map(pair_cells.is_row_number, distinct)) else tuple(sorted(distinct))
 
 
 def write_pairs(path: Path, pairs: Mapping[str, Any], names: Sequence[str] | None) -> None:
@@ -121,13 +117,10 @@ def write_pairs(path: Path, pairs: Mapping[str, Any], names: Sequence[str] | Non
         columns |= {side: [names[row] for row in columns[side].tolist()] for side in ("left", "right")}
     if (columns["weight"] == 1).all():
         del columns["weight"]
-    for ending, more in {"": columns, **_others(pairs, names)}.items():
-        _write(path.with_name(f"{path.stem}{ending}{path.suffix}"), more)
-
-
-def _write(path: Path, columns: Mapping[str, Any]) -> None:
     _, write = _format_of(path)
-    write_atomically(path, lambda temporary: write(temporary, columns))
+    for ending, more in {"": columns, **_others(pairs, names)}.items():
+        place = path.with_name(f"{path.stem}{ending}{path.suffix}")
+        write_atomically(place, partial(write, more))
 
 
 def files_with(path: Path) -> list[Path]:
@@ -201,7 +194,7 @@ def _choose(path: Path, header: Sequence[str], wanted: Mapping[str, str]) -> dic
 
 def _header_fix(header: Sequence[str]) -> str:
     found = ", ".join(name.strip() for name in header) or "none"
-    if any(map(is_link, header[2:3])):
+    if any(map(pair_cells.is_link, header[2:3])):
         return f"the first line looks like data ({found}); put the header {','.join(_REQUIRED)} above it"
     if len(header) < len(_REQUIRED):
         return f"the columns found are {found}; the file needs {', '.join(_REQUIRED)}"
@@ -344,20 +337,20 @@ def _text(cell: object) -> str:
 # From columns to a file
 
 
-def _write_csv(path: Path, columns: Mapping[str, Any]) -> None:
+def _write_csv(columns: Mapping[str, Any], path: Path) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", lineterminator="\n")
         writer.writerow(columns)
         writer.writerows(zip(*map(_as_cells, columns.values()), strict=True))
 
 
-def _write_jsonl(path: Path, columns: Mapping[str, Any]) -> None:
+def _write_jsonl(columns: Mapping[str, Any], path: Path) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         for row in zip(*map(_as_cells, columns.values()), strict=True):
             file.write(json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False) + "\n")
 
 
-def _write_parquet(path: Path, columns: Mapping[str, Any]) -> None:
+def _write_parquet(columns: Mapping[str, Any], path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

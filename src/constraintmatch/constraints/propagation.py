@@ -1,4 +1,4 @@
-"""What pairs say of images, and what spreads from them to all. No torch.
+"""What pairs say about images, and how it spreads to all images. No torch.
 
 Groups of images that must-links join become the seeds of clusters. The share of a seed reaches every image by steps
 from neighbour to neighbour and shrinks with each step (label spreading, Zhou et al., 2003). The equation is solved, not
@@ -14,6 +14,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
+from scipy.special import softmax
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
@@ -44,11 +45,11 @@ def known_groups(constraints: Constraints, hints: Constraints | None = None) -> 
     again until none is added. Cannot-links of `hints`, which may be less sure, count as differences too. Pairs at
     random separate hardly any groups, so they give hardly any: two groups of one kind would become two clusters.
     """
-    view = constraints.component_constraints()
-    size = np.bincount(view.component, minlength=1)
+    component, cannot = constraints.component_constraints()
+    size = np.bincount(component, minlength=1)
     apart: dict[int, set[int]] = {}
-    ends = [] if hints is None else view.component[np.stack([hints.left, hints.right], 1)[hints.link < 0.5]].tolist()
-    for one, other in [*view.cannot.tolist(), *ends]:
+    ends = [] if hints is None else component[np.stack([hints.left, hints.right], 1)[hints.link < 0.5]].tolist()
+    for one, other in [*cannot.tolist(), *ends]:
         if one != other:
             apart.setdefault(one, set()).add(other)
             apart.setdefault(other, set()).add(one)
@@ -61,7 +62,7 @@ def known_groups(constraints: Constraints, hints: Constraints | None = None) -> 
         for group in order:
             if group not in taken and len(taken & apart.get(group, set())) >= APART * len(taken):
                 taken.add(group)
-    return [np.flatnonzero(view.component == group) for group in order if group in taken]
+    return [np.flatnonzero(component == group) for group in order if group in taken]
 
 
 def seeds(groups: Sequence[Rows], probabilities: Floats) -> Floats:
@@ -221,19 +222,15 @@ def pass_messages(
     """
     missed, invented = rates
     of_same, of_other = np.where(same, 1 - missed, missed), np.where(same, invented, 1 - invented)
-    kinds, alike = _normalise(prior), np.zeros(len(same))
+    kinds, alike = softmax(prior, axis=-1), np.zeros(len(same))
     for _ in range(sweeps):
         total = prior.copy()
         np.add.at(total, ends, messages)
-        kinds, cavity = _normalise(total), _normalise(total[ends] - messages)  # without what a pair itself said
+        kinds = softmax(total, axis=-1)
+        cavity = softmax(total[ends] - messages, axis=-1)  # without what a pair itself said
         other = cavity[::-1]
         said = np.log(of_same[:, None] * other + of_other[:, None] * (1 - other))
         messages = (messages + said) / 2  # half a step: cycles settle
         alike = (cavity[0] * cavity[1]).sum(1)
         alike = alike * of_same / np.maximum(alike * of_same + (1 - alike) * of_other, 1e-300)
     return kinds, alike, messages
-
-
-def _normalise(logs: Doubles) -> Doubles:
-    shares = np.exp(logs - logs.max(-1, keepdims=True))
-    return np.asarray(shares / shares.sum(-1, keepdims=True))

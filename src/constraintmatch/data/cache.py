@@ -162,11 +162,10 @@ def _opens(path: Path) -> bool:
 def _decode_into_memory(request: FolderRequest) -> _Decoded:
     with open_decoder(request) as (shape, decoded, skipped):
         check_memory(math.prod(shape), request.folder, "make room for the cache on the disk, or take a smaller side")
-        images, n = np.empty(shape, np.uint8), 0
-        for image in decoded:
-            images[n] = image
-            n += 1
-    return _with_names(request, images[:n], skipped)
+        images = np.empty(shape, np.uint8)
+        for row, image in enumerate(decoded):
+            images[row] = image
+    return _with_names(request, images[: len(request.files) - len(skipped)], skipped)
 
 
 def _write_cache(request: FolderRequest, place: Path) -> None:

@@ -87,12 +87,18 @@ def _choose_size(request: FolderRequest) -> tuple[int, int, list[Skipped]]:
     """Side, channels and the files whose headers cannot be read; headers are read only when something is not given."""
     if request.side is not None and request.channels is not None:
         return request.side, request.channels, []
-    results = list(_in_parallel(_header, request.folder, request.files))
+    sizes, channels, skipped = _headers(request.folder, request.files)
+    side = request.side or min(_choose_side(sizes), request.max_side or _SIDES[0])
+    return side, request.channels or channels, skipped
+
+
+def _headers(folder: Path, files: Sequence[ImageFile]) -> tuple[list[tuple[int, int]], int, list[Skipped]]:
+    """Width and height of each image, the channels of all, and the files whose headers cannot be read."""
+    results = list(_in_parallel(_header, folder, files))
     headers = [result for result in results if not isinstance(result, Skipped)]
-    chosen = _choose_side([(width, height) for width, height, _ in headers])
-    side = request.side or min(chosen, request.max_side or _SIDES[0])
-    channels = request.channels or (1 if all(grey for *_, grey in headers) else 3)
-    return side, channels, [result for result in results if isinstance(result, Skipped)]
+    channels = 1 if all(grey for *_, grey in headers) else 3
+    sizes = [(width, height) for width, height, _ in headers]
+    return sizes, channels, [result for result in results if isinstance(result, Skipped)]
 
 
 def _header(content: _Content) -> tuple[int, int, bool]:
@@ -111,10 +117,8 @@ def typical_size(folder: Path, most: int = 200) -> tuple[int, int]:
     files = find_images(folder)[0]
     some = files[:most] if files and files[0].shard else files[:: max(1, len(files) // most)]
     with _quiet():
-        results = list(_in_parallel(_header, folder, some))
-    headers = [result for result in results if not isinstance(result, Skipped)]
-    sides = [min(width, height) for width, height, _ in headers]
-    return int(np.median(sides or [0])), 1 if all(grey for *_, grey in headers) else 3
+        sizes, channels, _ = _headers(folder, some)
+    return int(np.median([min(size) for size in sizes] or [0])), channels
 
 
 def _choose_side(sizes: list[tuple[int, int]]) -> int:
@@ -256,9 +260,9 @@ def _in_parallel(
     files: Sequence[ImageFile],
     together: Callable[[Sequence[_Content]], Sequence[_Result | None]] | None = None,
 ) -> Iterator[_Result | Skipped]:
-    """The results in order, from threads a bounded way ahead (Pillow frees the interpreter while it decodes).
+    """The results in order; threads work a limited number of files ahead (Pillow frees the interpreter meanwhile).
 
-    What `together` gives of several at a time is taken; where it gives None, `work` is asked.
+    `together` gives the results of several files at a time; where it gives None, `work` makes the result.
     """
 
     def attempt(file: ImageFile, content: _Content) -> _Result | Skipped:

@@ -122,7 +122,7 @@ def _shard_errors(path: Path) -> Iterator[None]:
     except InputError:
         raise
     except tarfile.TarError as error:
-        raise InputError(f"is torn or no plain tar file ({one_line(error)})", path, "write it again") from None
+        raise InputError(f"is incomplete, or no plain tar file ({one_line(error)})", path, "write it again") from None
     except (OSError, ValueError) as error:  # pyarrow's are ValueErrors
         raise InputError(f"cannot be read ({one_line(error)[:200]})", path, "write it again") from None
 
@@ -268,7 +268,7 @@ def _read_parquet(path: Path, files: Sequence[ImageFile]) -> Iterator[io.BytesIO
 
 
 def find_files(folder: Path) -> tuple[list[ImageFile], list[Skipped]]:
-    """The image files below a folder, sorted by name, and what could not be looked at.
+    """The image files below a folder, sorted by name, and what could not be read.
 
     Every real folder is entered once, by its own path rather than by a link, so that loops of links end.
     """
@@ -315,7 +315,7 @@ def _sort_entry(
     else:
         if stat.S_ISREG(status.st_mode):
             files.append(ImageFile(name, status.st_size, status.st_mtime_ns))
-        else:  # opening a pipe would wait for ever
+        else:  # opening a pipe would wait without end
             skipped.append(Skipped(name, "not a regular file"))
 
 

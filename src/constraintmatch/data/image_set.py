@@ -13,17 +13,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from constraintmatch._internal.errors import InputError, one_line
 from constraintmatch._internal.files import check_memory
+from constraintmatch.data import image_files
 from constraintmatch.data.cache import decode_cached
 from constraintmatch.data.decoding import FolderRequest, Progress, fit_squares, pixels_of
-from constraintmatch.data.image_files import (
-    SHARDS,
-    SUFFIXES,
-    Skipped,
-    check_names,
-    embeddings_in,
-    find_images,
-    read_embeddings,
-)
+from constraintmatch.data.image_files import SHARDS, SUFFIXES, Skipped
 
 _ClassFolders = bool | Literal["auto"]
 _ARRAYS = {".npy": (b"\x93NUMPY", "numpy.save"), ".npz": (b"PK", "numpy.savez")}  # how it begins, what writes it
@@ -78,10 +71,10 @@ class ImageSet:
         return self.shown
 
     def moments(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The mean of each number of the embeddings, and one standard deviation for all of them, as often.
+        """The mean of each number of the embeddings, and their common standard deviation, once for each number.
 
-        One for all: what varies little in an embedding matters little, and stays small. A deviation beyond the range of
-        32 bits is an InputError.
+        It is a common one because what varies little in an embedding matters little, and should stay small. A deviation
+        beyond the range of 32 bits is an InputError.
         """
         flat = self.images.reshape(len(self), -1)
         mean = flat.mean(axis=0, dtype=np.float64)
@@ -110,7 +103,7 @@ class ImageSet:
         """
         if not self.embedded:
             raise InputError("pictures go with embeddings", fix="these are images, and are shown themselves")
-        numbered = self.names == check_names(None, len(self))
+        numbered = self.names == image_files.check_names(None, len(self))
         if numbered and len(self) != len(pictures):
             fix = "give one picture for each, or a .npz file with their names"
             raise InputError(f"{len(self):,} embeddings without names and {len(pictures):,} pictures", fix=fix)
@@ -146,7 +139,7 @@ class ImageSet:
         return drawn
 
     def split(self, n_second: int, *, seed: int) -> tuple["ImageSet", "ImageSet"]:
-        """Two parts in old order, the second of `n_second` images; where labels exist, each class keeps its share."""
+        """Two parts, the second of `n_second` images; the order stays, and of known classes each part has its share."""
         second = self.draw(n_second, seed=seed)
         return self.take(~second), self.take(second)
 
@@ -180,7 +173,7 @@ class ImageSet:
         except ValueError:  # of rows that differ in length
             raise InputError("the images differ in size: give an array (n, h, w, c), or a folder") from None
         pixels = _as_embeddings(given) if given.ndim == 2 else pixels_of(given)
-        words = check_names(names, len(pixels))
+        words = image_files.check_names(names, len(pixels))
         if labels is None:
             return cls(pixels, words)
         of_classes = None if classes is None else tuple(map(str, classes))
@@ -213,7 +206,7 @@ class ImageSet:
         """
         folder = Path(folder)
         _check_size(side, max_side, channels)
-        files, unread = find_images(folder)
+        files, unread = image_files.find_images(folder)
         if not files and not unread:
             raise InputError(f"no images there (looked for {', '.join(sorted(SUFFIXES))} at any depth)", folder)
         request = FolderRequest(folder, tuple(files), side, None if side else max_side, channels, progress)
@@ -238,8 +231,8 @@ class ImageSet:
         another size are converted to `side` (or, where they are larger, to `max_side`) and `channels`.
         """
         path = Path(path)
-        shards = embeddings_in(path)
-        arrays = read_embeddings(shards) if shards else _read_arrays(path)
+        shards = image_files.embeddings_in(path)
+        arrays = image_files.read_embeddings(shards) if shards else _read_arrays(path)
         try:
             found = cls.from_arrays(arrays.pop("images"), **arrays)
         except InputError as error:
@@ -259,7 +252,7 @@ def load_images(source: Path | str, **how: Any) -> ImageSet:
     """The images of a folder or shard, or of a .npy or .npz file, for which only the size of `from_folder` counts."""
     path = Path(source)
     folder = path.is_dir() or path.suffix in SHARDS or (path.suffix.lower() not in _ARRAYS and not path.exists())
-    if folder and not embeddings_in(path):
+    if folder and not image_files.embeddings_in(path):
         return ImageSet.from_folder(path, **how)
     return ImageSet.from_file(path, **{name: how[name] for name in ("side", "max_side", "channels") if name in how})
 
@@ -342,7 +335,7 @@ def _read_arrays(path: Path) -> dict[str, Any]:
     except InputError:
         raise
     except (MemoryError, OverflowError):
-        raise InputError("says that it holds more than fits into memory", path, f"write it with {made_by}") from None
+        raise InputError("claims more data than fits into memory", path, f"write it with {made_by}") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
         if "allow_pickle" in reason or "Python objects" in reason:  # without the advice to unpickle

@@ -1,4 +1,4 @@
-"""How good is a clustering: predictions, neighbours, scores against labels, agreement with constraints, collapse.
+"""How good a clustering is: predictions, neighbours, scores against labels, agreement with constraints, collapse.
 
 Every share and score is a fraction in [0, 1]; what cannot be said (no must-links, nothing selected) is None.
 """
@@ -149,7 +149,7 @@ def cluster_sizes(predictions: Predictions) -> NDArray[np.int64]:
 
 
 def collapse_warnings(predictions: Predictions) -> list[str]:
-    """One sentence for each sign of collapse: empty clusters, one cluster that holds most images. None is a good sign.
+    """One sentence for each sign of collapse: empty clusters, one cluster that holds most images.
 
     With fewer than five images a cluster, empty clusters are no sign; with fewer than ten images nothing is.
     """
@@ -200,7 +200,7 @@ def knn_accuracy(
     *,
     device: torch.device | str = "cpu",
 ) -> float:
-    """The share of test images that their k nearest images name rightly; each votes with exp(cosine / 0.1)."""
+    """The share of test images whose k nearest images vote for the right label; each votes with exp(cosine / 0.1)."""
     labels, test_labels = _whole(labels, "label"), _whole(test_labels, "label")
     known, asked = unit_rows(features, device), unit_rows(test_features, device)
     for given, of in ((labels, known), (test_labels, asked)):
@@ -296,7 +296,7 @@ def _count(numbers: NDArray[np.int64]) -> int:
 
 
 def _share(hits: NDArray[np.bool_], weight: NDArray[Any] | None = None) -> float | None:
-    """The share of hits, by weight; None of nothing."""
+    """The share of hits, by weight; None if the weights sum to 0."""
     weight = np.ones(len(hits)) if weight is None else weight
     total = float(weight.sum(dtype=np.float64))
     return float((hits * weight).sum(dtype=np.float64)) / total if total > 0 else None

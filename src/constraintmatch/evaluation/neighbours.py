@@ -89,12 +89,16 @@ def nearest_in_lists(
     index.train(unit)
     index.add(unit)
 
+    tensor, sample = torch.from_numpy(unit), np.linspace(0, n - 1, min(n, SAMPLE)).astype(np.int64)
+
     def search(rows: NDArray[np.int64]) -> NDArray[np.int64]:
         return _without_itself(index.search(unit[rows], k + 1)[1], rows, k)
 
-    tensor, sample = torch.from_numpy(unit), np.linspace(0, n - 1, min(n, SAMPLE)).astype(np.int64)
-    exact = torch.cat([near for _, near in nearest_blocks(tensor[sample], tensor, k + 1)]).numpy()
-    wanted = _without_itself(exact, sample, k)
+    def compare_all(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        near = torch.cat([near for _, near in nearest_blocks(tensor[rows], tensor, k + 1)]).numpy()
+        return _without_itself(near, rows, k)
+
+    wanted = compare_all(sample)
 
     def recall() -> float:
         return sum(len(np.intersect1d(*two)) for two in zip(search(sample), wanted, strict=True)) / wanted.size
@@ -109,8 +113,7 @@ def nearest_in_lists(
     short = np.flatnonzero((near < 0).any(1))  # the searched lists had too few rows
     for i in range(0, len(short), COLUMNS):
         rows = short[i : i + COLUMNS]
-        exact = torch.cat([found for _, found in nearest_blocks(tensor[rows], tensor, k + 1)]).numpy()
-        near[rows] = _without_itself(exact, rows, k)
+        near[rows] = compare_all(rows)
     return near
 
 

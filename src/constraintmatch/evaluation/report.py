@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json, write_atomically
 from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.constraints.graph import pair_keys
 from constraintmatch.data.image_set import ImageSet, kind_of
 from constraintmatch.evaluation.metrics import Predictions, agreement, collapse_warnings, scores
 from constraintmatch.evaluation.report_parts import SCORES, Clustering, clustering_sections, line_chart, percent, plural
@@ -42,7 +43,7 @@ Fact = tuple[str, str, str]  # its name, its value, and a note under it
 
 
 def check_run(run: Path) -> None:
-    """Refuse, as an InputError, what no report can be written of."""
+    """An InputError if the folder holds no run."""
     if not (run / "run.json").is_file():
         raise InputError(f"{run}: not a run folder (it has no run.json); give the folder that training wrote")
 
@@ -279,7 +280,7 @@ def _finite(value: Any) -> bool:
 
 
 def _violations(shown: Clustering) -> dict[str, Any] | None:
-    """How many constraints the clusters break, and the pairs where the model is surest of it."""
+    """How many constraints the clusters break, and those pairs where the model is surest."""
     constraints = shown.constraints
     if constraints is None or not len(constraints):
         return None
@@ -304,8 +305,7 @@ def _violations(shown: Clustering) -> dict[str, Any] | None:
 
 def _sort_by_gap(shown: Clustering, constraints: Constraints, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Violated pairs, each once, those first that the model is surest of: a wrong answer, or a hard image."""
-    left, right = constraints.left[rows], constraints.right[rows]
-    keys = np.minimum(left, right) * len(shown.images) + np.maximum(left, right)
+    keys = pair_keys(constraints.left[rows], constraints.right[rows], len(shown.images))
     rows = rows[np.sort(np.unique(keys, return_index=True)[1])]
     gap = np.abs(_belief(shown, constraints, rows) - constraints.link[rows])
     return rows[np.argsort(-gap, kind="stable")]

@@ -143,7 +143,7 @@ class OnnxNetwork(nn.Module):
 
     @property
     def session(self) -> Any:
-        """What computes it; made when it is needed, and for each copy anew."""
+        """The session of onnxruntime; each copy makes its own when it needs it."""
         if self._session is None:
             if find_spec("onnxruntime") is None:
                 raise InputError(f"{self.name} needs another package: pip install 'constraintmatch[onnx]'")
@@ -302,7 +302,7 @@ def _timm(name: str, side: int, channels: int, *, pretrained: bool) -> tuple[nn.
 
 
 def _torchvision(name: str, channels: int, *, pretrained: bool) -> tuple[nn.Module, int]:
-    """A classifier of torchvision's without its last linear layer."""
+    """A classifier of torchvision without its last linear layer."""
     from torchvision import models
 
     if name not in models.list_models(module=models):
@@ -319,21 +319,13 @@ def _torchvision(name: str, channels: int, *, pretrained: bool) -> tuple[nn.Modu
 
 
 def _not_fetched(name: str, error: Exception, pretrained: bool) -> Exception:
-    """An InputError if the weights could not be fetched, else the error itself."""
-    reason = _unreachable(error) if pretrained else None
+    """An InputError if a network or a missing file kept the weights away, else the error itself."""
+    reason, cause = "", cast("BaseException | None", error if pretrained else None)
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return error
+        if isinstance(cause, OSError) or type(cause).__module__.partition(".")[0] in HUB_LIBRARIES:
+            reason = one_line(cause)[:200].rstrip(".")
+        cause = cause.__cause__ or cause.__context__
     fix = "run it once with a network, then they are kept; or do without pretrained weights"
-    return (
-        error if reason is None else InputError(f"{name}: its pretrained weights cannot be fetched ({reason}); {fix}")
-    )
-
-
-def _unreachable(error: BaseException | None) -> str | None:
-    """Why weights could not be fetched, in one line; None where no network and no missing file led to the error."""
-    reason = None
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return None
-        if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in HUB_LIBRARIES:
-            reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
-        error = error.__cause__ or error.__context__
-    return reason
+    return InputError(f"its pretrained weights cannot be fetched ({reason})", name, fix) if reason else error

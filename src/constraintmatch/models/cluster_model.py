@@ -1,10 +1,13 @@
-"""Networks that place images in clusters, and the folder they are kept in."""
+"""Networks that place images in clusters, and where they are kept: a folder, or the Hugging Face hub."""
 
 import copy
 import math
+import re
 import reprlib
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,18 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from constraintmatch._internal.errors import InputError, one_line
 from constraintmatch._internal.files import read_json, write_atomically, write_json
-from constraintmatch.models.backbones import (
-    ENCODER,
-    JOIN,
-    MODULE,
-    NAMED,
-    ONNX,
-    Encoder,
-    OnnxNetwork,
-    default_backbone,
-    make_backbone,
-    timm_config,
-)
+from constraintmatch.models import backbones
+from constraintmatch.models.backbones import ENCODER
 
 FORMAT = 1
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -59,10 +52,10 @@ class ClusterModel(nn.Module):
     def __init__(
         self, config: ModelConfig, *, pretrained: bool = False, made: tuple[nn.Module, int] | None = None
     ) -> None:
-        """`made` is a backbone that is there already, and its width."""
+        """`made` is a ready backbone and its width."""
         super().__init__()
         self.config = config
-        self.backbone, self.width = made or make_backbone(
+        self.backbone, self.width = made or backbones.make_backbone(
             config.backbone, config.side, config.channels, pretrained=pretrained
         )
         self.head = nn.Linear(self.width, config.n_clusters) if config.n_clusters else None
@@ -79,7 +72,7 @@ class ClusterModel(nn.Module):
 
     @property
     def is_encoder(self) -> bool:
-        """Whether its network is a pretrained one whose features serve as they are."""
+        """Whether its network is a pretrained one whose features are used as they are."""
         return self.config.backbone.startswith(ENCODER)
 
     def features(self, images: Tensor) -> Tensor:
@@ -121,15 +114,15 @@ def build_model(
         raise InputError("n_clusters is 1: one cluster holds everything; ask for 2 or more")
     if n_clusters < 0:
         raise InputError(f"n_clusters is {n_clusters}; ask for 2 or more")
-    name = default_backbone(side) if backbone is None else backbone
+    name = backbones.default_backbone(side) if backbone is None else backbone
     if not isinstance(name, str):
         raise InputError(f"backbone is {reprlib.repr(name)}; give the name of one, such as resnet18")
-    if JOIN in name:
+    if backbones.JOIN in name:
         raise InputError(f"backbone {name}: trained models are joined, not new ones; use constraintmatch join")
-    if pretrained and not name.removeprefix(ENCODER).startswith(NAMED):
+    if pretrained and not name.removeprefix(ENCODER).startswith(backbones.NAMED):
         raise InputError(f"{name} has no pretrained weights here; name a timm backbone, for example timm:resnet18")
     usual: tuple[tuple[float, ...], tuple[float, ...]] = IMAGENET_MEAN, IMAGENET_STD
-    if pretrained and channels == 3 and (made := timm_config(name)) is not None:
+    if pretrained and channels == 3 and (made := backbones.timm_config(name)) is not None:
         usual = made.mean, made.std
     elif side == 1:  # embeddings stay what they are
         usual = (0.0,) * channels, (1.0,) * channels
@@ -149,12 +142,12 @@ def wrap_encoder(body: nn.Module, name: str, side: int, channels: int = 3) -> Cl
 
 
 def _wrap(body: nn.Module, config: ModelConfig) -> ClusterModel:
-    """A model around a network, whose width a pass of empty images shows."""
-    whole, side = Encoder(body).eval(), config.side
+    """A model around a network; a pass of empty images shows its width."""
+    whole, side = backbones.Encoder(body).eval(), config.side
     try:
         with torch.no_grad():
             width = int(whole(torch.zeros(2, config.channels, side, side)).shape[1])
-    except Exception as error:  # anything, in a network that somebody wrote
+    except Exception as error:  # a network of a user may raise anything
         problem = f"does not make features of images of {side} × {side} ({one_line(error)[:120]})"
         raise InputError(problem, config.backbone.removeprefix(ENCODER)) from None
     return ClusterModel(config, made=(whole, width))
@@ -170,7 +163,7 @@ def unfilled_model(config: ModelConfig, file: Path | None = None) -> ClusterMode
 
 
 class _Undrawn(TorchFunctionMode):
-    """Tensors that layers would fill with random numbers keep what they hold; no generator moves on."""
+    """Inside, layers do not fill their tensors with random numbers, and no generator is used."""
 
     drawing = (Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
     making = (torch.empty, torch.zeros, torch.ones)
@@ -217,7 +210,7 @@ def save_model(model: ClusterModel, folder: Path | str, *, half: bool = False) -
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    if model.config.backbone.startswith(ENCODER + MODULE):
+    if model.config.backbone.startswith(ENCODER + backbones.MODULE):
         fix = "keep the estimator with pickle"
         raise InputError("a network of your own cannot be built again from a model folder", folder, fix)
     weights = {
@@ -254,14 +247,64 @@ def load_model(path: Path | str, *, device: torch.device | str = "cpu") -> Clust
         raise InputError(f"{file}: cannot be read ({error.strerror or error})") from None
     except (SafetensorError, ValueError) as error:
         raise InputError(f"{file}: not a readable safetensors file ({error})") from None
-    if config.backbone.startswith(ENCODER + ONNX) and "backbone.body.content" in weights:
-        model = _wrap(OnnxNetwork(weights["backbone.body.content"], str(file)), config)
+    if config.backbone.startswith(ENCODER + backbones.ONNX) and "backbone.body.content" in weights:
+        model = _wrap(backbones.OnnxNetwork(weights["backbone.body.content"], str(file)), config)
     else:
         model = unfilled_model(config, file)
     if misfits := list_misfits(model.state_dict(), weights):
         raise InputError(f"{file}: does not fit its configuration ({misfits})")
     model.load_state_dict(weights)
     return model.to(device)
+
+
+def fetch_model(name: str, revision: str | None = None) -> Path:
+    """The model folder that the hub has as `owner/name`, in its cache."""
+    _check_hub_name(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", "model.safetensors"]))
+    except Exception as error:  # not found, no network, no permission: each comes as another exception
+        said = one_line(error)[:200]
+        raise InputError(f"{name}: no such folder, and the Hugging Face hub did not give it ({said})") from None
+
+
+def push_model(model: ClusterModel, name: str, *, private: bool, half: bool, message: str) -> str:
+    """Put the model folder and a card on the hub as `owner/name`, and return its address."""
+    _check_hub_name(name)
+    from huggingface_hub import HfApi
+
+    config, what = model.config, "embeddings of {1} numbers" if model.config.side == 1 else "images of {0} × {0} pixels"
+    lines = [f"| trained by | {one['method']}, {one.get('steps', 0):,} steps |" for one in config.trained]
+    card = (
+        files("constraintmatch.models")
+        .joinpath("card.md")
+        .read_text(encoding="utf-8")
+        .format(
+            name=name,
+            clusters=config.n_clusters,
+            backbone=config.backbone,
+            numbers=sum(part.numel() for part in model.parameters()),
+            takes=what.format(config.side, config.channels),
+            stages="\n".join(lines),
+        )
+    )
+    with tempfile.TemporaryDirectory() as place:
+        save_model(model, place, half=half)
+        (Path(place) / "README.md").write_text(card, encoding="utf-8")
+        try:
+            hub = HfApi()
+            address = str(hub.create_repo(name, private=private, exist_ok=True))
+            hub.upload_folder(repo_id=name, folder_path=place, commit_message=message)
+        except Exception as error:  # as above
+            fix = "log in with hf auth login, and check the name and the network"
+            raise InputError(f"the hub refused it ({one_line(error)[:200]})", name, fix) from None
+    return address
+
+
+def _check_hub_name(name: str) -> None:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise InputError(f"{name}: no such model or run folder (and not a hub name such as owner/model)")
 
 
 def list_misfits(

@@ -126,7 +126,7 @@ def _make_unfilled(file: Path, row: DataSet, weights: Mapping[str, Any], head: s
 
 
 def _depth(names: Collection[str]) -> str | None:
-    """The network that the blocks make up; None where they make up none, and the missing names say more."""
+    """The network that the blocks form; None if they form none: the missing names then say more."""
     if any(".conv3." in name for name in names):
         return "ResNet-50 or deeper"
     blocks = {match[0] for name in names if (match := re.match(r"backbone\.layer([1-4])\.\d+\.", name))}
@@ -134,7 +134,7 @@ def _depth(names: Collection[str]) -> str | None:
 
 
 def _rows(weights: Mapping[str, Any], name: str, otherwise: int) -> int:
-    """How many outputs a layer has; what else is wrong with it stands with all other keys."""
+    """How many outputs a layer has; its other problems are listed with those of all keys."""
     weight = weights.get(name)
     return len(weight) if isinstance(weight, Tensor) and weight.ndim == 2 and len(weight) else otherwise
 

@@ -244,7 +244,7 @@ def _asked(cell: Cell, place: Place) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _differences(cell: Cell, found: Mapping[str, Any], place: Place) -> Iterator[str]:
-    """What a result was made with and is not asked for now; an entry that only one of them has does not count."""
+    """Where a result has other settings than are asked for now; an entry that only one has does not count."""
     arguments, settings = _asked(cell, place)
     for name, values in (("cell", cell.request()), ("arguments", arguments), ("settings", settings)):
         before = found[name]

@@ -1,11 +1,14 @@
 """The paper's tables and figures with our numbers next to its own, as Markdown, for a page or a terminal."""
 
 import statistics
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from constraintmatch.data.datasets import DATASETS, STEPS
 from constraintmatch.paper.grids import GRIDS, HEAD_FIRST, MERGED_FIRST, PAIRED, Cell
@@ -215,52 +218,8 @@ def _amount(line: Line) -> str:
 
 # The figures, as numbers
 
-_BOTH = {"constraintmatch": "ConstraintMatch", "constrained": "constrained"}
 _START = "SCAN (the start)"
-
-# of each figure its title, its x, the label of each curve, and the levels across it
-FIGURES: dict[str, tuple[str, str, Mapping[str, str], tuple[str, ...]]] = {
-    "flip": (
-        "Wrong pseudo-labels: two clusters swapped",
-        "share ρ of unconstrained images whose pseudo-label is flipped",
-        {
-            "constraintmatch": "ConstraintMatch",
-            "any": "ConstraintMatch, any two (the published code)",
-            "expecting": "ConstraintMatch, expecting a tenth (ours)",
-            "pseudo_label": "naive pseudo-labelling",
-        },
-        ("constrained", _START),
-    ),
-    "links": (
-        "Soft against hard pseudo-constraints",
-        "threshold μ from which a hard link is a must-link",
-        {"constraintmatch": "hard links"},
-        ("soft links", "constrained", _START),
-    ),
-    "selection": (
-        "Informative against confident images",
-        "confidence from which an image is selected",
-        {"constraintmatch": "confident images"},
-        ("informative images, τ = 0.2", "constrained", _START),
-    ),
-    "entropy": (
-        "Sensitivity to τ",
-        "largest normalised entropy τ of a selected image",
-        {"constraintmatch": "ConstraintMatch"},
-        ("constrained", _START),
-    ),
-    "amount": ("Number of constraints", "constraints", _BOTH, (_START,)),
-    "noise": (
-        "Wrong annotations of constraints",
-        "share of constraints with the wrong annotation",
-        {
-            **_BOTH,
-            **{f"{method} alike": f"{label}, both kinds alike" for method, label in _BOTH.items()},
-            **{f"{method} expecting": f"{label}, expecting a tenth (ours)" for method, label in _BOTH.items()},
-        },
-        (_START,),
-    ),
-}
+FIGURES: dict[str, Any] = tomllib.loads(files("constraintmatch.paper").joinpath("figures.toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -316,8 +275,7 @@ def drawing(name: str, rows: Mapping[Cell, Row], dataset: str, steps: int | None
     Cut and full cells never meet: without a number of steps the one with the most points is shown, the larger of
     equals.
     """
-    title, x_label, labels, across = FIGURES[name]
-    metric = "nmi" if name == "amount" else "acc"
+    figure, metric = FIGURES[name], "nmi" if name == "amount" else "acc"
     points = [point for point in GRIDS[name].points_of(dataset) if point[0]]
     own = {cell for _, _, cell in points}
     counts = Counter(cell.steps for cell in rows if replace(cell, steps=STEPS) in own and steps in (None, cell.steps))
@@ -326,10 +284,10 @@ def drawing(name: str, rows: Mapping[Cell, Row], dataset: str, steps: int | None
     steps = max(counts, key=lambda value: (counts[value], value))
     shown = [(curve, x, rows[cut]) for curve, x, cell in points if (cut := replace(cell, steps=steps)) in rows]
     known = _levels(dataset, steps)
-    levels = [(label, rows[known[label]]) for label in across if known[label] in rows]
+    levels = [(label, rows[known[label]]) for label in figure["across"] if known[label] in rows]
     check_same_start([*(row for _, _, row in shown), *(row for _, row in levels)])
     curves = []
-    for curve, label in labels.items():
+    for curve, label in figure["curves"].items():
         found = sorted((x, row.summary("test", metric)) for its, x, row in shown if its == curve)
         curves.append(Curve(label, curve, tuple(found)))
     if all(len(curve.points) < 2 for curve in curves):
@@ -337,8 +295,8 @@ def drawing(name: str, rows: Mapping[Cell, Row], dataset: str, steps: int | None
     return Drawing(
         name,
         dataset,
-        title,
-        x_label,
+        figure["title"],
+        figure["x"],
         metric,
         steps,
         # a variant is shown if it has more than the training that it shares with its method
@@ -362,7 +320,11 @@ def _levels(dataset: str, steps: int) -> dict[str, Cell]:
 
 def _paper_points(dataset: str, metric: str) -> tuple[tuple[str, float, float], ...]:
     """The points of the curves over the number of constraints that Table I has."""
-    rows = [(method, n, published(TABLE_1, "test", method, n)) for method in _BOTH for n in (5_000, 10_000)]
+    rows = [
+        (method, n, published(TABLE_1, "test", method, n))
+        for method in FIGURES["amount"]["curves"]
+        for n in (5_000, 10_000)
+    ]
     values = [(method, float(n), row.value(dataset, metric)) for method, n, row in rows if row is not None]
     return tuple((method, x, value) for method, x, value in values if value is not None)
 

@@ -85,7 +85,7 @@ def stated_constraints(answers: Sequence[Answer], n_images: int) -> Constraints:
     """What the answers state directly, without contradictions: same as the chosen image, or different from all shown.
 
     If the shown images are known to differ, the other cannot-links are in the closure of these. If not, they would
-    separate two exemplars of one kind for ever.
+    keep two exemplars of one kind apart forever.
     """
     left, right, link, follows = _links(answers)
     return Constraints.from_arrays(left, right, link, n_images=n_images).take(~follows).resolve("drop")
@@ -135,6 +135,11 @@ def _links(answers: Iterable[Answer]) -> tuple[Rows, Rows, Rows, NDArray[np.bool
     return left, right, link, follows.astype(bool)
 
 
+def pair_of(one: int, other: int) -> tuple[int, int]:
+    """The two images, the smaller row first."""
+    return (one, other) if one < other else (other, one)
+
+
 @dataclass(frozen=True, eq=False)
 class Known:
     """What the answers say together: the closure of what they state, and what rests for a while.
@@ -161,26 +166,26 @@ class Known:
 
     def may_ask(self, one: int, other: int) -> bool:
         """Whether a question may compare the two: not settled, and not unsure recently."""
-        return not self.settles(one, other) and (min(one, other), max(one, other)) not in self.unsure
+        return not self.settles(one, other) and pair_of(one, other) not in self.unsure
 
 
 def find_known(answers: Sequence[Answer], n_images: int, *, soon: int) -> Known:
     """What the answers say; an "unsure" rests until there are `soon` more answers."""
-    closure = stated_constraints(answers, n_images).component_constraints()
+    component, cannot = stated_constraints(answers, n_images).component_constraints()
     apart: defaultdict[int, set[int]] = defaultdict(set)
-    for one, other in closure.cannot.tolist():
+    for one, other in cannot.tolist():
         apart[one].add(other)
         apart[other].add(one)
     said = [answer.question for answer in answers if answer.choice != UNSURE]
     doubtful = [answer.question for answer in answers[-soon:] if answer.choice == UNSURE] if soon else []
     return Known(
-        closure.component,
-        np.bincount(closure.component).astype(np.int64),
+        component,
+        np.bincount(component).astype(np.int64),
         {one: frozenset(others) for one, others in apart.items()},
         tuple(dict.fromkeys(question.image for question in said)),
         tuple(dict.fromkeys(image for question in said if question.kind == "which" for image in question.shown)),
         frozenset(question.image for question in doubtful),
-        frozenset((min(one.image, shown), max(one.image, shown)) for one in doubtful for shown in one.shown),
+        frozenset(pair_of(one.image, shown) for one in doubtful for shown in one.shown),
     )
 
 

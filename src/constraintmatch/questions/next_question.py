@@ -5,7 +5,8 @@ never ask what follows from the answers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import Literal
 
@@ -15,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from constraintmatch._internal import rng
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.rng import Purpose
-from constraintmatch.questions.answers import MAX_SHOWN, Answer, Known, Question, find_known, implied_groups
+from constraintmatch.questions.answers import MAX_SHOWN, Answer, Known, Question, find_known, implied_groups, pair_of
 from constraintmatch.questions.belief import (
     ALL_COMPARED,
     CANDIDATES,
@@ -53,14 +54,35 @@ class _Scene:
     known: Known
     exemplars: Exemplars
     rows: Rows  # (m,) the images that are looked at, in rising order: all, or the candidates of a large set
-    fit: Floats  # (m, g) how well each fits an exemplar; -inf: excluded, or an answer was "unsure" recently
     askable: NDArray[np.bool_]  # (n,) images that a question may be about
-    width: int  # exemplars in one question
+    kind: Kind
     waiting: Sequence[Question]
+
+    @property
+    def width(self) -> int:
+        """The exemplars in one question."""
+        return 1 if self.kind == "pair" else MAX_SHOWN
+
+    @cached_property
+    def fit(self) -> Floats:
+        """How well each image that is looked at fits an exemplar (m, g)."""
+        return self.measure_fit(self.rows)
 
     def fit_of(self, rows: Rows) -> Floats:
         """The fit of some of the images that are looked at."""
         return np.asarray(self.fit[np.searchsorted(self.rows, rows)])
+
+    def measure_fit(self, rows: Rows) -> Floats:
+        """The affinity of any images, in rising order, to each exemplar, or -inf where a question may not ask."""
+        fit = affinity(self.belief, self.exemplars, None if len(rows) == len(self.belief) else rows)
+        fit[excluded_exemplars(self.known, self.exemplars, rows)] = -np.inf
+        number = {image: at for at, image in enumerate(self.exemplars.image.tolist())}
+        for pair in self.known.unsure:
+            for one, other in (pair, pair[::-1]):
+                at = int(np.searchsorted(rows, one))
+                if other in number and at < len(rows) and rows[at] == one:
+                    fit[at, number[other]] = -np.inf
+        return fit
 
 
 def next_questions(
@@ -94,15 +116,12 @@ def next_questions(
         return []
     if choose == "random" and kind == "pair":
         return list(islice(_random_pairs(known, askable, _pairs_in(waiting), seed), n))
-    exemplars = find_exemplars(belief, known)
-    everybody = range(len(exemplars))
-    if choose == "recommended":  # the warm-up looks at no other images
-        scene = _look(belief, known, exemplars, np.arange(0), askable, kind, waiting)
-        if warm_up := _introductions(scene, n, everybody, enough=scene.width):
-            return warm_up
+    scene = _Scene(belief, known, find_exemplars(belief, known), np.arange(0), askable, kind, waiting)
+    everybody = range(len(scene.exemplars))
+    if choose == "recommended" and (warm_up := _introductions(scene, n, everybody, enough=scene.width)):
+        return warm_up  # it looks at no other images
     order = _random_order(known, seed) if choose == "random" else None
-    rows = _candidates(belief, known, exemplars, askable, n, order)
-    scene = _look(belief, known, exemplars, rows, askable, kind, waiting)
+    scene = replace(scene, rows=_candidates(scene, n, order))
     if order is not None:
         rows = _open_rows(scene)
         return _questions(scene, rows[np.argsort(order[rows], kind="stable")[:n]])
@@ -121,7 +140,7 @@ def question_about(belief: Belief, answers: Sequence[Answer], image: int, *, kin
     _check(belief, 1, kind, "recommended")
     known, askable = find_known(answers, len(belief), soon=0), np.ones(len(belief), bool)
     rows = np.arange(len(belief)) if len(belief) <= ALL_COMPARED else np.array([image])
-    scene = _look(belief, known, find_exemplars(belief, known), rows, askable, kind, ())
+    scene = _Scene(belief, known, find_exemplars(belief, known), rows, askable, kind, ())
     home = int(scene.exemplars.home[image])
     if home < 0:
         return next(iter(_questions(scene, np.array([image]))), None)
@@ -166,59 +185,28 @@ def _askable(known: Known, candidates: ArrayLike | None, waiting: Sequence[Quest
     return askable
 
 
-def _candidates(
-    belief: Belief, known: Known, exemplars: Exemplars, askable: NDArray[np.bool_], n: int, order: Rows | None
-) -> Rows:
+def _candidates(scene: _Scene, n: int, order: Rows | None) -> Rows:
     """The images that are looked at: all of a small set; else the first in a given order, or those that are worth it.
 
     These are the images of earlier questions, those with the least margin, and as many at equal steps, because the
     images of one doubtful place should not be all that there is to choose from.
     """
+    belief, known, exemplars = scene.belief, scene.known, scene.exemplars
     if len(belief) <= ALL_COMPARED:
         return np.arange(len(belief))
-    rows, half = np.flatnonzero(askable & (exemplars.home < 0)), max(n, CANDIDATES // 2)
+    rows, half = np.flatnonzero(scene.askable & (exemplars.home < 0)), max(n, CANDIDATES // 2)
     if order is not None:
         return np.sort(rows[np.argsort(order[rows], kind="stable")[: 2 * half]])
     margin = np.empty(len(rows), np.float32)
     for part in blocks(len(rows), max(len(exemplars), belief.features.shape[1])):
-        margin[part] = _margin(_fit(belief, known, exemplars, rows[part]))
+        margin[part] = _margin(scene.measure_fit(rows[part]))
     hard = rows[np.argsort(margin, kind="stable")[:half]]
     asked = rows[np.isin(known.component[rows], known.component[list(known.asked)])]
     return np.unique(np.concatenate([hard, rows[at_equal_steps(len(rows), half)], asked]))
 
 
-def _look(
-    belief: Belief,
-    known: Known,
-    exemplars: Exemplars,
-    rows: Rows,
-    askable: NDArray[np.bool_],
-    kind: Kind,
-    waiting: Sequence[Question],
-) -> _Scene:
-    fit, width = _fit(belief, known, exemplars, rows), 1 if kind == "pair" else MAX_SHOWN
-    return _Scene(belief, known, exemplars, rows, fit, askable, width, waiting)
-
-
-def _fit(belief: Belief, known: Known, exemplars: Exemplars, rows: Rows) -> Floats:
-    """How well some images, in rising order, fit each exemplar: the affinity, or -inf where a question may not ask."""
-    fit = affinity(belief, exemplars, None if len(rows) == len(belief) else rows)
-    fit[excluded_exemplars(known, exemplars, rows)] = -np.inf
-    number = {image: at for at, image in enumerate(exemplars.image.tolist())}
-    for pair in known.unsure:
-        for one, other in (pair, pair[::-1]):
-            at = int(np.searchsorted(rows, one))
-            if other in number and at < len(rows) and rows[at] == one:
-                fit[at, number[other]] = -np.inf
-    return fit
-
-
-def _pair(one: int, other: int) -> tuple[int, int]:
-    return (one, other) if one < other else (other, one)
-
-
 def _pairs_in(questions: Sequence[Question]) -> Pairs:
-    return {_pair(question.image, shown) for question in questions for shown in question.shown}
+    return {pair_of(question.image, shown) for question in questions for shown in question.shown}
 
 
 def _open_rows(scene: _Scene) -> Rows:
@@ -271,8 +259,8 @@ def _random_pairs(known: Known, askable: NDArray[np.bool_], taken: Pairs, seed: 
         first = rng.permutation(words, n)
         second = rng.another(words, first, n)
         for one, other in zip(first.tolist(), second.tolist(), strict=True):
-            if askable[one] and _pair(one, other) not in taken and known.may_ask(one, other):
-                taken.add(_pair(one, other))
+            if askable[one] and pair_of(one, other) not in taken and known.may_ask(one, other):
+                taken.add(pair_of(one, other))
                 yield Question(one, (other,))
 
 
@@ -291,7 +279,7 @@ def _introductions(
             break
         if enough is not None:
             others = [(images[at], other) for other in images if other != images[at]]
-            if sum(_pair(*two) in planned or scene.known.settles(*two) for two in others) >= enough:
+            if sum(pair_of(*two) in planned or scene.known.settles(*two) for two in others) >= enough:
                 continue
         if (question := _introduction(scene, at, planned, among)) is not None:
             made.append(question)
@@ -322,7 +310,7 @@ def _introduction(scene: _Scene, at: int, planned: Pairs, among: Rows | None = N
     near = affinity(scene.belief, scene.exemplars, np.array([image]))[0]
     order = np.argsort(-near, kind="stable")
     others = scene.exemplars.image[order if among is None else order[np.isin(order, among)]].tolist()
-    left = [other for other in others if _pair(image, other) not in planned and scene.known.may_ask(image, other)]
+    left = [other for other in others if pair_of(image, other) not in planned and scene.known.may_ask(image, other)]
     return Question(image, tuple(left[: scene.width])) if left else None
 
 

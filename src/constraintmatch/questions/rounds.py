@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 Rows = NDArray[np.int64]
 
-ANCHORS = 10_000  # pairs at most that hold a round to its start; there are as many as images
-SURE = 0.9  # the least confidence of an image in one of them
 MOSTLY = 0.5  # the start is right about most known images; a kind has most of the probability
 DOUBTFUL = 0.03  # a rate of wrong answers that 500 right ones do not reach
 MOST_PAIRS = 1_000_000  # of the closure in one training; 1,400 images that are all settled have as many
@@ -135,19 +133,19 @@ def closure_pairs(
     groups. Must-links keep their natural share: with half must-links the pair loss merges clusters (docs/findings.md).
     """
     said = trusted_constraints(answers, n_images, beliefs)
-    view = said.component_constraints()
-    sizes = np.bincount(view.component, minlength=1)
-    within, between = sizes * (sizes - 1) // 2, sizes[view.cannot[:, 0]] * sizes[view.cannot[:, 1]]
+    component, cannot = said.component_constraints()
+    sizes = np.bincount(component, minlength=1)
+    within, between = sizes * (sizes - 1) // 2, sizes[cannot].prod(axis=1)
     total = int(within.sum() + between.sum())
     if total <= most:
         return said.close(max_pairs=most)
     words, n_must = rng.stream(seed, Purpose.CLOSURE), round(most * int(within.sum()) / total)
-    members, first = np.argsort(view.component, kind="stable"), np.cumsum(sizes) - sizes
+    members, first = np.argsort(component, kind="stable"), np.cumsum(sizes) - sizes
     group = _draw_by_weight(words, within, n_must)  # a group by its number of pairs, then two of its images
     one = rng.below(words, sizes[group])
     other = rng.below(words, sizes[group] - 1)
     other += other >= one
-    edges = view.cannot[_draw_by_weight(words, between, most - n_must)]  # two groups, then an image of each
+    edges = cannot[_draw_by_weight(words, between, most - n_must)]  # two groups, then an image of each
     ends = [members[first[side] + rng.below(words, sizes[side])] for side in edges.T]
     start = first[group]
     left, right = np.concatenate([members[start + one], ends[0]]), np.concatenate([members[start + other], ends[1]])
@@ -162,28 +160,6 @@ def _draw_by_weight(words: np.random.Philox, weight: Rows, n: int) -> Rows:
     ends = np.cumsum(weight)
     drawn = rng.below(words, np.full(n, ends[-1]))
     return np.searchsorted(ends, drawn, side="right").astype(np.int64)
-
-
-def add_anchors(pairs: Constraints, probabilities: NDArray[np.float32], *, seed: int = 0) -> Constraints:
-    """The pairs, and cannot-links between images that the first model of a round (n, k) is sure of.
-
-    Without them the network after 50 answers ended far below the start: it memorises few pairs soon, and
-    pseudo-constraints alone merge clusters (decision 036). Images with answers take no part. There are no must-links,
-    because too many of them would be wrong.
-    """
-    free = probabilities.max(1) >= SURE
-    free[pairs.left] = free[pairs.right] = False
-    rows, cluster = np.flatnonzero(free), probabilities.argmax(1)
-    if len(rows) < 2:
-        return pairs
-    words, n = rng.stream(seed, Purpose.ANCHORS), min(ANCHORS, len(free))
-    one = rng.below(words, np.full(n, len(rows)))
-    drawn = np.stack([rows[one], rows[rng.another(words, one, len(rows))]])
-    left, right = drawn[:, cluster[drawn[0]] != cluster[drawn[1]]]
-    columns = (pairs.left, left), (pairs.right, right), (pairs.link, np.zeros(len(left)))
-    weight = np.concatenate([pairs.weight, np.ones(len(left), np.float32)])
-    together = [np.concatenate(column) for column in columns]
-    return Constraints.from_arrays(*together, n_images=pairs.n_images, weight=weight)
 
 
 def ask_until(

@@ -107,14 +107,14 @@ def _read_ahead(images: NDArray[Any], rows: NDArray[np.int64]) -> None:
 
 
 def _fits(size: int, device: torch.device) -> bool:
-    """Whether `size` bytes may live on the device: up to a third of what is free on a GPU, 2 GiB on a CPU."""
+    """Whether `size` bytes may be kept on the device: up to a third of what is free on a GPU, 2 GiB on a CPU."""
     if device.type == "cuda":
         return size < torch.cuda.mem_get_info(device)[0] / 3
     return size < 2**31  # a CPU reads a memory map as well as a copy; small sets are copied, large ones stay mapped
 
 
 class Shuffled:
-    """Rows of step t, of n: epoch after epoch in random order, each epoch's last incomplete batch left out.
+    """The rows of step t, out of n: epoch after epoch in random order, without the incomplete last batch of an epoch.
 
     With fewer rows than `batch` a step sees all of them.
     """

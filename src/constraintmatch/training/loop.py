@@ -102,7 +102,7 @@ class TrainSettings:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Somebody asked to stop; the checkpoint is written."""
+    """A signal or the caller stopped the training; the checkpoint is written."""
 
 
 class NonFinite(InputError):
@@ -203,7 +203,7 @@ def _make_stepper(module: nn.Module, loss: Loss[B], settings: TrainSettings, dev
 
 @dataclass
 class _History(Generic[B]):
-    """What a training has come to: its log, its checkpoint, and the weights to keep with their scores."""
+    """The state of a training: its log, its checkpoint, and the weights to keep with their scores."""
 
     stepper: Stepper[B]
     settings: TrainSettings
@@ -337,7 +337,7 @@ class _History(Generic[B]):
         self.around.reporter.update(done, numbers)
 
     def _check_finite(self, bad: tuple[int, str] | None) -> None:
-        """Nothing, or an error that names the step and the term."""
+        """An error that names the step and the term, if there is a bad one."""
         if bad is None:
             return
         kept = f"the checkpoint of step {self.saved:,} is kept" if self.saved else "no checkpoint was written yet"

@@ -194,10 +194,6 @@ def _rotation(degrees: Tensor, side: int) -> Tensor:
     return _matrix(angle, cos, -sin, right, sin, cos, down)
 
 
-def _plain(tenths: Tensor, *_: object) -> Tensor:
-    return tenths
-
-
 def _factor(tenths: Tensor, *_: object) -> Tensor:
     return 0.05 + 0.9 * tenths / 10
 
@@ -220,16 +216,10 @@ class Operation:
     makes is blended in; none is the identity.
     """
 
-    value: Callable[[Tensor, Tensor, int], Tensor] = _plain
+    value: Callable[[Tensor, Tensor, int], Tensor] = lambda tenths, *_: tenths
     matrix: Callable[[Tensor, int], Tensor] | None = None
     table: Callable[[Tensor, Tensor], Tensor] | None = None
     other: Callable[[Tensor], Tensor] | None = None
-
-    @torch.no_grad()
-    def apply(self, images: Tensor, values: Tensor) -> Tensor:
-        """The operation on every image, with one physical value each (n,)."""
-        everywhere = torch.ones(len(images), device=images.device, dtype=torch.bool)
-        return apply_operations(images, [(self, everywhere, values)])
 
 
 OPERATIONS = {

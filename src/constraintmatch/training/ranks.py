@@ -205,7 +205,7 @@ def is_restarted() -> bool:
 
 @contextmanager
 def started(device: torch.device) -> Iterator[None]:
-    """Inside, this process knows the other ranks that were started with it; of an error one rank speaks."""
+    """Inside, this process knows the other ranks that were started with it; one rank reports an error for all."""
     global _rank, _size
     if not is_launched():
         yield
@@ -230,7 +230,7 @@ def started(device: torch.device) -> Iterator[None]:
 
 
 def _is_said(store: Any, *, unknown: bool) -> bool:
-    """Whether another rank has said what is wrong; if not, this one does. `unknown`: the store went with a rank."""
+    """Whether another rank has reported the error; if not, this one does. `unknown` is for a store that is gone."""
     try:
         return int(store.add("said", 1)) > 1
     except RuntimeError:

@@ -17,19 +17,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import constraintmatch
+from constraintmatch._internal import files
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.files import (
-    folder_lock,
-    parse_json,
-    read_json,
-    remove_leftovers,
-    write_atomically,
-    write_json,
-)
 
 FORMAT = 1
 GONE: dict[str, tuple[Any, str]] = {  # arguments of earlier versions: their default, and what there is now
@@ -52,11 +45,11 @@ _KINDS: dict[str, Any] = {  # of the entries of a request, where they are there
     "model": {"n_clusters": int, "backbone": str},
 }
 _WRITTEN_FIRST = ("run.json", "pairs.csv", "merged.json")  # before the first step
-_OWN_BYTES = 2 << 30  # of GPU memory that a process may hold besides its tensors
+_OWN_BYTES = 2 << 30  # of GPU memory that a process may hold in addition to its tensors
 
 
 class OtherRequest(InputError):
-    """A run folder that holds something else than what is asked for."""
+    """The run folder holds another run than the one that is asked for."""
 
 
 @dataclass
@@ -87,7 +80,7 @@ class RunFolder:
         """Forget log lines after `step`: a resumed run writes them again."""
         kept = [entry for entry in read_log(self.path) if entry.get("step", 0) <= step]
         text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in kept)
-        write_atomically(self.path / "log.jsonl", lambda path: path.write_text(text, encoding="utf-8"))
+        files.write_atomically(self.path / "log.jsonl", lambda path: path.write_text(text, encoding="utf-8"))
 
     def tensorboard(self, done: int) -> Any:
         """A writer of scalars; what an interrupted run wrote after the step it goes on from is taken back."""
@@ -100,7 +93,7 @@ class RunFolder:
     def note(self, **changes: Any) -> None:
         """Change entries of `run.json`."""
         self.record.update(changes)
-        write_json(self.path / "run.json", self.record)
+        files.write_json(self.path / "run.json", self.record)
 
 
 @contextmanager
@@ -120,9 +113,9 @@ def open_run(
     run may change. A fresh run that is refused before it has logged anything leaves nothing behind.
     """
     path = Path(path)
-    with _remove_if_empty(path), folder_lock(path):
+    with _remove_if_empty(path), files.folder_lock(path):
         for place in (path, path / "model"):
-            remove_leftovers(place)
+            files.remove_leftovers(place)
         stored = _read_record(path)
         if stored is not None and not resume:
             raise InputError(f"{path}: holds a run already; continue it with --resume or choose another --out")
@@ -208,13 +201,13 @@ def read_log(path: Path | str) -> list[dict[str, Any]]:
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
     for line in lines:
         with suppress(ValueError):
-            entries.append(parse_json(line))
+            entries.append(files.parse_json(line))
     return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def write_result(path: Path | str, values: Mapping[str, Any]) -> None:
     """Write a result as JSON with the environment it came from: the only source of published numbers."""
-    write_json(path, {**_plain(values), "environment": environment(), "written": _now()})
+    files.write_json(path, {**_plain(values), "environment": environment(), "written": _now()})
 
 
 def flat_items(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -240,12 +233,8 @@ def environment() -> dict[str, Any]:
         others = total - free - torch.cuda.memory_reserved()
         if os.environ.get("CONSTRAINTMATCH_GPU_SHARED") == "1" or others > _OWN_BYTES:
             gpu = f"{gpu}, shared"
-    try:
-        own = version("constraintmatch")
-    except PackageNotFoundError:
-        own = "unknown"
     return {
-        "constraintmatch": own,
+        "constraintmatch": constraintmatch.__version__,
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -258,7 +247,7 @@ def environment() -> dict[str, Any]:
 def _read_record(path: Path) -> dict[str, Any] | None:
     if not (path / "run.json").exists():
         return None
-    record = read_json(path / "run.json")
+    record = files.read_json(path / "run.json")
     if not isinstance(record, dict) or record.get("format") != FORMAT or "request" not in record:
         raise OtherRequest(f"{path / 'run.json'}: not a run of format {FORMAT}; choose another --out")
     return record

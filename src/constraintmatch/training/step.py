@@ -136,7 +136,7 @@ class Stepper(Generic[B]):
         return tensors | {"count": self.count, "sums": self.sums, "summed": self.summed}
 
     def load(self, tensors: Mapping[str, Tensor], terms: list[str]) -> None:
-        """Take over a state that `state` gave, and the names of the terms."""
+        """Load what `state` returned, and the names of the terms."""
         parts: dict[str, dict[str, Tensor]] = {"module": {}, "average": {}, "optimizer": {}}
         for name, value in tensors.items():
             part, _, rest = name.partition(".")
@@ -171,7 +171,7 @@ class Stepper(Generic[B]):
             self.module.load_state_dict(self.average)
 
     def restart(self, weights: Mapping[str, Tensor]) -> None:
-        """Put these weights into the module and its average, and let the optimiser forget; all in place."""
+        """Put these weights into the module and its average, and reset the optimiser; all in place."""
         self.module.load_state_dict(weights)
         for name, value in self.average.items():
             value.copy_(weights[name])
@@ -195,7 +195,7 @@ def _quick_backward(device: torch.device) -> Iterator[None]:
 
 
 def _options(device: torch.device) -> dict[str, Any] | None:
-    """What the compiler is asked for on CUDA, as far as this torch knows it.
+    """The options of the compiler on CUDA that this version of torch knows.
 
     Casts of weights and the like become a few kernels instead of dozens. The kernel that uses joined parts of a batch
     also joins them.

@@ -24,28 +24,14 @@ _CROP_ATTEMPTS = 10  # boxes drawn before a random resized crop gives up and tak
 
 @dataclass(frozen=True)
 class View:
-    """A random change of images: `apply` is pure, calling the view draws its uniforms from a generator first."""
+    """A random change of images: `apply` is a pure function of uint8 images (n, c, h, w) and uniforms (n, n_draws).
+
+    The result has the shape, layout and device of the images.
+    """
 
     name: str
     n_draws: int
     apply: Callable[[Tensor, Tensor], Tensor]
-
-    @torch.no_grad()
-    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Views of uint8 images (n, c, h, w), same shape, layout and device; the generator lives on that device too."""
-        _check_images(images)
-        uniforms = torch.rand((len(images), self.n_draws), generator=generator, device=images.device)
-        return self.apply(images, uniforms)
-
-
-def _check_images(images: Tensor) -> None:
-    shape = tuple(images.shape)
-    if images.dtype != torch.uint8 or images.ndim != 4:
-        raise InputError(f"views take uint8 images (n, channels, side, side), not {images.dtype} of shape {shape}")
-    if shape[1] not in (1, 3):
-        raise InputError(f"views take images of 1 or 3 channels, not {shape[1]:,}: convert them to grey or RGB")
-    if shape[2] != shape[3]:
-        raise InputError(f"views take square images, not {shape[2]:,} × {shape[3]:,}: resize or crop them first")
 
 
 def chain(name: str, *views: View) -> View:
@@ -156,7 +142,7 @@ def from_function(name: str, function: Callable[[Tensor, Tensor], Tensor], *, n_
 
 
 def check_operation_names(names: Iterable[str]) -> None:
-    """Nothing, or an InputError that names what is unknown and lists what is known."""
+    """An InputError if a name is unknown; it lists the known ones."""
     if unknown := [name for name in names if name not in OPERATIONS]:
         raise InputError(f"no such operation: {', '.join(unknown)} (known: {', '.join(OPERATIONS)})")
 
