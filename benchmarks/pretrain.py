@@ -2,6 +2,10 @@
 
     python benchmarks/pretrain.py cifar10 --data-dir data --out runs/scan-cifar10
 
+A system of the paper's Table I, for about 15 minutes of an H200 (`docs/make_reproduction.py` shows the result):
+
+    python benchmarks/pretrain.py cifar10 --data-dir data --stages cc --set cc.epochs=600 --out runs/cc-cifar10
+
 `--smoke N` trains N steps of every stage on random images of the same shapes instead: it fills the compiler's cache and
 prints ms per step.
 """
@@ -24,7 +28,7 @@ from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods import Context
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model
-from constraintmatch.pipeline.config import STAGES, make_config, method_settings, split_options
+from constraintmatch.pipeline.config import STAGES, make_config, method_arguments, method_settings, split_options
 from constraintmatch.pipeline.train import pretrain, stage_summary, train
 from constraintmatch.training.batches import derive_seed
 from constraintmatch.training.run_folder import read_log, write_result
@@ -40,24 +44,23 @@ def recipe_of(options: list[str]) -> dict[str, dict[str, Any]]:
     return recipe
 
 
-def smoke(stages: list[str], n_clusters: int, steps: int, recipe: dict[str, dict[str, Any]]) -> None:
+def smoke(stages: list[str], n_clusters: int, steps: int, recipe: dict[str, dict[str, Any]], backbone: str) -> None:
     """A few steps of each stage on random images, and the time of one when all is warm."""
     rng = np.random.Generator(np.random.Philox(0))
-    images = ImageSet.from_arrays(
-        rng.integers(0, 256, (4000, 32, 32, 3), dtype=np.uint8), labels=np.arange(4000) % n_clusters
-    )
     for stage in stages:
-        model = build_model(n_clusters=n_clusters, side=32, backbone="resnet18")
-        arguments: dict[str, Any] = {}
-        batch = {"simclr": 512, "byol": 512, "scan": 128, "self_label": 1000}.get(stage)
-        if batch:
+        model = build_model(n_clusters=n_clusters, side=32, backbone=backbone)
+        own, changes = split_options(stage, recipe.get(stage, {}))
+        known, arguments = method_arguments(stage), dict(own)
+        n = steps * own["images_per_step"] if "images_per_step" in own else 4000
+        labels = np.arange(n) % n_clusters
+        images = ImageSet.from_arrays(rng.integers(0, 256, (n, 32, 32, 3), dtype=np.uint8), labels=labels)
+        if "epochs" in known:
+            batch = own.get("images_per_step", known["images_per_step"].default)
             arguments["epochs"] = -(-steps // (len(images) // batch))
-        if stage == "scan":
+        if "n_clusters" in known:
             arguments["n_clusters"] = n_clusters
         if stage == "self_label":
             arguments["min_confidence"] = 0.0  # a fresh network is sure of nothing
-        own, changes = split_options(stage, recipe.get(stage, {}))
-        arguments = {**own, **arguments}
         settings = replace(method_settings(stage, changes), log_every=max(steps // 4, 1), steps=steps)
         constraints = Constraints.sample(images.labels, 1000, seed=0)
         began = time.monotonic()
@@ -91,6 +94,7 @@ def keep_stages(
         request = record["request"]
         settings = request["settings"] | {"steps": log[-1]["step"]}  # which follow from the epochs
         told = {"stage": stage, "data": dict(context.data), "arguments": request["arguments"], "settings": settings}
+        told["backbone"] = model.config.backbone
         scores = stage_summary(model, images, context.held_out)
         spent = {"seconds": record["seconds"], "training_seconds": log[-1]["seconds"]}
         curve = [entry for entry in log if entry["kind"] == "evaluation"]
@@ -118,7 +122,7 @@ def main() -> None:
     row = DATASETS[arguments.name]
     n_clusters = arguments.clusters or row.n_clusters
     if arguments.smoke:
-        smoke(stages, n_clusters, arguments.smoke, recipe_of(arguments.set))
+        smoke(stages, n_clusters, arguments.smoke, recipe_of(arguments.set), arguments.backbone or row.backbone)
         return
     images = load_dataset(arguments.name, "train+val", arguments.data_dir)
     test = load_dataset(arguments.name, "test", arguments.data_dir)

@@ -87,6 +87,10 @@ constraintmatch paper flip --sets cifar100-20 --data-dir data --folds 0 --steps 
 # this page and its figures
 python docs/make_reproduction.py
 ```"""
+QUOTED = """\
+The paper quotes these systems, which use no pairs, from their papers: a ResNet-34, train and test images together. Ours
+are stages of `pretrain`, written from the papers (decision 050), on the training images, and scored on the test images.
+*Minutes* are those of the training on the named hardware."""
 START = """\
 The paper begins with the weights that SCAN's authors released. Our starts are made from the images alone, so the gain
 over the start says more than the score. The paper's Test row for SCAN (87.60, 45.90) is quoted from the literature. Its
@@ -115,6 +119,9 @@ def reproduction(results_folder: Path | str) -> str:
     parts = [HEAD, "## The start", START, _start_table(rows)]
     for name, numeral in {"table1": "I", "table2": "II", "table3": "III"}.items():
         parts += [f"## Table {numeral}. {GRIDS[name].title}", *_remark(name), table(name, rows)]
+        parts += (
+            ["### Systems without pairs", QUOTED, _systems(Path(results_folder).parent)] if name == "table1" else []
+        )
     for name in FIGURES:
         parts += [f"## Figure. {GRIDS[name].title}", f"The paper: {CLAIMS[name]}", *_remark(name)]
         parts += [_figure(one) for one in shown if one.name == name] or [not_run(name)]
@@ -156,6 +163,28 @@ def _start_table(rows: Mapping[Cell, Row]) -> str:
         lines.append([*line, f"`{row.results[0].weights[:12]}`"])
     header = ["our starts, Test", "outputs", *scores, "weights"]
     return markdown(header, lines) if lines else f"Our starts: {NOT_YET}."
+
+
+def _systems(folder: Path) -> str:
+    """PICA, MiCE, CC and TCC: the quoted scores, and those of our trainings, which are in `start-SET-…SYSTEM.json`."""
+    lines = []
+    for printed in (row for row in TABLE_1 if row.split == "train+test" and row.method is None):
+        for dataset in ("cifar10", "cifar100-20"):
+            quoted = [number(printed.value(dataset, metric)) for metric in METRICS]
+            row = [f"{DATASETS[dataset].title}, {printed.title}", *quoted]
+            found = [read_json(path) for path in sorted(folder.glob(f"start-{dataset}-*{printed.title.lower()}.json"))]
+            ran = [one for one in found if one["stage"] == printed.title.lower()]
+            lines += [[*row, *_ours(one)] for one in ran] or [[*row, NOT_YET, *[DASH] * 6]]
+    scores = [metric.upper() for metric in METRICS]
+    header = ["", *(f"quoted {name}" for name in scores), *scores, "network", "epochs", "minutes", "hardware"]
+    return markdown(header, lines)
+
+
+def _ours(result: Mapping[str, Any]) -> list[str]:
+    scores = [number(100 * result["scores"][metric]) for metric in METRICS]
+    where = result["environment"].get("gpu") or result["environment"].get("platform") or "unknown"
+    how = [str(result["backbone"]), f"{result['arguments']['epochs']:,}", f"{result['training_seconds'] / 60:.0f}"]
+    return [*scores, *how, str(where)]
 
 
 def _figure(shown: Drawing) -> str:

@@ -35,10 +35,10 @@ LIGHT = ["_internal", "data", "constraints", "questions", "cli"]  # without torc
 
 VISIBLE_NAMES = 12  # modules and folders in the package whose names do not begin with an underscore
 FILES_IN_A_FOLDER = 14
-FILES = 103
-LINES = 22_850  # goal: 17_500
+FILES = 105
+LINES = 23_310  # goal: 17_500
 LINES_OF_A_FILE = 400
-CLASSES = 123  # goal: 110
+CLASSES = 127  # goal: 110
 LINES_OF_A_FUNCTION = 60  # with its signature
 FUNCTIONS_OF_MANY_PARAMETERS = 12  # the methods and the estimator
 MANY = 8  # parameters

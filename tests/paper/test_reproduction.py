@@ -11,6 +11,7 @@ from paper_results import content, write, write_cells
 from scripts import ROOT, script
 
 from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import write_json
 from constraintmatch.paper.grids import GRIDS, Cell, grid_cells
 from constraintmatch.paper.results import find_rows, read_results
 from constraintmatch.paper.tables import FIGURES, part_text
@@ -164,3 +165,19 @@ def test_one_part_can_be_had_alone(some: Path) -> None:
     assert "STL-10" not in part_text("table1", some, ["cifar10"])
     assert part_text("noise", some).startswith("Wrong annotations of constraints, cut (3,000 steps); CIFAR-100-20")
     assert part_text("flip", some) == "Not run yet (`constraintmatch paper flip`)."
+
+
+def test_a_quoted_system_has_our_scores_beside_it_where_it_was_trained(tmp_path: Path) -> None:
+    scores = {"acc": 0.7912, "nmi": 0.7, "ari": 0.6404}
+    ours = {"stage": "cc", "scores": scores, "backbone": "resnet18", "arguments": {"epochs": 600}}
+    ours |= {"training_seconds": 905.0, "environment": {"gpu": "H200"}}
+    write_json(tmp_path / "start-cifar10-cc.json", ours)
+    write_json(tmp_path / "start-cifar10-tcc.json", {**ours, "stage": "tcc", "scores": {**scores, "acc": 0.9}})
+    lines = maker.reproduction(tmp_path / "paper").splitlines()
+    cells = {line.split(" | ")[0].strip(" |"): line for line in lines if line.startswith("| CIFAR-10")}
+    assert [cell.strip() for cell in cells["CIFAR-10, CC"].split("|")[2:-1]] == [
+        *("79.00", "70.50", "63.70", "79.12", "70.00", "64.04"),
+        *("resnet18", "600", "15", "H200"),
+    ]
+    assert "90.00" in cells["CIFAR-10, TCC"]
+    assert "not run yet" in cells["CIFAR-10, PICA"]

@@ -21,19 +21,24 @@ from constraintmatch.training.losses import (
     all_pairs_loss,
     angular_loss,
     balanced_confident_cross_entropy,
+    cluster_contrast,
     confident,
     cosine_loss,
+    expert_scores,
     flip_modes,
     hard_links,
     informative,
     kcl,
+    mean_entropy,
     normalized_entropy,
     nt_xent,
     pair_loss,
     pair_scores,
+    partition_loss,
     prototype_loss,
     pseudo_label_loss,
     scan_loss,
+    set_contrast,
     soft_cross_entropy,
     soft_links,
     swap_clusters,
@@ -641,12 +646,74 @@ def test_prototype_loss_of_one_cluster_or_no_row_is_zero_and_has_finite_gradient
     assert torch.isfinite(torch.autograd.grad(loss, z)[0]).all()
 
 
+def contrast_of(first: Any, second: Any, temperature: float) -> float:
+    """NT-Xent of rows in NumPy, row by row."""
+    z = np.concatenate([first, second])
+    z = z / np.linalg.norm(z, axis=1, keepdims=True)
+    n, terms = len(first), []
+    for i in range(2 * n):
+        others = [np.exp(z[i] @ z[j] / temperature) for j in range(2 * n) if j != i]
+        terms.append(-np.log(np.exp(z[i] @ z[(i + n) % (2 * n)] / temperature) / sum(others)))
+    return float(np.mean(terms))
+
+
+def test_the_contrast_of_clusters_is_that_of_their_columns_less_both_entropies() -> None:
+    p, q = rows(9, 4, 1).numpy(), rows(9, 4, 2).numpy()
+    spread = entropy(p.mean(0)) + entropy(q.mean(0))
+    found = cluster_contrast(rows(9, 4, 1), rows(9, 4, 2), temperature=0.7, entropy_weight=3.0)
+    assert float(found) == pytest.approx(contrast_of(p.T, q.T, 0.7) - 3 * spread, abs=1e-9)
+    assert float(mean_entropy(rows(9, 4, 1))) == pytest.approx(entropy(p.mean(0)), abs=1e-9)
+
+
+def test_the_partition_loss_is_its_definition_and_lowest_for_sure_even_clusters() -> None:
+    p, q = rows(9, 4, 1).numpy(), rows(9, 4, 2).numpy()
+    terms = []
+    for i in range(4):
+        cosines = [p[:, i] @ q[:, j] / np.linalg.norm(p[:, i]) / np.linalg.norm(q[:, j]) for j in range(4)]
+        terms.append(-np.log(np.exp(cosines[i]) / np.exp(cosines).sum()))
+    expected = np.mean(terms) - 2 * entropy(p.mean(0))
+    assert float(partition_loss(rows(9, 4, 1), rows(9, 4, 2))) == pytest.approx(expected, abs=1e-9)
+    sure = torch.eye(4, dtype=torch.float64).repeat(3, 1)
+    best = math.log(math.e + 3) - 1 - 2 * math.log(4)
+    assert float(partition_loss(sure, sure)) == pytest.approx(best, abs=1e-9)
+    assert best < expected
+
+
+def test_the_contrast_of_sets_is_that_of_weighted_sums_of_directions_less_both_entropies() -> None:
+    p, q = rows(9, 4, 1).numpy(), rows(9, 4, 2).numpy()
+    z, w = (np.random.default_rng(seed).normal(size=(9, 5)) for seed in (0, 1))
+    places = [sum(np.outer(own[i], of[i] / np.linalg.norm(of[i])) for i in range(9)) for own, of in ((p, z), (q, w))]
+    found = set_contrast(
+        (torch.from_numpy(p), torch.from_numpy(z)), (torch.from_numpy(q), torch.from_numpy(w)), temperature=0.5
+    )
+    expected = contrast_of(*places, 0.5) - entropy(p.mean(0)) - entropy(q.mean(0))
+    assert float(found) == pytest.approx(expected, abs=1e-9)
+
+
+def test_experts_score_the_partner_among_all_other_rows() -> None:
+    n, k, d = 3, 4, 5
+    draw = np.random.default_rng(0)
+    gate, online, target, prototypes = (draw.normal(size=size) for size in ((6, k), (6, k, d), (6, k, d), (k, d)))
+    prototypes[1] = 0  # not yet known
+    expected = np.empty((6, k))
+    for i, expert in itertools.product(range(2 * n), range(k)):
+        norm = np.linalg.norm(prototypes[expert])
+        seen = online[i, expert] / np.linalg.norm(online[i, expert]) + prototypes[expert] / (norm or 1)
+        keys = [target[j, expert] / np.linalg.norm(target[j, expert]) for j in range(2 * n)]
+        chances = {j: np.exp(keys[j] @ seen / 0.5) for j in range(2 * n) if j != i}
+        opened = np.exp(gate[i, expert]) / np.exp(gate[i]).sum()
+        expected[i, expert] = np.log(opened * chances[(i + n) % (2 * n)] / sum(chances.values()))
+    found = expert_scores(*(torch.from_numpy(part) for part in (gate, online, target, prototypes)), 0.5)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-9)
+
+
 # All of them
 
 P, Q = rows(6, 4, 1, sharp=2), rows(6, 4, 2, sharp=2)
 LINK, KEEP = numbers(6, 5), torch.tensor([1, 1, 0, 1, 0, 1])
 LINKS = soft_links(rows(6, 4, 7))
 
+EXPERTS = numbers(6 * 4 * 3, 8).view(6, 4, 3) - 0.5
 SMOOTH = {
     "pair_loss": lambda x: pair_loss(x.softmax(-1), Q, LINK),
     "pair_loss of both": lambda x: pair_loss(x.softmax(-1), x.roll(1, 0).softmax(-1), LINK, mean=False),
@@ -664,6 +731,11 @@ SMOOTH = {
     "angular_loss": lambda x: angular_loss(x, Q, (torch.arange(len(x)) % 2).to(x.dtype)),
     "cosine_loss": lambda x: cosine_loss(x, Q),
     "prototype_loss": lambda x: prototype_loss(x, Q, torch.arange(len(x)) % 3, 4, 0.5),
+    "mean_entropy": lambda x: mean_entropy(x.softmax(-1)),
+    "cluster_contrast": lambda x: cluster_contrast(x.softmax(-1), Q),
+    "partition_loss": lambda x: partition_loss(x.softmax(-1), Q.to(x.dtype)),
+    "set_contrast": lambda x: set_contrast((x.softmax(-1), x), (P, Q), temperature=0.5),
+    "expert_scores": lambda x: expert_scores(x, x.unflatten(1, (4, 1)) + EXPERTS, EXPERTS, EXPERTS[0], 0.5),
 }
 
 
@@ -719,6 +791,11 @@ FUNCTIONS = {
     "angular_loss": lambda b: angular_loss(b.logits, b.q, (torch.arange(len(b.q), device=b.q.device) % 2).float()),
     "cosine_loss": lambda b: cosine_loss(b.logits, b.q),
     "prototype_loss": lambda b: prototype_loss(b.logits, b.q, torch.arange(len(b.q), device=b.q.device) % 3, 4, 0.5),
+    "mean_entropy": lambda b: mean_entropy(b.p),
+    "cluster_contrast": lambda b: cluster_contrast(b.p, b.q),
+    "partition_loss": lambda b: partition_loss(b.p, b.q),
+    "set_contrast": lambda b: set_contrast((b.p, b.logits), (b.q, b.q), temperature=0.5),
+    "expert_scores": lambda b: expert_scores(*(b.logits, b.logits[..., None], b.q[..., None], b.q[0, :, None]), 0.5),
 }
 
 

@@ -19,7 +19,8 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.training.run_folder import GONE
 
 METHODS = ("constraintmatch", "pseudo_label", "constrained", "propagate", "fully_constrained", "supervised")
-STAGES = ("simclr", "byol", "propos", "linear_scan", "scan", "self_label", "neighbour_label")
+PRETEXTS = ("simclr", "byol", "propos", "cc", "pica", "mice", "tcc")
+STAGES = (*PRETEXTS, "linear_scan", "scan", "self_label", "neighbour_label")
 
 
 class Setting(NamedTuple):

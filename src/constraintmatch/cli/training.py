@@ -11,7 +11,7 @@ import typer
 from constraintmatch._internal.files import check_target
 from constraintmatch._internal.progress import Reporter
 from constraintmatch.cli import flags
-from constraintmatch.cli.flags import METHODS, STAGES
+from constraintmatch.cli.flags import METHODS, PRETEXTS, STAGES
 from constraintmatch.cli.shared import (
     Flags,
     Images,
@@ -190,7 +190,7 @@ _CHAINS = (
     start={
         "chain": flag(str, _CHAINS),
         "stages": flag(str, f"Instead of a chain: some of {', '.join(STAGES)}."),
-        "pretext": flag(str, "How features are learned: simclr, byol or propos. (as in the chain)"),
+        "pretext": flag(str, f"How features are learned: {', '.join(PRETEXTS)}. (as in the chain)"),
     },
     chosen=shared("seed", "device"),
     images={**_CLUSTERS, **shared("data_dir", "flip")},

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from constraintmatch.methods.cluster_contrast import cc, pica, tcc
 from constraintmatch.methods.constraintmatch import (
     constrained,
     constraintmatch,
@@ -9,6 +10,7 @@ from constraintmatch.methods.constraintmatch import (
     pseudo_label,
     supervised,
 )
+from constraintmatch.methods.experts import mice
 from constraintmatch.methods.preparation import Context, Trained, ViewChoice
 from constraintmatch.methods.pretext import byol, simclr
 from constraintmatch.methods.propagate import propagate
@@ -22,6 +24,10 @@ METHODS: dict[str, Callable[..., Trained]] = {
     "simclr": simclr,
     "byol": byol,
     "propos": propos,
+    "cc": cc,
+    "pica": pica,
+    "mice": mice,
+    "tcc": tcc,
     "linear_scan": linear_scan,
     "scan": scan,
     "self_label": self_label,

@@ -159,6 +159,13 @@ def check_shares(**shares: float) -> None:
             raise InputError(f"{name} is {value}; it must be in [0, 1]")
 
 
+def check_positive(**values: float) -> None:
+    """An InputError if a number is not positive."""
+    for name, value in values.items():
+        if not value > 0:
+            raise InputError(f"{name} is {value}; it must be positive")
+
+
 def check_least(title: str, **least: tuple[float, float]) -> None:
     """An InputError if an argument is too small; each is given as (value, smallest)."""
     for name, (value, smallest) in least.items():

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.methods.preparation import Bench, Context, Trained, ViewChoice, check_least, prepare
+from constraintmatch.methods.preparation import (
+    Bench,
+    Context,
+    Trained,
+    ViewChoice,
+    check_least,
+    check_positive,
+    prepare,
+)
 from constraintmatch.models.cluster_model import ClusterModel, with_projection
 from constraintmatch.training.batches import Shuffled, Views, derive_seed
 from constraintmatch.training.loop import Surroundings, TrainSettings, fit
@@ -63,8 +71,7 @@ def simclr(
     if len(images) < 4:
         raise InputError(f"simclr compares images with each other and needs at least 4; there are {len(images)}")
     check_least("simclr", epochs=(epochs, 1), images_per_step=(images_per_step, 2), projection=(projection, 1))
-    if not temperature > 0:
-        raise InputError(f"temperature is {temperature}; it must be positive")
+    check_positive(temperature=temperature)
     bench = prepare(model, images, settings, need_clusters=False)
     rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
     settings = replace(settings, steps=epochs * rows.steps_per_epoch, lr=settings.lr * rows.batch / 512)
@@ -122,6 +129,18 @@ class Scatter(NamedTuple):
     every: int  # epochs
 
 
+@torch.no_grad()
+def follow(target: nn.Module, online: nn.Module, share: Tensor) -> None:
+    """Move the target's weights this share () of the way to the online ones: ξ ← ξ + (1 − τ)(θ − ξ), in place.
+
+    No change at all while they are equal. The share is a tensor: a captured step reads it at each replay.
+    """
+    weights, leading = (tuple[Tensor, ...](side.parameters()) for side in (target, online))
+    changes = torch._foreach_sub(leading, weights)
+    torch._foreach_mul_(changes, share)
+    torch._foreach_add_(weights, changes)
+
+
 class OnlineAndTarget(nn.Module):
     """The online network with its predictor, and the target: a copy that follows it and has no gradient.
 
@@ -139,16 +158,9 @@ class OnlineAndTarget(nn.Module):
         self.predictor = _perceptron(projection, hidden, projection)
         self.target = copy.deepcopy(self.online).requires_grad_(False)
 
-    @torch.no_grad()
     def follow(self, share: Tensor) -> None:
-        """Move the target's weights this share () of the way to the online ones: ξ ← ξ + (1 − τ)(θ − ξ), in place.
-
-        No change at all while they are equal. The share is a tensor: a captured step reads it at each replay.
-        """
-        weights, leading = (tuple[Tensor, ...](side.parameters()) for side in (self.target, self.online))
-        changes = torch._foreach_sub(leading, weights)
-        torch._foreach_mul_(changes, share)
-        torch._foreach_add_(weights, changes)
+        """Move the target's weights this share () of the way to the online ones."""
+        follow(self.target, self.online, share)
 
     def hurry_predictor(self, times: float, weight_decay: float) -> None:
         """Let SGD move the predictor's weights as if their learning rate were this many times higher.

@@ -9,7 +9,15 @@ from torch.nn import functional as F
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods.angular import spherical_k_means
-from constraintmatch.methods.preparation import Bench, Context, Trained, ViewChoice, check_clusters, check_shares
+from constraintmatch.methods.preparation import (
+    Bench,
+    Context,
+    Trained,
+    ViewChoice,
+    check_clusters,
+    check_positive,
+    check_shares,
+)
 from constraintmatch.methods.pretext import Follow, OnlineAndTarget, Scatter, bootstrap
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.batches import derive_seed
@@ -51,8 +59,7 @@ def propos(
     for name, value in {"prototype_weight": prototype_weight, "noise": noise}.items():
         if not 0 <= value < float("inf"):
             raise InputError(f"{name} is {value}; it must be 0 or more")
-    if not temperature > 0:
-        raise InputError(f"temperature is {temperature}; it must be positive")
+    check_positive(temperature=temperature)
     how = Follow(epochs, images_per_step, hidden, projection, target_momentum, predictor_rate)
     regroup = partial(_regroup, n_clusters=n_clusters, seed=derive_seed(settings.seed, "clusters"))
     scatter = Scatter(n_clusters, prototype_weight, temperature, noise, warm_up, regroup, EVERY)

@@ -16,7 +16,7 @@ from constraintmatch.training.loop import TrainSettings
 
 STAGES = ("simclr", "scan", "self_label")  # the paper's start
 SHORT_STAGES = ("simclr", "linear_scan")  # the start that a training makes when it has none
-PRETEXTS = ("simclr", "byol", "propos")  # the ways to learn features; a start has one of them
+PRETEXTS = ("simclr", "byol", "propos", "cc", "pica", "mice", "tcc")  # ways to learn features; a start has one of them
 ORDER = (*PRETEXTS, "linear_scan", "scan", "self_label", "neighbour_label")
 CHAINS = {
     "scan": STAGES,

@@ -196,11 +196,14 @@ def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
     return _weigh(_cross_entropies(similarity, partner), split=True)
 
 
+def mean_entropy(p: Tensor) -> Tensor:
+    """H(mean p) of rows (n, k), in nats: highest when they use all clusters alike."""
+    return _entropy(_lift(p).sum(0) / max(1, len(p)))
+
+
 def scan_loss(p_anchor: Tensor, p_neighbour: Tensor, *, entropy_weight: float = 5.0) -> Tensor:
     """SCAN's loss: −mean log⟨p, q⟩ of anchors and neighbours (n, k) − `entropy_weight` · H(mean p), in nats."""
-    consistency = _weigh(-_log(pair_scores(p_anchor, p_neighbour)))
-    entropy = _entropy(_lift(p_anchor).sum(0) / max(1, len(p_anchor)))
-    return consistency - entropy_weight * entropy
+    return _weigh(-_log(pair_scores(p_anchor, p_neighbour))) - entropy_weight * mean_entropy(p_anchor)
 
 
 def balanced_confident_cross_entropy(logits: Tensor, guess: Tensor, *, min_confidence: float = 0.99) -> Tensor:
@@ -242,6 +245,59 @@ def prototype_loss(online: Tensor, target: Tensor, clusters: Tensor, n_clusters:
     partner = ((mine * other).sum(-1) / temperature).diag_embed()
     similarity = torch.where(itself, partner, among.masked_fill(~used, -math.inf))
     return _weigh(_cross_entropies(similarity, torch.arange(n_clusters, device=online.device)), used)
+
+
+def cluster_contrast(p: Tensor, q: Tensor, *, temperature: float = 1.0, entropy_weight: float = 1.0) -> Tensor:
+    """CC's contrast of clusters: `nt_xent` of the columns of two views' probabilities (n, k), less their entropies.
+
+    A cluster is what it holds: its column of one view finds that of the other among all columns. The entropies, in
+    nats, are those of both mean rows, times `entropy_weight`; they spread images over clusters.
+    """
+    return nt_xent(p.mT, q.mT, temperature=temperature) - entropy_weight * (mean_entropy(p) + mean_entropy(q))
+
+
+def partition_loss(p: Tensor, q: Tensor, *, entropy_weight: float = 2.0) -> Tensor:
+    """PICA's loss: cross-entropy of the cosines of clusters in two views, less `entropy_weight` · H(mean p).
+
+    The cosine of columns i of p and j of q (n, k) is the partition's uncertainty about i and j: 1 on the diagonal and
+    0 elsewhere if every row is sure and the same in both views. Each i finds itself among the j, at temperature 1.
+    """
+    first, second = (F.normalize(_lift(side).mT, dim=-1) for side in (p, q))
+    with torch.autocast(p.device.type, enabled=False):
+        cosines = first @ second.mT
+    itself = torch.arange(p.shape[-1], device=p.device)
+    return _weigh(_cross_entropies(cosines, itself)) - entropy_weight * mean_entropy(p)
+
+
+def set_contrast(
+    first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], *, temperature: float, entropy_weight: float = 1.0
+) -> Tensor:
+    """TCC's contrast of clusters as sets: `nt_xent` of their places in two views, less the entropies as CC has them.
+
+    Each view is its probabilities (n, k) and projections (n, d). The place of a cluster is the sum of the directions of
+    all images, each weighted by the probability that it belongs there; `nt_xent` takes its direction.
+    """
+    with torch.autocast(first[0].device.type, enabled=False):
+        places = [_lift(p).mT @ F.normalize(_lift(z), dim=-1) for p, z in (first, second)]
+    spread = mean_entropy(first[0]) + mean_entropy(second[0])
+    return nt_xent(*places, temperature=temperature) - entropy_weight * spread
+
+
+def expert_scores(gate: Tensor, online: Tensor, target: Tensor, prototypes: Tensor, temperature: float) -> Tensor:
+    """MiCE's log p(l | x) + log p(partner | x, l) of experts l, (2n, k); its loss is −mean logsumexp over l.
+
+    Rows are n first views and then n second ones of the same images; `gate` (2n, k) has logits. Expert l sees a row as
+    `online` (2n, k, d) and finds its partner, the other view, among all other rows of `target` by
+    ⟨target, online + prototype⟩ / temperature, all normalised. The softmax of the scores is EM's posterior.
+    """
+    seen, keys, centres = (F.normalize(_lift(part), dim=-1) for part in (online, target, prototypes))
+    with torch.autocast(gate.device.type, enabled=False):
+        found = torch.einsum("ild,jld->lij", seen + centres, keys) / temperature
+    itself = torch.eye(len(gate), dtype=torch.bool, device=gate.device)
+    chances = found.masked_fill(itself, -math.inf).log_softmax(-1)
+    partner = torch.arange(len(gate), device=gate.device).roll(len(gate) // 2)
+    picked = chances.gather(2, partner[None, :, None].expand(len(chances), -1, 1))
+    return _lift(gate).log_softmax(-1) + picked.squeeze(2).mT
 
 
 def _lift(tensor: Tensor) -> Tensor:

@@ -1,0 +1,241 @@
+"""Clusters and features learned at once, from two views of each image: CC, PICA and TCC.
+
+Their cluster heads are linear, on the features: a model has no other. The published ones of CC and TCC are not.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from constraintmatch._internal.errors import InputError
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.methods.preparation import (
+    Bench,
+    Context,
+    Trained,
+    ViewChoice,
+    by_epochs,
+    check_clusters,
+    check_least,
+    check_positive,
+    evaluate_now,
+    prepare,
+)
+from constraintmatch.models.cluster_model import ClusterModel, with_clusters
+from constraintmatch.training.batches import Shuffled, derive_seed
+from constraintmatch.training.loop import Surroundings, TrainSettings, fit
+from constraintmatch.training.losses import cluster_contrast, nt_xent, partition_loss, set_contrast
+from constraintmatch.training.ranks import gather, mine
+
+CC_SETTINGS = TrainSettings(optimizer="adam", lr=3e-4, weight_decay=0.0, schedule="constant")
+PICA_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=0.0, schedule="constant")
+TCC_SETTINGS = TrainSettings(optimizer="adam", lr=3e-4, weight_decay=0.0, schedule="constant")  # as CC
+SOFTNESS = 0.8  # of TCC's draws of a cluster
+TINY = 1e-30  # a draw of 0 has no logarithm
+Terms = Callable[[Tensor, Tensor], dict[str, Tensor]]  # of what the module makes of the first and second views
+
+
+class Plan(NamedTuple):
+    """What a system trains on, how long, and around what."""
+
+    images: ImageSet
+    epochs: int
+    images_per_step: int
+    settings: TrainSettings
+    views: ViewChoice
+    context: Context
+
+
+@dataclass(frozen=True)
+class TwinBatch:
+    """Two views of the same images (n, c, h, w) uint8, and Gumbel's noise (2n, k) for both where clusters are drawn."""
+
+    first: Tensor
+    second: Tensor
+    noise: Tensor | None = None
+
+
+class Twin(nn.Module):
+    """Projections (n, d) and cluster logits (n, k) of images, side by side: (n, d + k).
+
+    With `noise` (n, k) there are also the projections moved by what the module has learned of a cluster, which is drawn
+    for each image: (n, 2d + k).
+    """
+
+    def __init__(self, model: ClusterModel, projection: int, seed: int, *, drawn: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        with torch.random.fork_rng(devices=[]):  # layers draw from the global generator; no other draw may change
+            torch.default_generator.manual_seed(seed)
+            self.projector = perceptron(model.width, projection)
+            self.kinds = nn.Linear(model.config.n_clusters, projection, bias=False) if drawn else None
+
+    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        features = self.model.features(images)
+        projections, logits = self.projector(features), self.model.classify(features)
+        if self.kinds is None or noise is None:
+            return torch.cat((projections, logits), 1)
+        drawn = ((logits.float().log_softmax(-1) + noise) / SOFTNESS).softmax(-1)
+        return torch.cat((projections, projections + self.kinds(drawn), logits), 1)
+
+
+def perceptron(inputs: int, outputs: int) -> nn.Module:
+    """Two layers without BatchNorm."""
+    return nn.Sequential(nn.Linear(inputs, inputs), nn.ReLU(), nn.Linear(inputs, outputs))
+
+
+def cc(
+    model: ClusterModel,
+    images: ImageSet,
+    *,
+    n_clusters: int,
+    temperature: float = 0.5,
+    head_temperature: float = 1.0,
+    entropy_weight: float = 1.0,
+    projection: int = 128,
+    epochs: int = 1_000,
+    images_per_step: int = 256,
+    settings: TrainSettings = CC_SETTINGS,
+    views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
+) -> Trained:
+    """A model with clusters by contrastive clustering (Li et al. 2021): of images, and of clusters in a batch.
+
+    SimCLR's loss tells images apart by their projections, and clusters by their columns of probabilities over the
+    batch (`cluster_contrast`). The steps follow from `epochs`.
+    """
+    check_positive(temperature=temperature, head_temperature=head_temperature)
+    check_least("cc", projection=(projection, 1))
+    plan = Plan(images, epochs, images_per_step, settings, views, context)
+    trained = place_head("cc", model, n_clusters, plan)
+
+    def terms(first: Tensor, second: Tensor) -> dict[str, Tensor]:
+        (z1, p1), (z2, p2) = (_split(side, projection, n_clusters) for side in (first, second))
+        clusters = cluster_contrast(p1, p2, temperature=head_temperature, entropy_weight=entropy_weight)
+        return {"contrast": nt_xent(z1, z2, temperature=temperature), "clusters": clusters}
+
+    module = Twin(trained, projection, derive_seed(settings.seed, "projection"))
+    return learn("cc", module, trained, plan, terms)
+
+
+def pica(
+    model: ClusterModel,
+    images: ImageSet,
+    *,
+    n_clusters: int,
+    entropy_weight: float = 2.0,
+    epochs: int = 200,
+    images_per_step: int = 256,
+    settings: TrainSettings = PICA_SETTINGS,
+    views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
+) -> Trained:
+    """A model with the clusters that are surest as a partition (Huang et al. 2020); see `partition_loss`."""
+    plan = Plan(images, epochs, images_per_step, settings, views, context)
+    trained = place_head("pica", model, n_clusters, plan)
+
+    def terms(first: Tensor, second: Tensor) -> dict[str, Tensor]:
+        sides = (side.float().softmax(-1) for side in (first, second))
+        return {"partition": partition_loss(*sides, entropy_weight=entropy_weight)}
+
+    return learn("pica", trained, trained, plan, terms)
+
+
+def tcc(
+    model: ClusterModel,
+    images: ImageSet,
+    *,
+    n_clusters: int,
+    temperature: float = 0.5,
+    head_temperature: float = 1.0,
+    entropy_weight: float = 1.0,
+    projection: int = 128,
+    epochs: int = 1_000,
+    images_per_step: int = 256,
+    settings: TrainSettings = TCC_SETTINGS,
+    views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
+) -> Trained:
+    """A model with clusters by twin contrast (Shen et al. 2021): of images that know their cluster, and of clusters.
+
+    A cluster is the set of its images, so its place is the mean of their projections (`set_contrast`). An image's
+    projection is moved by a vector of its cluster, which is drawn anew in each step (Gumbel's softmax). Others of the
+    batch are what each is told from; the published system keeps earlier ones too.
+    """
+    check_positive(temperature=temperature, head_temperature=head_temperature)
+    check_least("tcc", projection=(projection, 1))
+    plan = Plan(images, epochs, images_per_step, settings, views, context)
+    trained = place_head("tcc", model, n_clusters, plan)
+
+    def terms(first: Tensor, second: Tensor) -> dict[str, Tensor]:
+        (z1, e1, p1), (z2, e2, p2) = (_split(side, projection, projection, n_clusters) for side in (first, second))
+        sets = set_contrast((p1, z1), (p2, z2), temperature=head_temperature, entropy_weight=entropy_weight)
+        return {"contrast": nt_xent(e1, e2, temperature=temperature), "sets": sets}
+
+    module = Twin(trained, projection, derive_seed(settings.seed, "projection"), drawn=True)
+    return learn("tcc", module, trained, plan, terms, noise=n_clusters)
+
+
+def place_head(title: str, model: ClusterModel, n_clusters: int, plan: Plan) -> ClusterModel:
+    """The model's backbone under a fresh cluster head; an InputError where a system cannot begin."""
+    check_clusters(n_clusters, plan.images)
+    if len(plan.images) < 4:
+        raise InputError(f"{title} compares images with their batch and needs at least 4; there are {len(plan.images)}")
+    check_least(title, epochs=(plan.epochs, 1), images_per_step=(plan.images_per_step, 4))
+    return with_clusters(model, n_clusters, seed=derive_seed(plan.settings.seed, "head"))
+
+
+def learn(
+    title: str,
+    module: nn.Module,
+    trained: ClusterModel,
+    plan: Plan,
+    terms: Terms,
+    *,
+    noise: int = 0,
+    before: Callable[[], None] = lambda: None,
+) -> Trained:
+    """The model after a training of the module around it; `before` is part of each step.
+
+    With a `noise` the module also gets this many of Gumbel's numbers for each view.
+    """
+    images, settings, context = plan.images, plan.settings, plan.context
+    bench = prepare(trained, images, settings)
+    rows = Shuffled(len(images), plan.images_per_step, derive_seed(settings.seed, "images"), bench.device)
+    next_batch = _batches(bench, rows, plan, noise)
+
+    def loss(network: Callable[..., Tensor], batch: TwinBatch) -> dict[str, Tensor]:
+        before()
+        seen = torch.cat((batch.first, batch.second))
+        both = network(seen) if batch.noise is None else network(seen, batch.noise)
+        first, second = gather(both, rows.batch, rows.batch).chunk(2)
+        return terms(first, second)
+
+    around = Surroundings(
+        title=title, evaluate=lambda: evaluate_now(trained, images, context), **bench.surroundings(context)
+    )
+    return Trained(trained, fit(module, next_batch, loss, by_epochs(settings, plan.epochs, rows), around))
+
+
+def _batches(bench: Bench, rows: Shuffled, plan: Plan, noise: int) -> Callable[[int], TwinBatch]:
+    view, draw, n = plan.views.contrastive(plan.images), torch.Generator(bench.device), rows.batch
+
+    def next_batch(step: int) -> TwinBatch:
+        pixels = bench.store.take(mine(rows(step)))
+        first, second = (bench.maker(view, pixels, step, name, n) for name in ("first", "second"))
+        if not noise:
+            return TwinBatch(first, second)
+        draw.manual_seed(derive_seed(bench.seed, "noise", step))
+        waits = torch.empty(2 * n, noise, device=bench.device).exponential_(generator=draw)
+        return TwinBatch(first, second, mine(-waits.clamp(min=TINY).log(), n, n))
+
+    return next_batch
+
+
+def _split(rows: Tensor, *widths: int) -> list[Tensor]:
+    """The parts of these widths, the last one as probabilities."""
+    *parts, logits = torch.split(rows.float(), list(widths), dim=1)
+    return [*parts, logits.softmax(-1)]
