@@ -5,7 +5,8 @@
 Rows are ways of asking and shares of wrong answers, columns numbers of answers: test accuracy, and what was kept. Pairs
 at random come from `Constraints.sample`. Chosen pairs and "which of these?" questions are asked in rounds, as by
 `loop --frozen`: each is about what the model of the round before believes, and about nine images in ten, which a sample
-draws. Finished curves are not run again.
+draws. Finished curves are not run again. `--wrong near:0.1 people:0.1` asks annotators whose errors are uneven instead
+(`safety.py` says how); the data may then be a folder with `train.npz` and `test.npz`, embeddings that the start made.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safety import drawn
+from safety import drawn, person
 
 from constraintmatch._internal.files import read_json
 from constraintmatch.constraints.constraint_set import Constraints
@@ -33,7 +34,7 @@ from constraintmatch.pipeline.train import train
 from constraintmatch.questions.answers import Answer
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Kind
-from constraintmatch.questions.rounds import Asking, LabelOracle, closure_pairs, image_belief, simulate
+from constraintmatch.questions.rounds import Asking, closure_pairs, image_belief, simulate
 from constraintmatch.training.loop import choose_device
 from constraintmatch.training.run_folder import write_result
 
@@ -53,7 +54,7 @@ def main() -> None:
     file = asked.out / f"grid-{asked.name}.json"
     done: dict[str, Any] = read_json(file) if file.is_file() else {"start": accuracy(*task[::2]), "curves": []}
     known = {(one["way"], one["wrong"], one["sample"]) for one in done["curves"]}
-    ways = {way: WRONG[way] for way in asked.ways.split(",")}
+    ways = {way: asked.wrong or WRONG[way] for way in asked.ways.split(",")}
     jobs = [(way, wrong, sample) for sample in range(asked.samples) for way in ways for wrong in ways[way]]
     print(f"start {100 * done['start']:.1f}; {len(jobs)} curves, {len(known)} of them before", flush=True)
     fresh = multiprocessing.get_context("spawn")  # a fork of a process that has used CUDA cannot use it
@@ -103,8 +104,7 @@ def asked_models(
 ) -> Iterator[tuple[int, ClusterModel]]:
     """The model after each number of answers to chosen questions."""
     (start, images, _), (way, wrong, sample) = task, job
-    assert images.labels is not None
-    oracle = LabelOracle(images.labels, error=float(wrong.partition(":")[2] or 0), seed=sample)
+    oracle = person(images, wrong, sample)
 
     def believe(model: ClusterModel) -> Belief:
         return image_belief(model, images)
@@ -126,7 +126,7 @@ def features(asked: argparse.Namespace) -> Task:
     parts = [
         load_dataset(asked.data, part, asked.data_dir)
         if asked.data in DATASETS
-        else load_images(Path(asked.data) / part)
+        else load_images(place if (place := Path(asked.data) / part).exists() else place.with_suffix(".npz"))
         for part in ("train", "test")
     ]
     model = load_model(asked.start, device=choose_device())
@@ -149,6 +149,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budgets", type=int, nargs="*", default=[50, 100, 200, 500, 1_000, 2_000, 10_000])
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--ways", default="random,pair,which")
+    parser.add_argument("--wrong", nargs="*", help="kinds of wrong answers and their shares; those of the page")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("results"))
     return parser.parse_args()

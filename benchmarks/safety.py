@@ -5,7 +5,8 @@
 
 Every cell is what `constraintmatch train` does with the same pairs: test accuracy, what was kept, seconds. A cell that
 is in the result already is not run again. `--wrong` names which links are wrong and their share: `all` of them alike,
-`both` as many must-links as cannot-links, `same` only wrong must-links.
+`both` as many must-links as cannot-links, `same` only wrong must-links; of embeddings also `near`, where they mislead,
+and `people`, by three annotators of whom one never errs and one errs five times as often as the other.
 """
 
 import argparse
@@ -13,6 +14,8 @@ import copy
 import time
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from constraintmatch._internal.files import read_json
 from constraintmatch.constraints.constraint_set import Constraints
@@ -23,8 +26,12 @@ from constraintmatch.methods import ViewChoice
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model
 from constraintmatch.pipeline import train as running
 from constraintmatch.pipeline.config import make_config, training_size
+from constraintmatch.questions.answers import Question
+from constraintmatch.questions.rounds import LabelOracle
 from constraintmatch.training.loop import choose_device
 from constraintmatch.training.run_folder import write_result
+
+PEOPLE = (0.0, 0.5, 2.5)  # how often each errs, beside their mean
 
 
 def main() -> None:
@@ -69,9 +76,23 @@ def drawn(images: ImageSet, n: int, wrong: str, sample: int) -> Constraints:
         part = float(share) * pairs.n_must_links
         pairs = pairs.flip(float(share), seed=sample, only="must-link")
         return pairs.flip(part / max(pairs.n_cannot_links, 1), seed=sample + 1_000, only="cannot-link")
+    if kind in ("near", "people"):
+        asked = (Question(int(one), (int(other),)) for one, other in zip(pairs.left, pairs.right, strict=True))
+        who = person(images, wrong, sample)
+        same = [float(who.answer(question).choice == 0) for question in asked]
+        return Constraints.from_arrays(pairs.left, pairs.right, np.array(same), n_images=len(images))
     if kind == "same":  # wrong "same" alone: so many of all pairs
         return pairs.flip(float(share), seed=sample, only="cannot-link")
     return pairs
+
+
+def person(images: ImageSet, wrong: str, sample: int) -> LabelOracle:
+    """A simulated annotator who errs anywhere, where features mislead, or more on some images than on others."""
+    assert images.labels is not None
+    kind, _, share = wrong.partition(":")
+    more: dict[str, Any] = {"features": images.images[:, 0, 0]} if kind == "near" else {}
+    more |= {"annotators": PEOPLE} if kind == "people" else {}
+    return LabelOracle(images.labels, error=float(share or 0), seed=sample, **more)
 
 
 def trained(

@@ -28,6 +28,7 @@ NETWORKS = (
 )
 ASKED = {"random": "random pairs", "pair": "chosen pairs", "which": "which of these?"}
 WRONG_KINDS = {"all": " of all", "both": ", alike in both kinds", "same": ', only "same"'}
+UNEVEN = {"near": ", where the features mislead", "people": ", by three annotators"}
 DEMO = {  # titles of the demo's rows; a row without one is called as the file calls it
     "k_means": "k-means on the pixels",
     "start": "self-supervised start",
@@ -375,7 +376,8 @@ def _grid_order(key: tuple[str, str]) -> tuple[int, str]:
 
 def _grid_row(key: tuple[str, str], row: Mapping[int, list[tuple[float, float]]], sizes: Sequence[int]) -> str:
     kind, _, share = key[1].partition(":")
-    wrong = f"{100 * float(share):g} % wrong{WRONG_KINDS[kind] if key[0] == 'random' else ''}" if share else "all right"
+    whose = UNEVEN.get(kind) or (WRONG_KINDS[kind] if key[0] == "random" else "")
+    wrong = f"{100 * float(share):g} % wrong{whose}" if share else "all right"
     shown = []
     for n in sizes:
         if n not in row:

@@ -1,5 +1,7 @@
 """The simulated annotator: right by the labels, wrong and unsure at the set rates, the same whenever asked."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -77,3 +79,60 @@ def test_a_question_beyond_the_labels_is_refused() -> None:
         LabelOracle(LABELS).answer(Question(3, (10,)))
     with pytest.raises(InputError, match="one column"):
         LabelOracle(LABELS.reshape(2, 5))
+
+
+# Errors that are not the same everywhere
+
+KINDS = np.repeat([0, 1, 2], 200)
+CENTRES = np.array([[1.0, 0.0, 0.0], [0.8, 0.6, 0.0], [0.0, 0.0, 1.0]])  # the first two are easily confused
+POINTS = CENTRES[KINDS] + 0.1 * np.random.Generator(np.random.Philox(2)).standard_normal((600, 3))
+
+
+def wrong_share(oracle: LabelOracle, pairs: list[tuple[int, int]]) -> float:
+    right = LabelOracle(oracle.labels, error=0)
+    asked = [Question(one, (other,)) for one, other in pairs]
+    return float(np.mean([oracle.answer(question).choice != right.answer(question).choice for question in asked]))
+
+
+def some_pairs(one: int, other: int, n: int = 1_500) -> list[tuple[int, int]]:
+    random = np.random.Generator(np.random.Philox(3))
+    left, right = (200 * kind + random.integers(200, size=n) for kind in (one, other))
+    return [(int(a), int(b)) for a, b in zip(left, right, strict=True) if a != b]
+
+
+def test_features_mislead_it_most_about_kinds_that_are_near_each_other() -> None:
+    oracle = LabelOracle(KINDS, error=0.1, features=POINTS)
+    near, far = wrong_share(oracle, some_pairs(0, 1)), wrong_share(oracle, some_pairs(0, 2))
+    assert near > 4 * far
+    assert near <= 0.55  # a coin's
+    random = np.random.Generator(np.random.Philox(4)).integers(600, size=(3_000, 2))
+    mean = wrong_share(oracle, [(int(a), int(b)) for a, b in random if a != b])
+    assert mean == pytest.approx(0.1, abs=0.03)
+
+
+def test_it_is_misled_by_the_nearest_of_the_wrong_ones() -> None:
+    oracle = LabelOracle(KINDS, error=1, features=POINTS)
+    said = [oracle.answer(Question(image, (image + 400, image + 200, image + 40))).choice for image in range(40)]
+    assert said.count(0) == 0  # of a kind that is far away
+    assert said.count(1) > 5
+
+
+def test_some_annotators_err_more_than_others_and_the_mean_stays() -> None:
+    oracle = LabelOracle(np.arange(600), error=0.1, annotators=(0.0, 1.0, 5.0))
+    shares = [wrong_share(oracle, [(image, (image + step) % 600) for step in range(1, 40)]) for image in range(150)]
+    assert np.mean(shares) == pytest.approx(0.1, abs=0.02)
+    by_rate = np.histogram(shares, [0, 0.001, 0.15, 1])[0]  # 0, 5 % and 25 %
+    assert by_rate.min() > 30
+
+
+@pytest.mark.parametrize(
+    ("uneven", "said"),
+    [
+        ({"features": np.zeros((3, 2))}, r"features of shape \(3, 2\) for 10 labels"),
+        ({"annotators": (0.0, 0.0)}, "must be numbers from 0, and some above it"),
+        ({"annotators": (-1.0, 3.0)}, "must be numbers from 0, and some above it"),
+    ],
+)
+def test_features_and_annotators_that_do_not_fit_are_refused(uneven: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        LabelOracle(LABELS, **uneven)

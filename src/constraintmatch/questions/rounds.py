@@ -4,8 +4,10 @@ A round begins with the same start, not with the model of the round before, whos
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 Rows = NDArray[np.int64]
 
 MOSTLY = 0.5  # the start is right about most known images; a kind has most of the probability
+COIN = 0.5  # the most that an annotator errs who does not err everywhere
 DOUBTFUL = 0.03  # a rate of wrong answers that 500 right ones do not reach
 MOST_PAIRS = 1_000_000  # of the closure in one training; 1,400 images that are all settled have as many
 
@@ -48,34 +51,81 @@ class LabelOracle:
 
     If several shown images have the right label, it chooses the first. A wrong answer is any other choice, each as
     likely. The answer depends on seed and question only, not on earlier questions.
+
+    With `features` (n, d) it errs where it is easily misled, and then takes what misleads it most: the nearer a wrong
+    choice is in the features and the farther the right one, the more often. `error` is then the mean over random
+    pairs; no question is worse than a coin. `annotators` are several people by how often each errs, as multiples of
+    `error` and relative to their mean; all questions about an image go to the same one.
     """
 
     labels: NDArray[np.integer]
     error: float = 0.05
     unsure: float = 0.0
     seed: int = 0
+    features: NDArray[np.floating] | None = None
+    annotators: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if np.ndim(self.labels) != 1:
             raise InputError(f"labels must be one column, not of shape {np.shape(self.labels)}")
         if self.error < 0 or self.unsure < 0 or not self.error + self.unsure <= 1:
             raise InputError(f"error={self.error} and unsure={self.unsure} must be shares that sum to at most 1")
+        if self.features is not None and (np.ndim(self.features) != 2 or len(self.features) != len(self.labels)):
+            raise InputError(
+                f"features of shape {np.shape(self.features)} for {len(self.labels):,} labels; give a row each"
+            )
+        if self.annotators and not (min(self.annotators) >= 0 < sum(self.annotators) < np.inf):
+            raise InputError(f"annotators={self.annotators} must be numbers from 0, and some above it")
 
     def answer(self, question: Question) -> Answer:
         """The answer to this question; the same whenever it is asked."""
         if max(question.image, *question.shown) >= len(self.labels):
             raise InputError(f"a question about images beyond the {len(self.labels):,} that have labels")
-        text = ",".join(map(str, (self.seed, question.image, *question.shown)))
-        digest = blake2b(text.encode(), digest_size=16).digest()
+        digest = self._digest(question.image, *question.shown)
         draw, pick = (int.from_bytes(digest[:8], "big") >> 11) * 2.0**-53, int.from_bytes(digest[8:], "big")
         if draw < self.unsure:
             return Answer(question, UNSURE)
         right = [at for at, shown in enumerate(question.shown) if self.labels[shown] == self.labels[question.image]]
         right = right or [NONE]
-        if draw >= self.unsure + self.error:
-            return Answer(question, right[0])
         wrong = [choice for choice in (NONE, *range(len(question.shown))) if choice not in right]
-        return Answer(question, wrong[pick % len(wrong)])
+        rate, chosen = self.error, wrong[pick % len(wrong)]
+        if self.features is not None and self.error:
+            middle, scale, level = self._misled
+            near = {NONE: middle, **dict(enumerate(self._cosines(np.array(question.shown), question.image).tolist()))}
+            chosen = max(wrong, key=lambda choice: near[choice])
+            doubt = (near[chosen] - max(near[choice] for choice in right)) / scale
+            rate = math.exp(min(doubt + level, 0))
+        if self.annotators:
+            who = int.from_bytes(self._digest(question.image), "big") % len(self.annotators)
+            rate *= self.annotators[who] / float(np.mean(self.annotators))
+        rate = min(rate, max(COIN, self.error))
+        return Answer(question, right[0] if draw >= self.unsure + rate else chosen)
+
+    def _digest(self, *images: int) -> bytes:
+        return blake2b(",".join(map(str, (self.seed, *images))).encode(), digest_size=16).digest()
+
+    def _cosines(self, left: Rows, right: Rows | int) -> NDArray[np.float64]:
+        assert self.features is not None
+        one, other = (np.asarray(self.features[rows], np.float64) for rows in (left, right))
+        lengths = np.linalg.norm(one, axis=-1) * np.linalg.norm(other, axis=-1)
+        return np.asarray((one * other).sum(-1) / np.maximum(lengths, 1e-12))
+
+    @cached_property
+    def _misled(self) -> tuple[float, float, float]:
+        """Of random pairs: the cosine between "same" and "different", half the spread, and a level.
+
+        The level is such that exp(doubt + level), at most a coin's, is `error` on average.
+        """
+        pairs = Constraints.sample(self.labels, min(5_000, len(self.labels)), seed=0)
+        cosine, same = self._cosines(pairs.left, pairs.right), pairs.link > 0.5
+        kinds = [cosine[kind].mean() for kind in (same, ~same) if kind.any()]
+        middle, scale = float(np.mean(kinds)), float(max(cosine.std() / 2, 1e-12))
+        doubt, low, high = np.where(same, middle - cosine, cosine - middle) / scale, -100.0, 100.0
+        while high - low > 1e-6:
+            level = (low + high) / 2
+            enough = np.minimum(np.exp(np.minimum(doubt + level, 0)), max(COIN, self.error)).mean() >= self.error
+            low, high = (low, level) if enough else (level, high)
+        return middle, scale, high
 
 
 @dataclass(frozen=True)
