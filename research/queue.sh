@@ -106,6 +106,18 @@ answers() { # answers instead of pairs, rounds held apart: what the aims are abo
     for set in cifar100-20 cifar10; do curves $set "$starts/scan-$set" --anchors; done
 }
 
+systems() { # the systems without pairs of Table I, a ResNet-18: about 15 minutes each on an H200; BACKBONE=resnet34 is another
+    local set one name=${BACKBONE:+-$BACKBONE}
+    for set in cifar10 cifar100-20; do
+        for one in cc:600 tcc:600 mice:450 pica:600; do
+            part "${one%:*}-$set$name" "$python" benchmarks/pretrain.py "$set" --data-dir "$data" --stages "${one%:*}" \
+                --set "${one%:*}.epochs=${one#*:}" --out "$keep/${one%:*}-$set$name" --results-name "start-$set$name" \
+                ${BACKBONE:+--backbone "$BACKBONE"}
+        done
+    done
+}
+
+[ "${FIRST:-}" = systems ] && systems
 if [ "${FIRST:-}" = answers ]; then # some copies choose questions, on the CPU, while others train
     answers
     runs
