@@ -86,25 +86,28 @@ def curve(task: Task, job: Curve, budgets: list[int]) -> dict[str, Any]:
         if way == "random"
         else asked_models(task, job, budgets, learn)
     )
-    points = [{"answers": n, "acc": accuracy(model, test), "kept": kept[0]} for n, model in models]
+    points = [{"answers": n, "acc": accuracy(model, test), "kept": kept[0], **more} for n, model, more in models]
     seconds = round(time.monotonic() - began, 1)
     return {"way": way, "wrong": wrong, "sample": sample, "points": points, "seconds": seconds}
 
 
 def drawn_models(
     images: ImageSet, budgets: list[int], wrong: str, sample: int, learn: Callable[[Constraints], ClusterModel]
-) -> Iterator[tuple[int, ClusterModel]]:
-    """The model after each number of pairs at random."""
+) -> Iterator[tuple[int, ClusterModel, dict[str, float]]]:
+    """The model after each number of pairs at random, and the share of them that is wrong."""
+    assert images.labels is not None
     for n in budgets:
-        yield n, learn(drawn(images, n, wrong, sample))
+        pairs = drawn(images, n, wrong, sample)
+        right = images.labels[pairs.left] == images.labels[pairs.right]
+        yield n, learn(pairs), {"wrong": round(float((right != (pairs.link > 0.5)).mean()), 4)}
 
 
 def asked_models(
     task: Task, job: Curve, budgets: list[int], learn: Callable[[Constraints], ClusterModel]
-) -> Iterator[tuple[int, ClusterModel]]:
-    """The model after each number of answers to chosen questions."""
+) -> Iterator[tuple[int, ClusterModel, dict[str, float]]]:
+    """The model after each number of answers to chosen questions, and the share of them that is wrong."""
     (start, images, _), (way, wrong, sample) = task, job
-    oracle = person(images, wrong, sample)
+    oracle, knowing = (person(images, kind, sample) for kind in (wrong, "none"))
 
     def believe(model: ClusterModel) -> Belief:
         return image_belief(model, images)
@@ -118,7 +121,8 @@ def asked_models(
     kind: Kind = "which" if way == "which" else "pair"
     asking = Asking(kind=kind, batch=25, seed=sample, candidates=np.sort(some))
     for answers, model in simulate(believe, learn_answers, start, [n for n in budgets if n <= 2_000], oracle, asking):
-        yield len(answers), model
+        missed = [one.choice != knowing.answer(one.question).choice for one in answers]
+        yield len(answers), model, {"wrong": round(float(np.mean(missed)), 4)}
 
 
 def features(asked: argparse.Namespace) -> Task:
