@@ -28,7 +28,7 @@ NETWORKS = (
 )
 ASKED = {"random": "random pairs", "pair": "chosen pairs", "which": "which of these?"}
 WRONG_KINDS = {"all": " of all", "both": ", alike in both kinds", "same": ', only "same"'}
-UNEVEN = {"near": ", where the features mislead", "people": ", by three annotators"}
+UNEVEN = {"none": "none", "all": "anywhere", "near": "where the features mislead", "people": "by three annotators"}
 DEMO = {  # titles of the demo's rows; a row without one is called as the file calls it
     "k_means": "k-means on the pixels",
     "start": "self-supervised start",
@@ -376,8 +376,7 @@ def _grid_order(key: tuple[str, str]) -> tuple[int, str]:
 
 def _grid_row(key: tuple[str, str], row: Mapping[int, list[tuple[float, float]]], sizes: Sequence[int]) -> str:
     kind, _, share = key[1].partition(":")
-    whose = UNEVEN.get(kind) or (WRONG_KINDS[kind] if key[0] == "random" else "")
-    wrong = f"{100 * float(share):g} % wrong{whose}" if share else "all right"
+    wrong = f"{100 * float(share):g} % wrong{WRONG_KINDS[kind] if key[0] == 'random' else ''}" if share else "all right"
     shown = []
     for n in sizes:
         if n not in row:
@@ -390,6 +389,23 @@ def _grid_row(key: tuple[str, str], row: Mapping[int, list[tuple[float, float]]]
         )
         shown.append(f'<td{colour if gain else ""} title="lowest {least:.1f}">{mean:.1f}</td>')
     return f"<tr><td>{ASKED[key[0]]}, {wrong}</td>{''.join(shown)}</tr>"
+
+
+def uneven_table() -> str:
+    """Test ACC of a head on frozen features when the simulated annotator errs in other ways, and how often it did."""
+    found = json.loads((ROOT / "results" / "grid-uneven-cifar10-scan.json").read_text(encoding="utf-8"))
+    order = [(way, kind) for way in ASKED for kind in UNEVEN]
+    curves = sorted(found["curves"], key=lambda one: order.index((one["way"], one["wrong"].partition(":")[0])))
+    sizes = sorted({point["answers"] for one in curves for point in one["points"]})
+    lines = [f"| errors | {' | '.join(f'{n:,} answers' for n in sizes)} |", "|---|" + "--:|" * len(sizes)]
+    lines.append("| the start" + f" | {100 * found['start']:.1f}" * len(sizes) + " |")
+    for one in curves:
+        points = {point["answers"]: point for point in one["points"]}
+        cells = [
+            f"{100 * points[n]['acc']:.1f} ({points[n]['wrong']:.0%} wrong)" if n in points else "–" for n in sizes
+        ]
+        lines.append(f"| {ASKED[one['way']]}, {UNEVEN[one['wrong'].partition(':')[0]]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def wrong_table() -> str:
@@ -580,6 +596,7 @@ def filled(text: str) -> str:
         "photographs table": photographs_table,
         "networks table": networks_table,
         "grid": grid_tables,
+        "uneven table": uneven_table,
         "wrong table": wrong_table,
         "merging table": merging_table,
         "embeddings table": embeddings_table,
