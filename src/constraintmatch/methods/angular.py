@@ -13,6 +13,7 @@ from constraintmatch.methods.preparation import spread
 from constraintmatch.training.losses import angular_loss
 
 TRIES, TURNS = 3, 30  # fresh beginnings of k-means, and turns of each
+HEAD_TRIES = 20  # where the clusters become a head: with 3, one sample of pairs in two loses two points on 20 kinds
 BETTER = 1e-4  # by how much the mean cosine of a fresh one must be higher
 STEPS, RATE = 1_500, 3e-3
 WIDTHS = 256, 32  # inside the network of the embedding, and of the embedding
@@ -36,7 +37,7 @@ def angular_head(
     some = spread(len(features), MOST)
     with torch.no_grad():
         points = F.normalize(network(inputs[some]), dim=-1)
-    found = spherical_k_means(points, n_clusters, seed=seed).numpy()
+    found = spherical_k_means(points, n_clusters, seed=seed, tries=HEAD_TRIES).numpy()
     if len(np.unique(found)) < n_clusters:
         return None
     table = np.zeros((n_clusters, n_clusters))
@@ -72,14 +73,14 @@ def _train_embedding(inputs: Tensor, constraints: Constraints, seed: int) -> nn.
 
 
 @torch.no_grad()
-def spherical_k_means(points: Tensor, k: int, *, seed: int, begin: Tensor | None = None) -> Tensor:
-    """The clusters (n,) of points of length 1 (n, d) by k-means on the sphere: the best of a few beginnings.
+def spherical_k_means(points: Tensor, k: int, *, seed: int, begin: Tensor | None = None, tries: int = TRIES) -> Tensor:
+    """The clusters (n,) of points of length 1 (n, d) by k-means on the sphere: the best of `tries` beginnings.
 
     They are drawn as in k-means++; `begin` (n,), clusters from before, wins unless another one is clearly better. A
     cluster that loses all its points takes the one that fits its own least.
     """
     generator = torch.Generator().manual_seed(seed)
-    found = [_settle(points, _draw_centres(points, k, generator)) for _ in range(TRIES)]
+    found = [_settle(points, _draw_centres(points, k, generator)) for _ in range(tries)]
     best, tightest = max(found, key=lambda one: one[1])
     if begin is not None and bool((torch.bincount(begin, minlength=k) > 0).all()):
         again, tight = _settle(points, _centres(points, begin, k))
