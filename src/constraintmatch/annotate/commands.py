@@ -1,168 +1,43 @@
-"""The commands `annotate` and `loop`, once their words are read: what they ask about, and who is asked.
+"""The command `loop`, once its words are read: what it asks about, and who is asked.
 
 A loop folder holds the start, the answers, the rounds and the newest model: the same command continues it. Without a
-number of clusters the start has none, and each round begins with as many as the answers have shown so far. fastapi and
-uvicorn, which may be missing, are imported only by what needs them.
+number of clusters the start has none, and each round begins with as many as the answers have shown so far.
 """
 
 import shlex
-import socket
-import threading
 import webbrowser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
-from constraintmatch._internal.progress import QUIET, Reporter, watched
+from constraintmatch._internal.progress import QUIET, Reporter
 from constraintmatch.annotate.background_training import Learner, Learning
-from constraintmatch.annotate.import_export import Sitting, open_answers, open_images, open_model
-from constraintmatch.annotate.other_tools import write_tasks
-from constraintmatch.annotate.question_queue import Chooser, Line, Prompt, QuestionQueue, ask_one_by_one, pixel_belief
+from constraintmatch.annotate.import_export import open_answers, open_model
+from constraintmatch.annotate.question_queue import Chooser, Prompt, QuestionQueue, ask_one_by_one
+from constraintmatch.annotate.sitting import Door, Rows, open_port, serve
 from constraintmatch.annotate.store import Store
 from constraintmatch.data.datasets import DATASETS
-from constraintmatch.data.decoding import is_photo
-from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions
 from constraintmatch.methods import Context, ViewChoice
 from constraintmatch.methods.heads import attach_head, detach_head, embed_images
 from constraintmatch.models.cluster_model import ClusterModel, save_model, with_clusters
 from constraintmatch.pipeline.commands import check_sort_folder, finish_loop, score_line
 from constraintmatch.pipeline.config import MOST_LR, SHORT_STAGES, round_size, short_start
-from constraintmatch.pipeline.embedding import encode, photo_features
+from constraintmatch.pipeline.embedding import encode
 from constraintmatch.pipeline.plan import Train, plan_pretraining
-from constraintmatch.pipeline.sources import Data, read_pairs
+from constraintmatch.pipeline.sources import Data
 from constraintmatch.pipeline.train import pretrain
-from constraintmatch.questions.answers import Question
-from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Choice, Kind
-from constraintmatch.questions.rounds import closure_pairs, image_belief
+from constraintmatch.questions.rounds import closure_pairs
 from constraintmatch.training.loop import choose_device
 from constraintmatch.training.run_folder import is_finished
 
-TASKS = 100  # questions for another tool at a time
 CHECKPOINT_EVERY = 200  # steps of a round that a crash loses at most
-Rows = list[tuple[str, str]]  # of a table: what was answered, and what to do next
 Open = tuple[Data, QuestionQueue, Learner]
-
-
-# The page
-
-
-@dataclass(frozen=True)
-class Door:
-    """Where the server listens, and whether the browser is opened."""
-
-    host: str = "127.0.0.1"
-    port: int = 8765
-    token: str | None = None
-    browse: bool = True
-
-
-def serve_page(sitting: Sitting, door: Door, reporter: Reporter = QUIET) -> Rows:
-    """Serve the page until Ctrl-C."""
-    with open_port(door) as sock:
-        check_target(sitting.db)
-        data = open_images(sitting, reporter)
-        data.images.to_look_at()
-        again = None if sitting.again is None else read_pairs(sitting.again, data.images).merged()
-        believe = _believer(sitting, data.images, reporter)
-        with open_answers(sitting.db, data, reporter) as store:
-            if again is not None and len(again):
-                pairs = zip(again.left.tolist(), again.right.tolist(), strict=True)
-                questions = (Question(left, (right,)) for left, right in pairs)
-                n = store.add_questions(questions, model=str(sitting.again), urgent=True)
-                asked = f"{n:,} of the {len(again):,} pairs of {sitting.again} are asked first"
-                reporter.say(f"{asked}; the others have answers already")
-            belief = believe()
-            chooser = Chooser(kind=sitting.kind, choose=sitting.choose, seed=sitting.seed)
-            name = None if sitting.model is None else str(sitting.model)
-            _serve(sock, door, reporter, data, QuestionQueue(store, lambda: belief, chooser, lambda: name))
-            return _next_steps(sitting, store, belief)
-
-
-def export_tasks(sitting: Sitting, out: Path, reporter: Reporter = QUIET) -> str:
-    """Write the next questions as tasks for Label Studio; a sentence with their number comes back."""
-    check_target(out)
-    data = open_images(sitting, reporter)
-    if data.files is None:
-        raise InputError(f"{sitting.data}: has no image files that Label Studio could show; give a folder")
-    answers = []
-    if sitting.db.exists():
-        with open_answers(sitting.db, data, read_only=True) as store:
-            answers = store.answers()
-    belief = _believer(sitting, data.images, reporter)()
-    chooser, questions = Chooser("pair", sitting.choose, sitting.seed), list[Question]()
-    while found := chooser.next(belief, answers, TASKS - len(questions), questions):  # a warm-up gives few at a time
-        questions += found
-    write_tasks(out, data.images.names, questions)
-    return f"{len(questions):,} questions"
-
-
-def _believer(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Callable[[], Belief]:
-    """A function that makes the belief, which may take long; the model and the device are checked at once."""
-    photos = sitting.model is None and is_photo(images.side, images.channels)
-    if photos and (seen := photo_features(sitting.data, images, reporter)) is not None:
-        return partial(Belief.of, seen)
-    if sitting.model is None:
-        what = "the embeddings" if images.embedded else "the pixels"
-        reporter.say(f"no model: questions are chosen by {what} (--model asks better ones)")
-        return lambda: pixel_belief(images)
-    model, device = open_model(sitting.model, (images.side, images.channels)), choose_device(sitting.device)
-
-    def look() -> Belief:
-        with watched(reporter, "looking at the images", len(images)) as progress:
-            return image_belief(model, images, device=device, progress=progress)
-
-    return look
-
-
-def _next_steps(sitting: Sitting, store: Store, belief: Belief) -> Rows:
-    """Where the answers are and what to do with them."""
-    counts, quoted = store.counts(), shlex.quote(sitting.data)
-    kinds = ", ".join(f"{counts[kind]:,} {kind}" for kind in ("same", "different", "unsure"))
-    rows = [("answers", f"{sitting.db} ({counts['answered']:,}: {kinds})")]
-    if n := store.n_contradictions():
-        rows.append(("contradictions", f"{n:,}; settle them on the page, or train leaves some of them out"))
-    if not counts["answered"]:
-        return rows
-    split = "" if sitting.split is None else f" --split {sitting.split}"
-    split += "" if sitting.pictures is None else f" --pictures {shlex.quote(str(sitting.pictures))}"
-    export = f"constraintmatch annotate {quoted}{split} --db {shlex.quote(str(sitting.db))} --export pairs.csv"
-    has_clusters = belief.probabilities is not None and sitting.model is not None
-    start = f"--model {shlex.quote(str(sitting.model))}" if has_clusters else "--clusters K"
-    return [*rows, ("pairs", export), ("then", f"constraintmatch train {quoted} --pairs pairs.csv {start}")]
-
-
-def open_port(door: Door) -> socket.socket:
-    """The socket of the door, before anything else is done: a port in use shows at once."""
-    if not all(find_spec(name) for name in ("fastapi", "uvicorn")):
-        raise InputError("the page needs fastapi and uvicorn; install them: pip install 'constraintmatch[web]'")
-    from constraintmatch.annotate.server import listen
-
-    return listen(door.host, door.port)
-
-
-def _serve(
-    sock: socket.socket, door: Door, reporter: Reporter, data: Data, queue: QuestionQueue, activity: Line = lambda: None
-) -> None:
-    """Serve the page over these images and questions on the socket until Ctrl-C."""
-    from constraintmatch.annotate import server
-    from constraintmatch.annotate.api import Page, create_app
-
-    rules = server.rules_for(door.host, sock.getsockname()[1], door.token)
-    place = server.address(sock, door.host, rules.token)
-    reporter.say(f"the page is at {place} (Ctrl-C ends; every answer is saved at once)")
-    if not server.is_loopback(door.host):
-        reporter.say("everybody with this address can see the images and answer; share it with care")
-    if door.browse:  # the socket listens already, so the browser waits; some browsers block the call that opens them
-        threading.Thread(target=webbrowser.open, args=(place,), daemon=True).start()
-    page = Page(data.images, queue, data.files, str(data.record["name"]), activity)
-    server.run_app(create_app(page, rules), sock)
 
 
 # The loop: a start made once, questions, answers, a round of training in the background, better questions
@@ -199,7 +74,7 @@ def ask_on_page(loop: Loop, door: Door, reporter: Reporter = QUIET) -> Rows:
     """Serve the page and train in the background until Ctrl-C; the same command continues."""
     with open_port(door) as sock, open_loop(loop, reporter) as (data, queue, learner):
         learner.start()
-        _serve(sock, door, reporter, data, queue, learner.activity)
+        serve(sock, door, reporter, data, queue, learner.activity)
         learner.stop()
         rows = end_loop(loop, data, queue.store, learner)
         if door.browse and (report := dict(rows).get("report")):

@@ -70,7 +70,11 @@ def open_images(sitting: Sitting, reporter: Reporter) -> Data:
         config = open_model(sitting.model).config
         size = config.side, config.channels
     how = {name: getattr(sitting, name) for name in ("split", "data_dir", "strict", "pictures")}
-    data = open_at(sitting.data, size, "train", reporter=reporter, **how)
+    return check_number(sitting, open_at(sitting.data, size, "train", reporter=reporter, **how))
+
+
+def check_number(sitting: Sitting, data: Data) -> Data:
+    """The images, if there are enough to ask about."""
     if len(data.images) < 2:
         raise InputError(f"{sitting.data}: has only one image; questions need two or more")
     return data

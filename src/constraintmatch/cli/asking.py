@@ -71,7 +71,7 @@ def loop(
         --annotator openai:http://127.0.0.1:11434/v1 \
         --vlm-model qwen3-vl
     """
-    from constraintmatch.annotate import annotators, commands
+    from constraintmatch.annotate import annotators, commands, sitting
     from constraintmatch.pipeline.plan import Train
 
     given = read_settings("loop", sets)
@@ -94,7 +94,7 @@ def loop(
     elif "terminal" in who:
         rows = commands.ask_in_terminal(request, reporter=reporter)
     else:
-        rows = commands.ask_on_page(request, commands.Door(**door), reporter)
+        rows = commands.ask_on_page(request, sitting.Door(**door), reporter)
     print_rows(rows)
 
 
@@ -173,12 +173,12 @@ def annotate(data: Source, *, asked: Flags, reporter: Reporter, exchange: Flags,
         taken = import_export.import_file(sitting, import_, reporter, **exchange)
         print_rows([("answers", f"{sitting.db} ({taken})")])
         return
-    from constraintmatch.annotate import commands  # with torch: not to write a file
+    from constraintmatch.annotate import sitting as page
 
     if export is not None:
-        print_rows([("tasks", f"{export} ({commands.export_tasks(sitting, export, reporter)})")])
+        print_rows([("tasks", f"{export} ({page.export_tasks(sitting, export, reporter)})")])
     else:
-        print_rows(commands.serve_page(sitting, commands.Door(**door), reporter))
+        print_rows(page.serve_page(sitting, page.Door(**door), reporter))
 
 
 @command(_PANEL, how=shared("columns", "split", "data_dir"))

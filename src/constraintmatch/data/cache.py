@@ -47,12 +47,10 @@ def decode_cached(request: FolderRequest, cache: bool | Path | str = True, suffi
     `cache` is its folder (True: the user's cache folder, False: none). A cache holds one state of a folder; the suffix
     makes room for several sets of one folder.
     """
-    root = None if cache is False else _user_cache() if cache is True else Path(cache)
+    root = None if cache is False else user_cache() if cache is True else Path(cache)
     if root is None:
         return _decode_into_memory(request)
-    size = [request.side, request.max_side, request.channels]
-    key = json.dumps([str(request.folder.resolve()), *size, _CACHE_VERSION])
-    place = root / (hashlib.sha256(key.encode("utf-8", "backslashreplace")).hexdigest()[:24] + suffix)
+    place = _place(request, root, suffix)
     decoded = _read_cache(request, place)
     if decoded is not None:
         return decoded
@@ -66,6 +64,18 @@ def decode_cached(request: FolderRequest, cache: bool | Path | str = True, suffi
     return decoded or _decode_into_memory(request)
 
 
+def is_decoded(request: FolderRequest) -> bool:
+    """Whether the images are in the user's cache folder, as their files are now."""
+    root = user_cache()
+    return root is not None and _read_cache(request, _place(request, root)) is not None
+
+
+def _place(request: FolderRequest, root: Path, suffix: str = "") -> Path:
+    size = [request.side, request.max_side, request.channels]
+    key = json.dumps([str(request.folder.resolve()), *size, _CACHE_VERSION])
+    return root / (hashlib.sha256(key.encode("utf-8", "backslashreplace")).hexdigest()[:24] + suffix)
+
+
 def embed_cached(
     pixels: NDArray[np.uint8],
     encoder: str,
@@ -77,7 +87,7 @@ def embed_cached(
     `encoder` names the network exactly. What is made is kept at once; where it cannot be kept, all are made.
     """
     keys = [hashlib.blake2b(image.tobytes(), digest_size=16).digest() for image in pixels]
-    root = _user_cache() if cache else None
+    root = user_cache() if cache else None
     try:
         with closing(_open_embeddings(root, encoder)) as known:
             rest = []
@@ -105,6 +115,37 @@ def embed_cached(
         yield from embed_cached(pixels, encoder, make, cache=False)
 
 
+def kept_embeddings(pixels: NDArray[np.uint8], encoder: str) -> NDArray[np.float32] | None:
+    """The embeddings (n, d) of all images of a folder as it is in the cache, if they were kept: no pixel is read."""
+    try:
+        kept = None if (place := _beside(pixels, encoder)) is None else np.load(place)
+    except (OSError, ValueError, EOFError):
+        return None
+    fits = kept is not None and kept.dtype == np.float32 and kept.ndim == 2 and len(kept) == len(pixels)
+    return kept if fits else None
+
+
+def keep_embeddings(pixels: NDArray[np.uint8], encoder: str, embeddings: NDArray[np.float32]) -> None:
+    """Keep the embeddings of all images beside the cached images of a folder; with these they are removed."""
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            np.save(file, embeddings)
+
+    if (place := _beside(pixels, encoder)) is not None:
+        with suppress(OSError, InputError):
+            write_atomically(place, write)
+
+
+def _beside(pixels: NDArray[np.uint8], encoder: str) -> Path | None:
+    """The file for the embeddings of mapped images; None for those that are not in the cache."""
+    root, mapped = user_cache(), pixels.base
+    if root is None or not isinstance(mapped, np.memmap) or mapped.shape != pixels.shape:
+        return None
+    place = Path(str(mapped.filename))
+    return place.with_suffix(f".{encoder}.npy") if root in place.parents else None
+
+
 def _open_embeddings(root: Path | None, encoder: str) -> sqlite3.Connection:
     if root is not None:
         (root / "embeddings").mkdir(parents=True, exist_ok=True)
@@ -114,7 +155,8 @@ def _open_embeddings(root: Path | None, encoder: str) -> sqlite3.Connection:
     return known
 
 
-def _user_cache() -> Path | None:
+def user_cache() -> Path | None:
+    """The folder for what can be made again; None where the user has no home."""
     given = Path(os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", ""))
     try:
         return (given if given.is_absolute() else Path.home() / ".cache") / "constraintmatch"

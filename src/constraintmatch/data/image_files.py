@@ -90,11 +90,11 @@ def read_images(place: Path, files: Sequence[ImageFile]) -> Iterator[Path | io.B
 
 def embeddings_in(place: Path) -> list[Path]:
     """The Parquet files of a folder, or the one at the place, if they hold embeddings, as `embed` writes them."""
-    from pyarrow.parquet import read_schema
-
     paths = sorted(place.glob("[!._]*.parquet")) if place.is_dir() else [place] if place.suffix == ".parquet" else []
     if not paths or not paths[0].is_file():
         return []
+    from pyarrow.parquet import read_schema
+
     with _shard_errors(paths[0]):
         return paths if "embedding" in read_schema(paths[0]).names else []
 

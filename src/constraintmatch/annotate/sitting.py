@@ -1,0 +1,158 @@
+"""The command `annotate`, once its words are read: questions about images on a page, or as tasks for another tool.
+
+Torch is imported only where a network has to look at the images: photographs that are known are asked about at once.
+fastapi and uvicorn, which may be missing, are imported only by what needs them.
+"""
+
+import shlex
+import socket
+import threading
+import webbrowser
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from constraintmatch._internal.errors import InputError
+from constraintmatch._internal.files import check_target
+from constraintmatch._internal.progress import QUIET, Reporter, watched
+from constraintmatch.annotate.import_export import Sitting, check_number, open_answers, open_images, open_model
+from constraintmatch.annotate.other_tools import write_tasks
+from constraintmatch.annotate.question_queue import Chooser, Line, QuestionQueue, pixel_belief
+from constraintmatch.annotate.store import Store
+from constraintmatch.data.datasets import DATASETS
+from constraintmatch.data.decoding import is_photo
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.pipeline.photos import known_photos, size_of
+from constraintmatch.pipeline.sources import Data, read_pairs
+from constraintmatch.questions.answers import Question
+from constraintmatch.questions.belief import Belief
+
+TASKS = 100  # questions for another tool at a time
+Rows = list[tuple[str, str]]  # of a table: what was answered, and what to do next
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where the server listens, and whether the browser is opened."""
+
+    host: str = "127.0.0.1"
+    port: int = 8765
+    token: str | None = None
+    browse: bool = True
+
+
+def serve_page(sitting: Sitting, door: Door, reporter: Reporter = QUIET) -> Rows:
+    """Serve the page until Ctrl-C."""
+    with open_port(door) as sock:
+        check_target(sitting.db)
+        data, believe = _open(sitting, reporter)
+        data.images.to_look_at()
+        again = None if sitting.again is None else read_pairs(sitting.again, data.images).merged()
+        with open_answers(sitting.db, data, reporter) as store:
+            if again is not None and len(again):
+                pairs = zip(again.left.tolist(), again.right.tolist(), strict=True)
+                questions = (Question(left, (right,)) for left, right in pairs)
+                n = store.add_questions(questions, model=str(sitting.again), urgent=True)
+                asked = f"{n:,} of the {len(again):,} pairs of {sitting.again} are asked first"
+                reporter.say(f"{asked}; the others have answers already")
+            belief = believe()
+            chooser = Chooser(kind=sitting.kind, choose=sitting.choose, seed=sitting.seed)
+            name = None if sitting.model is None else str(sitting.model)
+            serve(sock, door, reporter, data, QuestionQueue(store, lambda: belief, chooser, lambda: name))
+            return _next_steps(sitting, store, belief)
+
+
+def export_tasks(sitting: Sitting, out: Path, reporter: Reporter = QUIET) -> str:
+    """Write the next questions as tasks for Label Studio; a sentence with their number comes back."""
+    check_target(out)
+    data, believe = _open(sitting, reporter)
+    if data.files is None:
+        raise InputError(f"{sitting.data}: has no image files that Label Studio could show; give a folder")
+    answers = []
+    if sitting.db.exists():
+        with open_answers(sitting.db, data, read_only=True) as store:
+            answers = store.answers()
+    belief = believe()
+    chooser, questions = Chooser("pair", sitting.choose, sitting.seed), list[Question]()
+    while found := chooser.next(belief, answers, TASKS - len(questions), questions):  # a warm-up gives few at a time
+        questions += found
+    write_tasks(out, data.images.names, questions)
+    return f"{len(questions):,} questions"
+
+
+def _open(sitting: Sitting, reporter: Reporter) -> tuple[Data, Callable[[], Belief]]:
+    """The images, and a function that makes the belief, which may take long; all else is checked at once."""
+    folder = sitting.model is None and sitting.split is None and sitting.pictures is None
+    if folder and sitting.data not in DATASETS and is_photo(*size_of(sitting.data)):
+        found = known_photos(sitting.data, reporter=reporter, strict=sitting.strict)
+        if found is None:
+            from constraintmatch.pipeline.embedding import open_photos
+
+            found = open_photos(sitting.data, reporter=reporter, strict=sitting.strict)
+        if found is not None:
+            return check_number(sitting, found[0]), partial(Belief.of, found[1])
+    data = open_images(sitting, reporter)
+    return data, _believer(sitting, data.images, reporter)
+
+
+def _believer(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Callable[[], Belief]:
+    if sitting.model is None:
+        what = "the embeddings" if images.embedded else "the pixels"
+        reporter.say(f"no model: questions are chosen by {what} (--model asks better ones)")
+        return lambda: pixel_belief(images)
+    from constraintmatch.questions.rounds import image_belief
+    from constraintmatch.training.loop import choose_device
+
+    model, device = open_model(sitting.model, (images.side, images.channels)), choose_device(sitting.device)
+
+    def look() -> Belief:
+        with watched(reporter, "looking at the images", len(images)) as progress:
+            return image_belief(model, images, device=device, progress=progress)
+
+    return look
+
+
+def _next_steps(sitting: Sitting, store: Store, belief: Belief) -> Rows:
+    """Where the answers are and what to do with them."""
+    counts, quoted = store.counts(), shlex.quote(sitting.data)
+    kinds = ", ".join(f"{counts[kind]:,} {kind}" for kind in ("same", "different", "unsure"))
+    rows = [("answers", f"{sitting.db} ({counts['answered']:,}: {kinds})")]
+    if n := store.n_contradictions():
+        rows.append(("contradictions", f"{n:,}; settle them on the page, or train leaves some of them out"))
+    if not counts["answered"]:
+        return rows
+    split = "" if sitting.split is None else f" --split {sitting.split}"
+    split += "" if sitting.pictures is None else f" --pictures {shlex.quote(str(sitting.pictures))}"
+    export = f"constraintmatch annotate {quoted}{split} --db {shlex.quote(str(sitting.db))} --export pairs.csv"
+    has_clusters = belief.probabilities is not None and sitting.model is not None
+    start = f"--model {shlex.quote(str(sitting.model))}" if has_clusters else "--clusters K"
+    return [*rows, ("pairs", export), ("then", f"constraintmatch train {quoted} --pairs pairs.csv {start}")]
+
+
+def open_port(door: Door) -> socket.socket:
+    """The socket of the door, before anything else is done: a port in use shows at once."""
+    if not all(find_spec(name) for name in ("fastapi", "uvicorn")):
+        raise InputError("the page needs fastapi and uvicorn; install them: pip install 'constraintmatch[web]'")
+    from constraintmatch.annotate.server import listen
+
+    return listen(door.host, door.port)
+
+
+def serve(
+    sock: socket.socket, door: Door, reporter: Reporter, data: Data, queue: QuestionQueue, activity: Line = lambda: None
+) -> None:
+    """Serve the page over these images and questions on the socket until Ctrl-C."""
+    from constraintmatch.annotate import server
+    from constraintmatch.annotate.api import Page, create_app
+
+    rules = server.rules_for(door.host, sock.getsockname()[1], door.token)
+    place = server.address(sock, door.host, rules.token)
+    reporter.say(f"the page is at {place} (Ctrl-C ends; every answer is saved at once)")
+    if not server.is_loopback(door.host):
+        reporter.say("everybody with this address can see the images and answer; share it with care")
+    if door.browse:  # the socket listens already, so the browser waits; some browsers block the call that opens them
+        threading.Thread(target=webbrowser.open, args=(place,), daemon=True).start()
+    page = Page(data.images, queue, data.files, str(data.record["name"]), activity)
+    server.run_app(create_app(page, rules), sock)
