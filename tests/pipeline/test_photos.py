@@ -235,7 +235,9 @@ def test_photographs_are_trained_predicted_and_asked_about_with_no_other_word(tm
 def test_known_photographs_are_asked_about_again_without_a_network(tmp_path: Path) -> None:
     photos = write_photos(tmp_path / "photos", 0, 3)
     assert known_photos(photos) is None
-    found = open_photos(str(photos))  # as `annotate` chooses questions
+    model = choose_encoder(photos)
+    assert model is not None
+    found = open_photos(model, str(photos))  # as `annotate` chooses questions
     assert found is not None
     assert found[1].shape == (6, 1_280)
     np.testing.assert_allclose(np.linalg.norm(found[1], axis=1), 1, atol=1e-5)
@@ -244,7 +246,7 @@ import sys, numpy
 from pathlib import Path
 from constraintmatch.annotate import sitting
 from constraintmatch.annotate.import_export import Sitting
-data, believe = sitting._open(Sitting({str(photos)!r}, Path("answers.db")), sitting.QUIET)
+data, believe, _ = sitting._open(Sitting({str(photos)!r}, Path("answers.db")), sitting.QUIET)
 numpy.save({str(tmp_path / "again.npy")!r}, believe().features)
 print(*data.images.names, {{"torch", "sklearn", "timm", "pyarrow"}} & set(sys.modules))
 """
@@ -253,7 +255,7 @@ print(*data.images.names, {{"torch", "sklearn", "timm", "pyarrow"}} & set(sys.mo
     np.testing.assert_allclose(np.load(tmp_path / "again.npy"), found[1], atol=1e-6)
     (photos / "roof" / "0-0.jpg").write_bytes((photos / "roof" / "0-1.jpg").read_bytes())
     assert known_photos(photos) is None  # a photograph has changed
-    again = open_photos(str(photos))
+    again = open_photos(model, str(photos))
     assert again is not None
     np.testing.assert_array_equal(again[1][3], again[1][4])
     assert known_photos(photos) is not None

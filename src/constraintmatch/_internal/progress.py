@@ -40,6 +40,30 @@ class Reporter:
 QUIET = Reporter()
 
 
+class Watched(Reporter):
+    """Passes everything on and knows how far the job is; `n_answers` are those that a round of training learns from."""
+
+    def __init__(self, reporter: Reporter, n_answers: int = 0) -> None:
+        self.reporter, self.n_answers, self.title, self.total, self.done = reporter, n_answers, "", 0, 0
+        self.ended = False  # set it, and the job is interrupted at its next update
+
+    def say(self, text: str) -> None:
+        self.reporter.say(text)
+
+    def stop(self) -> None:
+        self.reporter.stop()
+
+    def start(self, title: str, total: int, done: int = 0) -> None:
+        self.title, self.total, self.done = title, total, done
+        self.reporter.start(title, total, done)
+
+    def update(self, done: int, values: Mapping[str, float] | None = None) -> None:
+        self.done = done
+        self.reporter.update(done, values)
+        if self.ended:
+            raise KeyboardInterrupt
+
+
 @contextmanager
 def watched(reporter: Reporter, title: str, total: int | None = None) -> Iterator[Callable[[int, int], None]]:
     """Shows a job until it ends: call what this gives with (done, total).

@@ -28,7 +28,7 @@ from scipy.optimize import linear_sum_assignment
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json
-from constraintmatch._internal.progress import QUIET, Reporter
+from constraintmatch._internal.progress import QUIET, Reporter, Watched
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods import Context, ViewChoice
@@ -64,28 +64,6 @@ class Learning:
     last_steps: int | None = None
 
 
-class _Watched(Reporter):
-    """A reporter that passes everything on and knows how far the round with `n_answers` is."""
-
-    def __init__(self, reporter: Reporter, n_answers: int) -> None:
-        self.n_answers, self.total, self.done = n_answers, 0, 0
-        self.reporter = reporter
-
-    def say(self, text: str) -> None:
-        self.reporter.say(text)
-
-    def stop(self) -> None:
-        self.reporter.stop()
-
-    def start(self, title: str, total: int, done: int = 0) -> None:
-        self.total, self.done = total, done
-        self.reporter.start(title, total, done)
-
-    def update(self, done: int, values: Mapping[str, float] | None = None) -> None:
-        self.done = done
-        self.reporter.update(done, values)
-
-
 class Learner:
     """Trains on the answers so far, from the start each time; `belief` and `newest` give the newest state."""
 
@@ -109,7 +87,7 @@ class Learner:
         self.n_learned = 0  # answers that the newest model knows
         self.run: Path | None = None  # the folder of its round
         self._steps = 0  # of its round
-        self._training: _Watched | None = None  # the current round
+        self._training: Watched | None = None  # the current round
         self._newest: ClusterModel = start
         self._belief: Belief | None = None  # of the newest model
         self._ahead: Belief | None = None  # of the model that the current round began with: it knows more answers
@@ -178,7 +156,7 @@ class Learner:
         pairs = closure_pairs(answers, len(self.images), beliefs)
         if not len(pairs):
             return False
-        self._training = watched = _Watched(reporter, len(answers))
+        self._training = watched = Watched(reporter, len(answers))
         if self._is_last(len(answers)):
             settings["steps"] = self.learning.last_steps
         try:
@@ -197,7 +175,7 @@ class Learner:
         return True
 
     def _train(
-        self, first: ClusterModel, pairs: Constraints, settings: Mapping[str, Any], reporter: _Watched
+        self, first: ClusterModel, pairs: Constraints, settings: Mapping[str, Any], reporter: Watched
     ) -> ClusterModel:
         """One round; a stopped one continues from its checkpoint, unless answers have changed since."""
         place, options = self._round(reporter.n_answers), {"recipe": "safe", **self.learning.arguments, **settings}

@@ -4,19 +4,27 @@ Torch is imported only where a network has to look at the images: photographs th
 fastapi and uvicorn, which may be missing, are imported only by what needs them.
 """
 
+import json
+import logging
 import shlex
 import socket
 import threading
 import webbrowser
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from constraintmatch._internal.errors import InputError
+import numpy as np
+from numpy.typing import NDArray
+
+from constraintmatch._internal.errors import InputError, one_line
 from constraintmatch._internal.files import check_target
-from constraintmatch._internal.progress import QUIET, Reporter, watched
+from constraintmatch._internal.progress import QUIET, Reporter, Watched, watched
+from constraintmatch.annotate.database import Database
 from constraintmatch.annotate.import_export import Sitting, check_number, open_answers, open_images, open_model
 from constraintmatch.annotate.other_tools import write_tasks
 from constraintmatch.annotate.question_queue import Chooser, Line, QuestionQueue, pixel_belief
@@ -24,11 +32,16 @@ from constraintmatch.annotate.store import Store
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.decoding import is_photo
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.pipeline.photos import known_photos, size_of
+from constraintmatch.pipeline.photos import begin_with, first_photos, known_photos, size_of
 from constraintmatch.pipeline.sources import Data, read_pairs
 from constraintmatch.questions.answers import Question
 from constraintmatch.questions.belief import Belief
 
+if TYPE_CHECKING:  # fastapi
+    from constraintmatch.annotate.api import Page
+
+log = logging.getLogger(__name__)
+Finish = Callable[..., tuple[Data, NDArray[np.float32]]]  # opens all photographs, with progress
 TASKS = 100  # questions for another tool at a time
 Rows = list[tuple[str, str]]  # of a table: what was answered, and what to do next
 
@@ -47,7 +60,8 @@ def serve_page(sitting: Sitting, door: Door, reporter: Reporter = QUIET) -> Rows
     """Serve the page until Ctrl-C."""
     with open_port(door) as sock:
         check_target(sitting.db)
-        data, believe = _open(sitting, reporter)
+        whole = sitting.strict or sitting.again is not None  # which look at all images first
+        data, believe, finish = _open(sitting, reporter, in_parts=not whole)
         data.images.to_look_at()
         again = None if sitting.again is None else read_pairs(sitting.again, data.images).merged()
         with open_answers(sitting.db, data, reporter) as store:
@@ -57,17 +71,21 @@ def serve_page(sitting: Sitting, door: Door, reporter: Reporter = QUIET) -> Rows
                 n = store.add_questions(questions, model=str(sitting.again), urgent=True)
                 asked = f"{n:,} of the {len(again):,} pairs of {sitting.again} are asked first"
                 reporter.say(f"{asked}; the others have answers already")
-            belief = believe()
+            rest = _Rest(data.images, believe(), finish, reporter)
             chooser = Chooser(kind=sitting.kind, choose=sitting.choose, seed=sitting.seed)
             name = None if sitting.model is None else str(sitting.model)
-            serve(sock, door, reporter, data, QuestionQueue(store, lambda: belief, chooser, lambda: name))
-            return _next_steps(sitting, store, belief)
+            queue = QuestionQueue(store, rest.belief, chooser, lambda: name)
+            try:
+                serve(sock, door, reporter, data, queue, rest.activity, rest.begin)
+            finally:
+                rest.stop()
+            return _next_steps(sitting, store, rest.now)
 
 
 def export_tasks(sitting: Sitting, out: Path, reporter: Reporter = QUIET) -> str:
     """Write the next questions as tasks for Label Studio; a sentence with their number comes back."""
     check_target(out)
-    data, believe = _open(sitting, reporter)
+    data, believe, _ = _open(sitting, reporter)
     if data.files is None:
         raise InputError(f"{sitting.data}: has no image files that Label Studio could show; give a folder")
     answers = []
@@ -82,19 +100,88 @@ def export_tasks(sitting: Sitting, out: Path, reporter: Reporter = QUIET) -> str
     return f"{len(questions):,} questions"
 
 
-def _open(sitting: Sitting, reporter: Reporter) -> tuple[Data, Callable[[], Belief]]:
-    """The images, and a function that makes the belief, which may take long; all else is checked at once."""
+def _open(
+    sitting: Sitting, reporter: Reporter, *, in_parts: bool = False
+) -> tuple[Data, Callable[[], Belief], Finish | None]:
+    """The images, and a function that makes the belief, which may take long; all else is checked at once.
+
+    With `in_parts` these are the first of a large folder of photographs, and a function that opens all comes too.
+    """
     folder = sitting.model is None and sitting.split is None and sitting.pictures is None
     if folder and sitting.data not in DATASETS and is_photo(*size_of(sitting.data)):
         found = known_photos(sitting.data, reporter=reporter, strict=sitting.strict)
         if found is None:
-            from constraintmatch.pipeline.embedding import open_photos
+            from constraintmatch.pipeline.embedding import choose_encoder, encode, open_photos
 
-            found = open_photos(sitting.data, reporter=reporter, strict=sitting.strict)
+            model = choose_encoder(sitting.data, say=reporter.say)
+            if model is not None:
+                finish = partial(open_photos, model, sitting.data, strict=sitting.strict)
+                size = model.config.side, model.config.channels
+                if in_parts and (first := first_photos(sitting.data, size, _names_in(sitting.db))) is not None:
+                    seen = encode(model, first.images, reporter=reporter)
+                    return first, partial(Belief.of, seen.images[:, 0, 0]), finish
+                found = finish(reporter=reporter)
         if found is not None:
-            return check_number(sitting, found[0]), partial(Belief.of, found[1])
+            return check_number(sitting, found[0]), partial(Belief.of, found[1]), None
     data = open_images(sitting, reporter)
-    return data, _believer(sitting, data.images, reporter)
+    return data, _believer(sitting, data.images, reporter), None
+
+
+def _names_in(db: Path) -> set[str]:
+    """The images that a database has questions about."""
+    if not db.is_file() or not db.stat().st_size:
+        return set()
+    with closing(Database(db, read_only=True)) as database:
+        rows = database.select("SELECT image, shown FROM questions")
+    return {name for row in rows for name in (row["image"], *json.loads(row["shown"]))}
+
+
+class _Rest:
+    """Opens all photographs of a large folder in a thread, while people answer about the first ones."""
+
+    def __init__(self, first: ImageSet, belief: Belief, finish: Finish | None, reporter: Reporter) -> None:
+        self.first, self.now, self.finish = first, belief, finish
+        self.progress, self.problem = Watched(reporter), ""
+        self._thread = threading.Thread(target=lambda: None, daemon=True)
+
+    def belief(self) -> Belief:
+        """What is known of the photographs that are embedded: the first ones, then all."""
+        return self.now
+
+    def activity(self) -> str | None:
+        """A line for the page, while there is something to do."""
+        if self.problem or self.finish is None:
+            return self.problem or None
+        told, until = self.progress, f"questions are about {len(self.first):,} until then"
+        return f"{told.title or 'opening all images'}, {told.done:,} of {told.total:,}; {until}"
+
+    def begin(self, page: "Page") -> None:
+        """Start the thread, if there is something to do; the page goes on with all images."""
+        if self.finish is not None:
+            self._thread = threading.Thread(target=self._run, args=(page, self.finish), name="rest", daemon=True)
+            self._thread.start()
+
+    def _run(self, page: "Page", finish: Finish) -> None:
+        try:
+            data, features = finish(reporter=self.progress)
+            images, order = begin_with(self.first, data.images)
+            belief = Belief.of(features[order])
+            page.store.extend(images)
+            page.images, self.now, self.finish = images, belief, None
+            page.queue.wake()
+            self.progress.say(f"all {len(images):,} images are embedded: questions are about all of them")
+        except KeyboardInterrupt:  # of `stop`
+            return
+        except Exception as error:
+            log.debug("the rest was not opened", exc_info=True)
+            self.problem = f"the other photographs are left out ({one_line(error)})"
+            self.progress.say(self.problem)
+
+    def stop(self) -> None:
+        """End the thread at its next step; what is embedded is kept."""
+        self.progress.ended = True
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
 
 
 def _believer(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Callable[[], Belief]:
@@ -141,9 +228,15 @@ def open_port(door: Door) -> socket.socket:
 
 
 def serve(
-    sock: socket.socket, door: Door, reporter: Reporter, data: Data, queue: QuestionQueue, activity: Line = lambda: None
+    sock: socket.socket,
+    door: Door,
+    reporter: Reporter,
+    data: Data,
+    queue: QuestionQueue,
+    activity: Line = lambda: None,
+    begin: Callable[["Page"], object] = lambda _: None,
 ) -> None:
-    """Serve the page over these images and questions on the socket until Ctrl-C."""
+    """Serve the page over these images and questions on the socket until Ctrl-C; `begin` is called with it first."""
     from constraintmatch.annotate import server
     from constraintmatch.annotate.api import Page, create_app
 
@@ -155,4 +248,5 @@ def serve(
     if door.browse:  # the socket listens already, so the browser waits; some browsers block the call that opens them
         threading.Thread(target=webbrowser.open, args=(place,), daemon=True).start()
     page = Page(data.images, queue, data.files, str(data.record["name"]), activity)
+    begin(page)
     server.run_app(create_app(page, rules), sock)

@@ -113,6 +113,12 @@ class Store:
             noted = [(key, value) for key, value in about.items() if value is not None]
             connection.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", noted)
 
+    def extend(self, images: ImageSet) -> None:
+        """Take more images; the rows of those that are known stay."""
+        known = self._identity
+        self._identity = ImageIdentity(images, known.source, known.pictures or "")
+        self.image_names = images.names
+
     # Ask
 
     def add_questions(

@@ -249,17 +249,17 @@ def _digest(model: ClusterModel) -> str:
     return digest.hexdigest()
 
 
-def open_photos(source: str, *, reporter: Reporter = QUIET, **how: Any) -> tuple[Data, NDArray[np.float32]] | None:
-    """Photographs at the size of the encoder for them, and what it makes of them; None where another start is taken.
+def open_photos(
+    model: ClusterModel, source: str, *, reporter: Reporter = QUIET, **how: Any
+) -> tuple[Data, NDArray[np.float32]]:
+    """Photographs at the size of the encoder for them, and what it makes of them.
 
     The encoder is noted, so that `known_photos` finds them without it. `how` is for `open_data`.
     """
-    model = choose_encoder(source, say=reporter.say)
-    if model is None:
-        return None
-    data = open_at(source, (model.config.side, model.config.channels), "train", reporter=reporter, **how)
+    size = model.config.side, model.config.channels
+    data = open_at(source, size, "train", reporter=reporter, **how)
     seen = encode(model, data.images, reporter=reporter)
-    note_encoder(weights_at_hand(DEFAULT), _digest(model), (model.config.side, model.config.channels))
+    note_encoder(weights_at_hand(DEFAULT), _digest(model), size)
     return data, np.asarray(seen.images[:, 0, 0])
 
 

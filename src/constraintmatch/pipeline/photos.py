@@ -1,5 +1,8 @@
 """Photographs that a pretrained encoder has seen: found again without the network, and without torch."""
 
+import hashlib
+import os
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,13 +14,14 @@ from constraintmatch import __version__
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json, write_json
 from constraintmatch._internal.progress import QUIET, Reporter
-from constraintmatch.data.cache import is_decoded, kept_embeddings, user_cache
+from constraintmatch.data.cache import decode_cached, is_decoded, kept_embeddings, user_cache
 from constraintmatch.data.decoding import FolderRequest, typical_size
 from constraintmatch.data.image_files import SHARDS, embeddings_in, find_images
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.pipeline.sources import Data, open_data
 
 DEFAULT = "timm:tf_efficientnet_lite0"  # the encoder that the extra `photos` brings
+FIRST = 256  # photographs of a large folder that are asked about while the others are embedded
 _NOTE = "photos.json"  # beside the embeddings in the user's cache
 
 
@@ -69,6 +73,46 @@ def known_photos(
     if kept is not None:
         reporter.say(start_line(DEFAULT))
     return None if kept is None else (data, kept)
+
+
+def first_photos(source: Path | str, size: tuple[int, int], asked: Collection[str] = ()) -> Data | None:
+    """Some photographs of a large folder, drawn by their names, and those that are `asked` about; None: it is small.
+
+    The draw is the same each time. A photograph that cannot be read is left out without a word: all are read later.
+    """
+    folder = Path(os.path.abspath(source))  # noqa: PTH100 (resolve would follow links)
+    files = find_images(folder)[0]
+    if len(files) <= 2 * FIRST or files[0].shard:
+        return None
+    drawn = sorted(files, key=lambda file: hashlib.blake2b(file.name.encode()).digest())[:FIRST]
+    names = {file.name for file in drawn} | set(asked)
+    request = FolderRequest(folder, tuple(file for file in files if file.name in names), size[0], None, size[1], None)
+    pixels, known, _ = decode_cached(request, suffix="-first")
+    record = {"kind": "folder", "name": folder.name, "source": str(folder), "side": size[0], "channels": size[1]}
+    return Data(ImageSet(pixels, known), None, None, record) if len(known) > 1 else None
+
+
+class _Reordered:
+    """The rows of an array in another order, without a copy: one at a time."""
+
+    def __init__(self, rows: NDArray[np.uint8], order: NDArray[np.int64]) -> None:
+        self._rows, self._order, self.shape, self.dtype = rows, order, rows.shape, rows.dtype
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, row: int) -> Any:
+        return self._rows[self._order[row]]
+
+
+def begin_with(first: ImageSet, images: ImageSet) -> tuple[ImageSet, NDArray[np.int64]]:
+    """All images in an order that begins with the first ones, one row at a time, and the rows that they had."""
+    rows, known = images.rows(), set(first.names)
+    if gone := next((name for name in first.names if name not in rows), None):
+        raise InputError(f"{gone} was moved or changed meanwhile", fix="start again to ask about all photographs")
+    order = np.array([rows[name] for name in first.names] + [row for name, row in rows.items() if name not in known])
+    pixels: Any = _Reordered(images.images, order)
+    return ImageSet(pixels, tuple(images.names[row] for row in order)), order
 
 
 def _file_state(path: Path) -> list[Any]:
