@@ -1,17 +1,22 @@
 """What a pretrained encoder is worth on photographs, without a GPU, and where the own start is better.
 
     python benchmarks/photos.py start PHOTOS --cifar DATA_DIR --out results
-    python benchmarks/photos.py answers PHOTOS --cifar DATA_DIR --out results
+    python benchmarks/photos.py answers PHOTOS --cifar DATA_DIR --cobras OTHER/bin/python --out results
 
 PHOTOS has one folder for each class. `start`: accuracy of new images by k-means on the features, by the start that
 `train` makes of the encoder, and by its own start, for photographs that are made smaller or grey, CIFAR-10 and digits.
 `answers`: the same after answers to chosen questions, which a simulated annotator gives, with a known and an unknown
-number of clusters, against other uses of the same answers (PCKMeans) or of as many labels (logistic regression, label
-spreading) on the same features; means over --seeds.
+number of clusters, against other uses of the same answers (PCKMeans), against COBRAS, which asks about pairs of its own
+choice, as many as there are answers or five times as many (an answer to "which of these?" is about five pairs), and
+against as many labels (logistic regression, label spreading), all on the same features; means over --seeds.
+`cobras_ts` 0.1.3 needs NumPy 1.23, so --cobras names a Python that has both and scikit-learn. It clusters the images
+that it asks about and finds the number of clusters itself; others join the clusters of their ten nearest neighbours.
 """
 
 import argparse
 import copy
+import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +27,7 @@ from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import adjusted_rand_score
+from sklearn.neighbors import KNeighborsClassifier
 from sklearn.semi_supervised import LabelSpreading
 
 from constraintmatch.annotate.background_training import round_start
@@ -64,6 +70,8 @@ def sets_of(asked: argparse.Namespace) -> Iterator[tuple[str, Split]]:
     yield "photos, 96 px, grey", (resized(photos[0], 96, 1), resized(photos[1], 96, 1))
     if asked.cifar:
         yield "cifar10, 32 px", split_of(load_dataset("cifar10", "train", asked.cifar))
+        coarse = load_dataset("cifar100-20", "train", asked.cifar)
+        yield "cifar100-20, 8 kinds, 32 px", split_of(coarse.take(coarse.labels < 8))
     for side in (96, 48, 32, 16):
         yield f"photos, {side} px", (resized(photos[0], side, 3), resized(photos[1], side, 3))
 
@@ -134,6 +142,32 @@ def pck_means(features: NDArray[np.float32], k: int, pairs: Constraints, seed: i
     return centres
 
 
+COBRAS = """
+import random, sys, numpy
+from cobras_ts.cobras_kmeans import COBRAS_kmeans
+given = numpy.load(sys.argv[1])
+labels = given["labels"]
+class Labels:  # the package's own brings a browser along
+    def query_points(self, one, other):
+        return labels[one] == labels[other]
+    def update_clustering(self, clustering): pass
+    def continue_cluster_process(self): return True
+random.seed(int(given["seed"])), numpy.random.seed(int(given["seed"]))
+found = COBRAS_kmeans(given["features"], Labels(), int(given["n"])).cluster()[0]
+numpy.save(sys.argv[2], found.construct_cluster_labeling())
+"""
+
+
+def cobras(python: Path, features: NDArray[np.float32], labels: NDArray[np.int64], n: int, seed: int) -> Any:
+    """A function that places images: what COBRAS (Van Craenendonck and others, 2018) finds with n pair questions."""
+    with tempfile.TemporaryDirectory() as place:
+        given, made = Path(place, "given.npz"), Path(place, "made.npy")
+        np.savez(given, features=features, labels=labels, n=n, seed=seed)
+        subprocess.run([python, "-W", "ignore", "-c", COBRAS, given, made], check=True)
+        clusters = np.unique(np.load(made), return_inverse=True)[1]
+    return KNeighborsClassifier(10).fit(features, clusters).predict
+
+
 def compare_answers(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = encoder()
     for name, (train_set, test) in sets_of(asked):
@@ -160,6 +194,12 @@ def compare_answers(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 told["logistic regression"] = float((regression.predict(others) == test.labels).mean())
                 told["label spreading"] = float((spread.predict(others) == test.labels).mean())
                 told["PCKMeans"] = accuracy(test.labels, ((others[:, None] - centres) ** 2).sum(2).argmin(1))
+                if asked.cobras:
+                    for name_of, times in (("COBRAS", 1), ("COBRAS, 5 times", 5)):
+                        placed = cobras(asked.cobras, flat, labels, times * n, seed)(others)
+                        told[name_of] = accuracy(test.labels, placed)
+                        told[f"{name_of}: ARI"] = adjusted_rand_score(test.labels, placed)
+                        told[f"{name_of}: clusters"] = len(np.unique(placed))
                 told["clusters found"] = free.config.n_clusters
                 told["ARI with them"] = adjusted_rand_score(test.labels, predict(free, new).clusters)
                 found.append(told)
@@ -174,7 +214,13 @@ def main() -> None:
     parser.add_argument("what", choices=["start", "answers"])
     parser.add_argument("photos", type=Path)
     parser.add_argument("--cifar", type=Path, help="the folder of CIFAR-10 and CIFAR-100")
-    parser.add_argument("--sets", nargs="*", default=["photos, 96 px", "cifar10, 32 px"], help="for answers")
+    parser.add_argument(
+        "--sets",
+        nargs="*",
+        default=["photos, 96 px", "cifar10, 32 px", "cifar100-20, 8 kinds, 32 px"],
+        help="for answers",
+    )
+    parser.add_argument("--cobras", type=Path, help="a Python with cobras_ts, for answers")
     parser.add_argument("--seeds", type=int, default=3, help="for answers")
     parser.add_argument("--own", type=int, default=16, help="the largest side for which the own start is made too")
     parser.add_argument("--out", type=Path)

@@ -227,6 +227,44 @@ def embeddings_table() -> str:
     return "\n".join([*lines, "", note])
 
 
+PHOTO_ROWS = {  # those of benchmarks/photos.py, by ACC
+    "loop": "**`loop`**, chosen questions",
+    "PCKMeans": "PCKMeans on the same answers",
+    "COBRAS": "COBRAS, as many pairs of its choice",
+    "COBRAS, 5 times": "COBRAS, five times as many pairs",
+    "logistic regression": "logistic regression on as many labelled images",
+    "label spreading": "label spreading on as many labelled images",
+}
+FREE_ROWS = {  # by the number of clusters found, and ARI
+    ("clusters found", "ARI with them"): "`loop` without `--clusters`",
+    ("COBRAS: clusters", "COBRAS: ARI"): "COBRAS, as many pairs",
+    ("COBRAS, 5 times: clusters", "COBRAS, 5 times: ARI"): "COBRAS, five times as many pairs",
+}
+
+
+def photo_answers_table() -> str:
+    """Test ACC after answers about photographs, by set, and what is found where the number of clusters is unknown."""
+    found = json.loads((ROOT / "results" / "photos-answers.json").read_text(encoding="utf-8"))
+    budgets = sorted({int(row["answers"]) for row in found["rows"]})
+    parts = []
+    for name in dict.fromkeys(row["set"] for row in found["rows"]):
+        rows = {int(row["answers"]): row for row in found["rows"] if row["set"] == name}
+        first = rows[budgets[0]]
+        lines = [
+            f"**{name}**: k-means {100 * first['k-means']:.1f}, the start {100 * first['start']:.1f}",
+            "",
+            f"| answers | {' | '.join(map(str, budgets))} |",
+            f"|---|{'--:|' * len(budgets)}",
+        ]
+        for key, title in PHOTO_ROWS.items():
+            lines.append(f"| {title} | {' | '.join(f'{100 * rows[n][key]:.1f}' for n in budgets)} |")
+        for (number, score), title in FREE_ROWS.items():
+            cells = [f"{rows[n][number]:.0f} ({100 * rows[n][score]:.1f})" for n in budgets]
+            lines.append(f"| clusters found (ARI): {title} | {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
 MERGING = {  # the ways of benchmarks/merging.py
     "constrained": "constrained",
     "constraintmatch": "ConstraintMatch",
@@ -600,6 +638,7 @@ def filled(text: str) -> str:
         "wrong table": wrong_table,
         "merging table": merging_table,
         "embeddings table": embeddings_table,
+        "photo answers table": photo_answers_table,
         "stage table": stage_table,
         "pretext table": pretext_table,
         "speed table": speed_table,
