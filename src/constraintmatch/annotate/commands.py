@@ -8,7 +8,7 @@ import shlex
 import webbrowser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,16 +18,17 @@ from constraintmatch._internal.progress import QUIET, Reporter
 from constraintmatch.annotate.background_training import Learner, Learning
 from constraintmatch.annotate.import_export import open_answers, open_model
 from constraintmatch.annotate.question_queue import Chooser, Prompt, QuestionQueue, ask_one_by_one
-from constraintmatch.annotate.sitting import Door, Rows, open_port, serve
+from constraintmatch.annotate.sitting import Door, Rows, note_loop, open_port, serve
 from constraintmatch.annotate.store import Store
 from constraintmatch.data.datasets import DATASETS
+from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions
 from constraintmatch.methods import Context, ViewChoice
 from constraintmatch.methods.heads import attach_head, detach_head, embed_images
 from constraintmatch.models.cluster_model import ClusterModel, save_model, with_clusters
 from constraintmatch.pipeline.commands import check_sort_folder, finish_loop, score_line
 from constraintmatch.pipeline.config import MOST_LR, SHORT_STAGES, round_size, short_start
-from constraintmatch.pipeline.embedding import encode
+from constraintmatch.pipeline.embedding import digest_of, encode
 from constraintmatch.pipeline.plan import Train, plan_pretraining
 from constraintmatch.pipeline.sources import Data
 from constraintmatch.pipeline.train import pretrain
@@ -70,16 +71,34 @@ class Loop:
                 raise InputError(f"{name} is {value}; it must be 1 or more")
 
 
-def ask_on_page(loop: Loop, door: Door, reporter: Reporter = QUIET) -> Rows:
-    """Serve the page and train in the background until Ctrl-C; the same command continues."""
+def ask_on_page(loop: Loop, door: Door, reporter: Reporter = QUIET, words: str = "") -> Rows:
+    """Serve the page and train in the background until Ctrl-C; the same command continues, by its words at once."""
     with open_port(door) as sock, open_loop(loop, reporter) as (data, queue, learner):
         learner.start()
         serve(sock, door, reporter, data, queue, learner.activity)
-        learner.stop()
-        rows = end_loop(loop, data, queue.store, learner)
-        if door.browse and (report := dict(rows).get("report")):
-            webbrowser.open(Path(report).resolve().as_uri())
-        return rows
+        return end_page(loop, door, data, queue, learner, words)
+
+
+def end_page(loop: Loop, door: Door, data: Data, queue: QuestionQueue, learner: Learner, words: str) -> Rows:
+    """End the rounds, write what was found, and note what the next start needs for its first question."""
+    learner.stop()
+    rows, model = end_loop(loop, data, queue.store, learner), learner.newest
+    if words and model.is_encoder and data.files is not None:
+        size, about = (model.config.side, model.config.channels), asdict(queue.chooser)
+        note_loop(loop.out, words, [*size, digest_of(model)], about, learner.belief().probabilities)
+    if door.browse and (report := dict(rows).get("report")):
+        webbrowser.open(Path(report).resolve().as_uri())
+    return rows
+
+
+def go_on(loop: Loop, reporter: Reporter, store: Store, images: ImageSet) -> tuple[Data, Learner]:
+    """The learner of a loop whose page asks already about these images."""
+    data, start, views = _start(loop, reporter, lambda data: data.images.to_look_at())
+    if data.images.names != images.names:
+        raise InputError("its images have changed meanwhile", loop.data, "start again")
+    learner = _learner(loop, data, start, store, views, reporter)
+    learner.start()
+    return data, learner
 
 
 def ask_in_terminal(loop: Loop, prompt: Prompt | None = None, reporter: Reporter = QUIET) -> Rows:

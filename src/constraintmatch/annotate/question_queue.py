@@ -76,6 +76,7 @@ class QuestionQueue:
     ) -> None:
         self.store, self.belief, self.chooser, self.model = store, belief, chooser or Chooser(), model
         self.done = False
+        self.asked = threading.Event()  # set when the first question is handed out
         self.problem: str | None = None
         self._held: dict[str, list[Asked]] = {}
         self._short = False
@@ -104,6 +105,8 @@ class QuestionQueue:
         with self._claiming:
             self._held[annotator] = held = self.store.claim(annotator, n)
             self._short = self._short or len(held) < n
+        if held:
+            self.asked.set()
         self.wake()
         return held
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError, one_line
-from constraintmatch._internal.files import check_target
+from constraintmatch._internal.files import check_target, write_atomically
 from constraintmatch._internal.progress import QUIET, Reporter, Watched, watched
 from constraintmatch.annotate.database import Database
 from constraintmatch.annotate.import_export import Sitting, check_number, open_answers, open_images, open_model
@@ -32,7 +33,7 @@ from constraintmatch.annotate.store import Store
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.decoding import is_photo
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.pipeline.photos import begin_with, first_photos, known_photos, size_of
+from constraintmatch.pipeline.photos import begin_with, embedded_photos, first_photos, known_photos, size_of
 from constraintmatch.pipeline.sources import Data, read_pairs
 from constraintmatch.questions.answers import Question
 from constraintmatch.questions.belief import Belief
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # fastapi
 
 log = logging.getLogger(__name__)
 Finish = Callable[..., tuple[Data, NDArray[np.float32]]]  # opens all photographs, with progress
+_FIRST_QUESTION = "first-question.npz"  # in a loop folder
 TASKS = 100  # questions for another tool at a time
 Rows = list[tuple[str, str]]  # of a table: what was answered, and what to do next
 
@@ -199,6 +201,93 @@ def _believer(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Callabl
             return image_belief(model, images, device=device, progress=progress)
 
     return look
+
+
+# A loop that goes on: its first question comes before torch
+
+
+def note_loop(
+    out: Path, words: str, encoder: list[Any], chooser: dict[str, Any], probabilities: NDArray[np.float32] | None
+) -> None:
+    """Note what the first question of a loop needs: its words, side, channels and digest of the encoder, its belief."""
+    note = np.array(json.dumps({"words": words, "encoder": encoder, "chooser": chooser}))
+    arrays: dict[str, Any] = {"note": note} if probabilities is None else {"note": note, "probabilities": probabilities}
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            np.savez(file, **arrays)
+
+    write_atomically(out / _FIRST_QUESTION, write)
+
+
+def serve_known_loop(
+    data: str, out: Path, words: str, door: Door, reporter: Reporter, go_on: Callable[..., Any]
+) -> Rows | None:
+    """Serve the page of a loop that was begun with the same words, until Ctrl-C; None, at once, if it is not known.
+
+    `go_on(store, images)` opens the loop in a thread, when the first question is on the screen; it gives the learner
+    and a function that ends the loop.
+    """
+    try:
+        with np.load(out / _FIRST_QUESTION) as kept:
+            note, shares = json.loads(str(kept["note"])), kept.get("probabilities")
+        *size, digest = note["encoder"] if note["words"] == words else (0, 0, "")
+        found = embedded_photos(data, size, digest, reporter=reporter) if digest else None
+    except (OSError, ValueError, KeyError, TypeError, BadZipFile):
+        return None
+    if found is None or (shares is not None and len(shares) != len(found[1])):
+        return None
+    opened, belief, chooser = found[0], Belief.of(found[1], shares), Chooser(**note["chooser"])
+    with open_port(door) as sock, open_answers(out / "answers.db", opened, reporter, flag="--out") as store:
+        late = _Late(belief, partial(go_on, store, opened.images))
+        queue = QuestionQueue(store, late.belief, chooser, late.name)
+        serve(sock, door, reporter, opened, queue, late.activity, late.begin)
+        return late.end(queue)
+
+
+class _Late:
+    """A learner that is opened in a thread after the first question; until then, what is noted of it."""
+
+    def __init__(self, noted: Belief, go_on: Callable[[], Any]) -> None:
+        self.noted, self.go_on = noted, go_on
+        self.learner: Any = None
+        self.error: Exception | None = None
+        self.close: Callable[[QuestionQueue], Rows] = lambda _: []
+        self._thread = threading.Thread(target=lambda: None)
+
+    def belief(self) -> Belief:
+        """What the learner knows of the images, or what is noted of it."""
+        return self.noted if self.learner is None else self.learner.belief()
+
+    def name(self) -> str:
+        """The name of the newest model."""
+        return "start" if self.learner is None else str(self.learner.name())
+
+    def activity(self) -> str | None:
+        """A line about the training, or why there is none."""
+        if self.error is not None:
+            return one_line(self.error)
+        return None if self.learner is None else self.learner.activity()
+
+    def begin(self, page: "Page") -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, args=(page.queue,), name="late", daemon=True)
+        self._thread.start()
+
+    def _run(self, queue: QuestionQueue) -> None:
+        queue.asked.wait(10)  # the first question before the network
+        try:
+            self.learner, self.close = self.go_on()
+            queue.wake()
+        except Exception as error:
+            self.error = error
+
+    def end(self, queue: QuestionQueue) -> Rows:
+        """What the end of the loop says; an error of the thread is raised here."""
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+        return self.close(queue)
 
 
 def _next_steps(sitting: Sitting, store: Store, belief: Belief) -> Rows:

@@ -1,7 +1,9 @@
 """Ask people: loop, annotate, check, repair."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -20,6 +22,10 @@ from constraintmatch.cli.shared import (
     print_rows,
     shared,
 )
+
+if TYPE_CHECKING:  # torch
+    from constraintmatch.annotate.commands import Loop
+    from constraintmatch.annotate.sitting import Door
 
 _PANEL = "Ask people"
 _KIND = flag(Literal["which", "pair"], "which: which of these is the same? pair: same or different? (which)")
@@ -71,8 +77,16 @@ def loop(
         --annotator openai:http://127.0.0.1:11434/v1 \
         --vlm-model qwen3-vl
     """
-    from constraintmatch.annotate import annotators, commands, sitting
-    from constraintmatch.pipeline.plan import Train
+    from constraintmatch.annotate import sitting
+
+    words = repr((data, *(sorted(group.items()) for group in (asked, images)), sorted(sets or ())))
+    place, out = sitting.Door(**door), asked.get("out", Path("loop"))
+    if not who and "sort" not in asked:  # a folder to sort into is checked first
+        go_on = partial(_go_on, words, place, reporter, lambda: _loop(data, asked, images, read_settings("loop", sets)))
+        if (rows := sitting.serve_known_loop(data, out, words, place, reporter, go_on)) is not None:
+            print_rows(rows)
+            return
+    from constraintmatch.annotate import annotators, commands
 
     given = read_settings("loop", sets)
     wrong = given.pop("wrong", 0.0)
@@ -81,12 +95,9 @@ def loop(
     if "annotator" in who:
         url, name = who["annotator"].removeprefix("openai:"), who["vlm_model"]
         vision = annotators.VisionModel(url, name, who.get("criterion", ""), who.get("vlm_tokens"))
-    rounds = {name: given.pop(name) for name in ("every", "steps", "last_steps", "choose", "seed") if name in given}
     if "terminal" in who:
         asked.setdefault("kind", "pair")  # y and n need no other keys, and two pictures fit a narrow terminal
-    asked = {"out": Path("loop"), **named_start(asked)}
-    begun = Train(**images, **given, start=asked.pop("start", None))
-    request = commands.Loop(data=data, images=begun, **asked, **rounds)
+    request = _loop(data, asked, images, given)
     if vision is not None:
         rows = annotators.ask_vision_model(request, vision, reporter)
     elif "oracle" in who:
@@ -94,8 +105,27 @@ def loop(
     elif "terminal" in who:
         rows = commands.ask_in_terminal(request, reporter=reporter)
     else:
-        rows = commands.ask_on_page(request, sitting.Door(**door), reporter)
+        rows = commands.ask_on_page(request, place, reporter, words)
     print_rows(rows)
+
+
+def _loop(data: str, asked: Flags, images: Flags, given: Flags) -> "Loop":
+    from constraintmatch.annotate.commands import Loop
+    from constraintmatch.pipeline.plan import Train
+
+    rounds = {name: given.pop(name) for name in ("every", "steps", "last_steps", "choose", "seed") if name in given}
+    asked = {"out": Path("loop"), **named_start(asked)}
+    begun = Train(**images, **given, start=asked.pop("start", None))
+    return Loop(data=data, images=begun, **asked, **rounds)
+
+
+def _go_on(words: str, door: "Door", reporter: Reporter, request: Callable[[], "Loop"], *opened: Any) -> Any:
+    """The learner of a loop, and what ends it, for `serve_known_loop`; torch is imported here."""
+    from constraintmatch.annotate import commands
+
+    loop = request()
+    data, learner = commands.go_on(loop, reporter, *opened)
+    return learner, lambda queue: commands.end_page(loop, door, data, queue, learner, words)
 
 
 def _check_who(who: Flags, wrong: float) -> None:

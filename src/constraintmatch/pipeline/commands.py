@@ -107,7 +107,7 @@ def evaluation_rows(found: Mapping[str, Any], *, short: bool = False) -> Rows:
         rows.append(("scores", f"{said}  (in %, on {found['scored_on']})"))
     elif not short:
         rows.append(("scores", "none: the images have no labels"))
-    if found["agreement"]:
+    if found["agreement"] and found["pairs"]:
         parts = {key: found["agreement"][key] for key in ("must_link", "cannot_link", "balanced")}
         said = ", ".join(f"{k.replace('_', '-')} {v:.3f}" for k, v in parts.items() if v is not None)
         rows.append(("agreement", f"{said}  (on {found['pairs']:,} pairs)"))

@@ -220,7 +220,7 @@ def encode(
     The model takes them in place of the images.
     """
     check_images(model, images)
-    digest = _digest(model)
+    digest = digest_of(model)
     if cache and (kept := kept_embeddings(images.images, digest)) is not None:
         return replace(images, images=kept.reshape(len(images), 1, 1, -1), pictures=images)
     features = np.empty((len(images), model.width), np.float32)
@@ -240,7 +240,7 @@ def encode(
     return replace(images, images=features.reshape(len(images), 1, 1, -1), pictures=images)
 
 
-def _digest(model: ClusterModel) -> str:
+def digest_of(model: ClusterModel) -> str:
     """What names a network exactly: its kind, what it takes, and its weights."""
     config = model.config
     digest = hashlib.blake2b(repr((config.backbone, config.side, config.mean, config.std)).encode(), digest_size=12)
@@ -259,7 +259,7 @@ def open_photos(
     size = model.config.side, model.config.channels
     data = open_at(source, size, "train", reporter=reporter, **how)
     seen = encode(model, data.images, reporter=reporter)
-    note_encoder(weights_at_hand(DEFAULT), _digest(model), size)
+    note_encoder(weights_at_hand(DEFAULT), digest_of(model), size)
     return data, np.asarray(seen.images[:, 0, 0])
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -63,15 +63,23 @@ def known_photos(
         size, digest = note["size"], str(note["digest"])
     except (InputError, OSError, KeyError, TypeError, ValueError, IndexError):
         return None
+    found = embedded_photos(source, size, digest, reporter=reporter, **how) if same else None
+    if found is not None:
+        reporter.say(start_line(DEFAULT))
+    return found
+
+
+def embedded_photos(
+    source: Path | str, size: Sequence[int], encoder: str, **how: Any
+) -> tuple[Data, NDArray[np.float32]] | None:
+    """The images of a folder, and the kept embeddings of a network that its digest names; None if some are missing."""
     place = Path(source)
-    if not same or not place.is_dir():
+    if not place.is_dir():
         return None
     if not is_decoded(FolderRequest(place, tuple(find_images(place)[0]), size[0], None, size[1], None)):
         return None
-    data = open_data(source, side=size[0], channels=size[1], reporter=reporter, **how)
-    kept = kept_embeddings(data.images.images, digest)
-    if kept is not None:
-        reporter.say(start_line(DEFAULT))
+    data = open_data(source, side=size[0], channels=size[1], **how)
+    kept = kept_embeddings(data.images.images, encoder)
     return None if kept is None else (data, kept)
 
 
