@@ -15,6 +15,7 @@ that it asks about and finds the number of clusters itself; others join the clus
 
 import argparse
 import copy
+import json
 import subprocess
 import tempfile
 import time
@@ -102,8 +103,11 @@ def compare_starts(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def in_rounds(start: ClusterModel, seen: ImageSet, seed: int) -> Iterator[tuple[list[Answer], ClusterModel]]:
-    """The answers and the model after each budget, as `loop` trains it; a start without clusters finds their number."""
+def in_rounds(start: ClusterModel, seen: ImageSet) -> Iterator[tuple[list[Answer], ClusterModel]]:
+    """The answers and the model after each budget, as `loop` trains it; a start without clusters finds their number.
+
+    Questions are chosen, not drawn, and the answers are right: another seed would change nothing.
+    """
     assert seen.labels is not None
     frozen, newest = Frozen.of(start, seen), start
     size = round_size(len(seen), cpu=True)
@@ -117,8 +121,8 @@ def in_rounds(start: ClusterModel, seen: ImageSet, seed: int) -> Iterator[tuple[
         newest = train(seen, closure_pairs(answers, len(seen)), config).model
         return newest
 
-    oracle = LabelOracle(seen.labels, error=0.0, seed=seed)
-    yield from simulate(lambda model: head_belief(model, frozen), learn, start, BUDGETS, oracle, Asking(seed=seed))
+    oracle = LabelOracle(seen.labels, error=0.0, seed=0)
+    yield from simulate(lambda model: head_belief(model, frozen), learn, start, BUDGETS, oracle, Asking(seed=0))
 
 
 def pck_means(features: NDArray[np.float32], k: int, pairs: Constraints, seed: int) -> NDArray[np.float32]:
@@ -153,19 +157,18 @@ class Labels:  # the package's own brings a browser along
     def update_clustering(self, clustering): pass
     def continue_cluster_process(self): return True
 random.seed(int(given["seed"])), numpy.random.seed(int(given["seed"]))
-found = COBRAS_kmeans(given["features"], Labels(), int(given["n"])).cluster()[0]
-numpy.save(sys.argv[2], found.construct_cluster_labeling())
+found = COBRAS_kmeans(given["features"], Labels(), int(given["n"])).cluster()
+numpy.save(sys.argv[2], [*found[1], found[0].construct_cluster_labeling()])
 """
 
 
-def cobras(python: Path, features: NDArray[np.float32], labels: NDArray[np.int64], n: int, seed: int) -> Any:
-    """A function that places images: what COBRAS (Van Craenendonck and others, 2018) finds with n pair questions."""
+def cobras(python: Path, features: NDArray[np.float32], labels: NDArray[np.int64], n: int, seed: int) -> NDArray[Any]:
+    """The clusters (questions, images) that COBRAS (Van Craenendonck and others, 2018) has after each pair question."""
     with tempfile.TemporaryDirectory() as place:
         given, made = Path(place, "given.npz"), Path(place, "made.npy")
         np.savez(given, features=features, labels=labels, n=n, seed=seed)
         subprocess.run([python, "-W", "ignore", "-c", COBRAS, given, made], check=True)
-        clusters = np.unique(np.load(made), return_inverse=True)[1]
-    return KNeighborsClassifier(10).fit(features, clusters).predict
+        return np.asarray(np.load(made))
 
 
 def compare_answers(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -180,9 +183,10 @@ def compare_answers(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         means = [KMeans(k, n_init=10, random_state=seed).fit(flat).predict(others) for seed in range(5)]
         first = {"k-means": float(np.mean([accuracy(test.labels, one) for one in means]))}
         first["start"] = accuracy(test.labels, predict(start, new).clusters)
+        rounds = list(zip(in_rounds(start, seen), in_rounds(model, seen), strict=False))
         for seed in range(asked.seeds):
-            grown = in_rounds(model, seen, seed)
-            for (answers, made), (_, free) in zip(in_rounds(start, seen, seed), grown, strict=False):
+            other = cobras(asked.cobras, flat, labels, 5 * BUDGETS[-1], seed) if asked.cobras else np.empty(0)
+            for (answers, made), (_, free) in rounds:
                 n, draw = len(answers), np.random.default_rng([seed, len(answers)]).permutation(len(flat))
                 known = draw[:n]
                 some = np.full(len(flat), -1)
@@ -194,12 +198,12 @@ def compare_answers(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 told["logistic regression"] = float((regression.predict(others) == test.labels).mean())
                 told["label spreading"] = float((spread.predict(others) == test.labels).mean())
                 told["PCKMeans"] = accuracy(test.labels, ((others[:, None] - centres) ** 2).sum(2).argmin(1))
-                if asked.cobras:
-                    for name_of, times in (("COBRAS", 1), ("COBRAS, 5 times", 5)):
-                        placed = cobras(asked.cobras, flat, labels, times * n, seed)(others)
-                        told[name_of] = accuracy(test.labels, placed)
-                        told[f"{name_of}: ARI"] = adjusted_rand_score(test.labels, placed)
-                        told[f"{name_of}: clusters"] = len(np.unique(placed))
+                for called, times in (("COBRAS", 1), ("COBRAS, 5 times", 5)) if asked.cobras else ():
+                    clusters = np.unique(other[min(times * n, len(other)) - 1], return_inverse=True)[1]
+                    placed = KNeighborsClassifier(10).fit(flat, clusters).predict(others)
+                    told[called] = accuracy(test.labels, placed)
+                    told[f"{called}: ARI"] = adjusted_rand_score(test.labels, placed)
+                    told[f"{called}: clusters"] = len(np.unique(clusters))
                 told["clusters found"] = free.config.n_clusters
                 told["ARI with them"] = adjusted_rand_score(test.labels, predict(free, new).clusters)
                 found.append(told)
@@ -226,6 +230,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     rows, began = list[dict[str, Any]](), time.monotonic()
+    if asked.what == "answers" and asked.out and (before := asked.out / "photos-answers.json").is_file():
+        rows += [row for row in json.loads(before.read_text())["rows"] if row["set"] not in asked.sets]
     for row in compare_starts(asked) if asked.what == "start" else compare_answers(asked):
         rows.append(row)
         print(row, flush=True)

@@ -5,6 +5,7 @@ folder/
   rounds/0120/   the run folder of the round with 120 answers; 0200-last/ of the longer training after all 200,
                  0120-head/ if only a head learns, …-old/ until the one that replaces it is finished
   model/         the newest model
+  first-question.npz   what the next start asks first with, before the network is there; it may be removed
 
 A thread is enough: torch releases the interpreter while it computes, and an answer is stored within 0.1 s meanwhile.
 """
