@@ -256,9 +256,9 @@ def photo_answers_table() -> str:
             f"| answers | {' | '.join(map(str, budgets))} |",
             f"|---|{'--:|' * len(budgets)}",
         ]
-        for key, title in PHOTO_ROWS.items():
+        for key, title in ((key, title) for key, title in PHOTO_ROWS.items() if key in first):
             lines.append(f"| {title} | {' | '.join(f'{100 * rows[n][key]:.1f}' for n in budgets)} |")
-        for (number, score), title in FREE_ROWS.items():
+        for (number, score), title in ((keys, title) for keys, title in FREE_ROWS.items() if keys[0] in first):
             cells = [f"{rows[n][number]:.0f} ({100 * rows[n][score]:.1f})" for n in budgets]
             lines.append(f"| clusters found (ARI): {title} | {' | '.join(cells)} |")
         parts.append("\n".join(lines))
