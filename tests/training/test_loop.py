@@ -8,9 +8,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from constraintmatch.training.loop import (
     fit,
 )
 from constraintmatch.training.run_folder import open_run, read_log
+from constraintmatch.training.step import ForwardKernels
 
 CPU = TrainSettings(steps=12, lr=0.1, device="cpu", log_every=4, checkpoint_every=5)
 
@@ -721,20 +723,42 @@ def test_a_captured_run_that_is_resumed_goes_on_with_its_rate(tmp_path: Path, op
         torch.testing.assert_close(weights(resumed)[name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_gradients_on_an_arm_processor_are_the_same_and_its_kernels_stay_as_they_were(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """There convolutions go back through other kernels."""
-    step = importlib.import_module("constraintmatch.training.step")
-    module = torch.nn.Conv2d(3, 8, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    x, enabled, found = torch.rand(4, 3, 8, 8), torch._C._get_mkldnn_enabled(), []
-    for machine in ("x86_64", "aarch64"):
-        monkeypatch.setattr(step.platform, "machine", lambda name=machine: name)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"kernel_size": 3, "padding": 1},
+        {"kernel_size": 3, "padding": 1, "stride": 2},
+        {"kernel_size": 3},
+        {"kernel_size": 1, "stride": 2},
+        {"kernel_size": (3, 2), "padding": (0, 1), "stride": (2, 3)},
+        {"kernel_size": 3, "padding": 3},  # more than the kernel reaches
+        {"kernel_size": 3, "padding": 2, "dilation": 2},
+        {"kernel_size": 3, "padding": 1, "groups": 2},
+    ],
+)
+def test_gradients_by_forward_convolutions_are_those_of_torch(layout: torch.memory_format, how: dict[str, Any]) -> None:
+    module = torch.nn.Conv2d(4, 6, **how).double().to(memory_format=layout)  # type: ignore[call-overload]
+    x = torch.rand(5, 4, 9, 8, dtype=torch.float64).to(memory_format=layout).requires_grad_()
+    found = []
+    around: Any
+    for around in (nullcontext(), ForwardKernels()):
+        x.grad = None
         module.zero_grad()
         loss = module(x).square().sum()
-        with step._quick_backward(torch.device("cpu")):
-            assert torch._C._get_mkldnn_enabled() == (enabled and machine == "x86_64")
+        with around:
             loss.backward()
-        found.append(module.weight.grad.clone())
-        assert torch._C._get_mkldnn_enabled() == enabled
-    torch.testing.assert_close(*found)
+        found.append([tensor.grad.clone() for tensor in (x, module.weight, module.bias)])
+    for own, expected in zip(*found, strict=True):
+        torch.testing.assert_close(own, expected)
+
+
+def test_an_arm_processor_goes_back_by_forward_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = importlib.import_module("constraintmatch.training.step")
+    for machine, device, kind in (
+        ("aarch64", "cpu", ForwardKernels),
+        ("x86_64", "cpu", nullcontext),
+        ("aarch64", "cuda", nullcontext),
+    ):
+        monkeypatch.setattr(step.platform, "machine", lambda name=machine: name)
+        assert isinstance(step._quick_backward(torch.device(device)), kind)

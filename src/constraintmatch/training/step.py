@@ -1,12 +1,13 @@
 """One optimisation step: eager, compiled, or replayed as a CUDA graph; the host does not wait for the device in it."""
 
 import platform
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from constraintmatch.training import ranks
 from constraintmatch.training.batches import map_tensors
@@ -181,15 +182,45 @@ class Stepper(Generic[B]):
                     value.zero_()
 
 
-@contextmanager
-def _quick_backward(device: torch.device) -> Iterator[None]:
-    """Inside, convolutions on an ARM CPU go back through torch's own kernels: oneDNN's are half as fast there."""
-    if device.type != "cpu" or platform.machine() not in ("aarch64", "arm64"):
-        yield
-        return
+def _quick_backward(device: torch.device) -> AbstractContextManager[Any]:
+    """Where to go back through a network: on an ARM CPU convolutions take a quicker way."""
+    on_arm = device.type == "cpu" and platform.machine() in ("aarch64", "arm64")
+    return ForwardKernels() if on_arm else nullcontext()  # type: ignore[no-untyped-call]
+
+
+class ForwardKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, gradients of convolutions come from forward convolutions: on ARM these are three to four times faster.
+
+    The gradient of the input is a convolution of the output's gradient with the turned weights. That of the weights is
+    one of the input with the output's gradient, where images and channels change places. Other cases go through
+    torch's own kernels; oneDNN's are slower there.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.convolution_backward.default:
+            return func(*args, **(kwargs or {}))
+        grad, x, weight, _, stride, padding, dilation, transposed, _, groups, wanted = args
+        height, width = weight.shape[-2:]
+        plain = x.ndim == 4 and set(dilation) == {1} and groups == 1 and not transposed and height * width > 1
+        turned = plain and set(stride) == {1} and padding[0] < height and padding[1] < width
+        own = turned, plain, False
+        found = list(_go_back(args, [want and not ours for want, ours in zip(wanted, own, strict=True)]))
+        if turned and wanted[0]:
+            around = height - 1 - padding[0], width - 1 - padding[1]
+            found[0] = torch.conv2d(grad, weight.flip(2, 3).transpose(0, 1), padding=around)
+        if plain and wanted[1]:
+            swapped = torch.conv2d(x.transpose(0, 1), grad.transpose(0, 1), padding=padding, dilation=stride)
+            found[1] = swapped.transpose(0, 1)[:, :, :height, :width].contiguous()
+        return tuple(found)
+
+
+def _go_back(args: Sequence[Any], wanted: list[bool]) -> Sequence[Tensor | None]:
+    """The wanted gradients of a convolution, by torch's own kernels."""
+    if not any(wanted):
+        return None, None, None
     before = torch.backends.mkldnn.set_flags(False)[0]  # type: ignore[no-untyped-call]
     try:
-        yield
+        return cast(Sequence[Tensor | None], torch.ops.aten.convolution_backward(*args[:-1], wanted))
     finally:
         torch.backends.mkldnn.set_flags(before)  # type: ignore[no-untyped-call]
 
