@@ -1,7 +1,9 @@
 """scikit-learn's own tools work with the estimator: checks, clones, searches, pipelines, routing, pickles, frames."""
 
 import doctest
+import importlib
 import inspect
+import os
 import pickle
 import re
 import subprocess
@@ -212,3 +214,12 @@ def test_the_import_of_the_package_is_quick_and_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_waiting_threads_sleep_unless_the_user_wants_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    importlib.reload(constraintmatch)
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    importlib.reload(constraintmatch)
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"

@@ -1,7 +1,10 @@
 """Images and a few same-or-different answers in, a clustering model out."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read by torch: threads that spin take busy cores from the work
 
 if TYPE_CHECKING:
     from constraintmatch._internal.errors import InputError

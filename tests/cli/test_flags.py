@@ -1,7 +1,6 @@
 """The settings of `--set`: as the methods have them, with the ranges that they check, and flags of before."""
 
 import math
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from constraintmatch import cli
 from constraintmatch._internal.errors import InputError
 from constraintmatch.cli import flags
 from constraintmatch.cli.flags import SETTINGS, STAGES, Setting, new_spelling, read_settings
@@ -25,16 +23,6 @@ from constraintmatch.training.loop import TrainSettings, fit
 
 NO_SETTINGS = {"n_clusters", "pseudo_error_rate"}
 KNOWN = (*flags.METHODS, *STAGES)
-
-
-def test_the_command_line_lets_waiting_threads_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "app", lambda: None)
-    for before, after in {"": "PASSIVE", "ACTIVE": "ACTIVE"}.items():
-        monkeypatch.setenv("OMP_WAIT_POLICY", before)
-        if not before:
-            monkeypatch.delenv("OMP_WAIT_POLICY")
-        cli.main()
-        assert os.environ["OMP_WAIT_POLICY"] == after
 
 
 def test_the_names_are_those_of_the_methods() -> None:

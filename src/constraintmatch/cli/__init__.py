@@ -1,7 +1,6 @@
 """The command line: parses, calls, prints. Progress goes to standard error, results to standard output."""
 
 import io
-import os
 import signal
 import sys
 
@@ -18,7 +17,6 @@ __all__ = ["app", "asking", "main", "research", "training"]
 
 def main() -> None:
     """The entry point `constraintmatch`."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin take busy cores from the work
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was begun is put in order
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
