@@ -126,7 +126,7 @@ def kept_embeddings(pixels: NDArray[np.uint8], encoder: str) -> NDArray[np.float
 
 
 def keep_embeddings(pixels: NDArray[np.uint8], encoder: str, embeddings: NDArray[np.float32]) -> None:
-    """Keep the embeddings of all images beside the cached images of a folder; with these they are removed."""
+    """Keep the embeddings of all images with the cached images of a folder; they are removed together."""
 
     def write(temporary: Path) -> None:
         with temporary.open("wb") as file:

@@ -22,7 +22,7 @@ from constraintmatch.pipeline.sources import Data, open_data
 
 DEFAULT = "timm:tf_efficientnet_lite0"  # the encoder that the extra `photos` brings
 FIRST = 256  # photographs of a large folder that are asked about while the others are embedded
-_NOTE = "photos.json"  # beside the embeddings in the user's cache
+_NOTE = "photos.json"  # with the embeddings in the user's cache
 
 
 def size_of(source: ImageSet | Path | str) -> tuple[int, int]:

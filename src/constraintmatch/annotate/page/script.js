@@ -71,7 +71,7 @@ function unconfirmed() {
 
 function showState(state) {
   if (!state) return;
-  const learnt = page.state !== null && page.state.model !== state.model;
+  const isNewer = page.state !== null && page.state.model !== state.model;
   page.state = state;
   const { counts } = state;
   const number = (value) => Math.round(value).toLocaleString("en");
@@ -87,7 +87,7 @@ function showState(state) {
   by("activity").textContent = state.activity ? `The model: ${state.activity}.` : "";
   by("activity").hidden = !state.activity;
   // a new model: its clusters are shown, unless somebody is about to name one
-  if (learnt && !by("view-clusters").hidden && !document.activeElement.matches("#galleries input")) showClusters();
+  if (isNewer && !by("view-clusters").hidden && !document.activeElement.matches("#galleries input")) showClusters();
   by("folder").textContent = `· ${number(state.images)} images of ${state.source}${state.model ? `, model ${state.model}` : ", no model"}`;
 }
 
