@@ -322,10 +322,7 @@ def test_the_network_repeats_a_head_that_answers_have_taught(
     monkeypatch.setattr(safe_recipe, "fit", spy)
     monkeypatch.setattr(safe_recipe, "build_training", None)  # it would be called
     before = acc(fresh, pictures)
-    kept = train(fresh, pictures, known_images(60), "constraintmatch", views=UPRIGHT).log[-1]["kept"]
-    assert kept == "the head alone"  # which is right everywhere: the network gains nothing
-    terms.clear()
-    monkeypatch.setattr(safe_recipe, "LEAST_GAIN", -1.0)
+    monkeypatch.setattr(safe_recipe, "LEAST_GAIN", -1.0)  # the head is right everywhere: the network gains nothing
     found, log = train(fresh, pictures, known_images(60), "constraintmatch", views=UPRIGHT)
     assert terms == [{"taught", "rest"}]
     assert log[-1]["kept"].startswith("the network of step")
