@@ -738,8 +738,8 @@ def test_a_captured_run_that_is_resumed_goes_on_with_its_rate(tmp_path: Path, op
     ],
 )
 def test_gradients_by_forward_convolutions_are_those_of_torch(layout: torch.memory_format, how: dict[str, Any]) -> None:
-    module = torch.nn.Conv2d(4, 6, **how).double().to(memory_format=layout)  # type: ignore[call-overload]
-    x = torch.rand(5, 4, 9, 8, dtype=torch.float64).to(memory_format=layout).requires_grad_()
+    module = torch.nn.Conv2d(16, 6, **how).double().to(memory_format=layout)  # type: ignore[call-overload]
+    x = torch.rand(5, 16, 9, 8, dtype=torch.float64).to(memory_format=layout).requires_grad_()
     found = []
     around: Any
     for around in (nullcontext(), ForwardKernels()):

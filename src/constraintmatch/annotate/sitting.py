@@ -154,8 +154,8 @@ class _Rest:
         """A line for the page, while there is something to do."""
         if self.problem or self.finish is None:
             return self.problem or None
-        told, until = self.progress, f"questions are about {len(self.first):,} until then"
-        return f"{told.title or 'opening all images'}, {told.done:,} of {told.total:,}; {until}"
+        now, until = self.progress, f"questions are about {len(self.first):,} until then"
+        return f"{now.title or 'opening all images'}, {now.done:,} of {now.total:,}; {until}"
 
     def begin(self, page: "Page") -> None:
         """Start the thread, if there is something to do; the page goes on with all images."""

@@ -137,15 +137,15 @@ function forget(entry) {
   remember(entryKey(entry), null);
 }
 
-function confirmed(entry, told) {
+function confirmed(entry, reply) {
   forget(entry);
   page.answered.add(entry.question);  // a reply that crossed this one may still offer it
   if (page.failed) notice("");
   page.failed = 0;
-  showState(told.state);
+  showState(reply.state);
   showSaved();
-  take(told.held);
-  if (told.contradictions.length) showClash(told.contradictions[0], told.answer);
+  take(reply.held);
+  if (reply.contradictions.length) showClash(reply.contradictions[0], reply.answer);
 }
 
 // While the server is away nothing can be taken back: what was answered may or may not have arrived
@@ -170,12 +170,12 @@ async function fill() {
   let pause = 300;
   while (!page.current || page.queue.length === 0) {
     try {
-      const told = await call("POST", "/api/questions", { annotator: page.annotator, hold: hold() });
-      if (!page.failed) notice(told.problem ?? "");
-      take(told);
+      const reply = await call("POST", "/api/questions", { annotator: page.annotator, hold: hold() });
+      if (!page.failed) notice(reply.problem ?? "");
+      take(reply);
       if (page.current) break;
-      told.done ? finished() : waiting();
-      pause = told.done ? 3000 : 300;  // an undo elsewhere, or a better model, may bring more
+      reply.done ? finished() : waiting();
+      pause = reply.done ? 3000 : 300;  // an undo elsewhere, or a better model, may bring more
     } catch (error) {
       notice(error instanceof Refused ? error.message : "The server does not answer. Is it still running? Trying again …");
       pause = Math.min(2 * pause, 5000);
@@ -186,9 +186,9 @@ async function fill() {
 }
 
 // What the server says this annotator holds is the queue; what answers have settled meanwhile is no longer in it
-function take(told) {
+function take(reply) {
   const sent = new Set(page.outbox.map((entry) => entry.question));
-  const held = told.questions.filter((question) => !sent.has(question.id) && !page.answered.has(question.id));
+  const held = reply.questions.filter((question) => !sent.has(question.id) && !page.answered.has(question.id));
   held.forEach(preload);
   const current = page.current && held.find((question) => question.id === page.current.id);
   page.queue = held.filter((question) => question !== current);
@@ -307,9 +307,9 @@ async function undo() {
   page.busy = true;
   try {
     await saved();
-    const told = await call("POST", "/api/undo", { annotator: page.annotator, hold: hold() });
-    showState(told.state);
-    if (told.question) takeBack(told.question, told.held);
+    const reply = await call("POST", "/api/undo", { annotator: page.annotator, hold: hold() });
+    showState(reply.state);
+    if (reply.question) takeBack(reply.question, reply.held);
     else say("There is nothing of yours to take back.");
   } catch (error) {
     notice(error instanceof Refused ? error.message : "The undo did not arrive; look at the counts, then try again.");
@@ -394,10 +394,10 @@ async function settle(answerId, choice) {
   page.busy = true;
   try {
     await saved();
-    const told = await call("POST", "/api/settle", { answer: answerId, choice, annotator: page.annotator });
-    showState(told.state);
+    const reply = await call("POST", "/api/settle", { answer: answerId, choice, annotator: page.annotator });
+    showState(reply.state);
     hideClash();
-    if (told.contradictions.length) showClash(told.contradictions[0]);
+    if (reply.contradictions.length) showClash(reply.contradictions[0]);
     else { say("Settled."); by("prompt").focus({ preventScroll: true }); }
   } catch (error) {
     notice(error instanceof Refused ? error.message : "That did not arrive; try again.");
@@ -409,9 +409,9 @@ async function settle(answerId, choice) {
 
 async function openClashes() {
   try {
-    const told = await call("GET", "/api/contradictions");
-    showState(told.state);
-    if (told.contradictions.length) showClash(told.contradictions[0]);
+    const reply = await call("GET", "/api/contradictions");
+    showState(reply.state);
+    if (reply.contradictions.length) showClash(reply.contradictions[0]);
   } catch (error) {
     notice(error instanceof Refused ? error.message : "The server does not answer.");
   }
@@ -429,13 +429,13 @@ function when(time) {
 
 async function showClusters() {
   try {
-    const told = await call("GET", `/api/clusters?order=${page.order}&n=${ROWS}`);
-    by("clusters-title").textContent = told.model ? "What the model believes" : "What the answers say so far";
-    by("order").hidden = !told.model;
-    by("clusters-text").textContent = told.clusters.length
+    const reply = await call("GET", `/api/clusters?order=${page.order}&n=${ROWS}`);
+    by("clusters-title").textContent = reply.model ? "What the model believes" : "What the answers say so far";
+    by("order").hidden = !reply.model;
+    by("clusters-text").textContent = reply.clusters.length
       ? "An image that is in the wrong place? Choose it, and it becomes the next question."
-      : told.model ? "The model puts no image anywhere." : "No two images are linked yet: answer some questions first.";
-    by("galleries").replaceChildren(...told.clusters.map((cluster) => gallery(cluster, told.model)));
+      : reply.model ? "The model puts no image anywhere." : "No two images are linked yet: answer some questions first.";
+    by("galleries").replaceChildren(...reply.clusters.map((cluster) => gallery(cluster, reply.model)));
   } catch (error) {
     notice(error instanceof Refused ? error.message : "The server does not answer.");
   }
@@ -457,9 +457,9 @@ function moreButton(cluster, grid) {
   button.addEventListener("click", async () => {
     try {
       const offset = grid.children.length;
-      const told = await call("GET", `/api/clusters/${cluster.cluster}?order=${page.order}&offset=${offset}&n=${4 * ROWS}`);
-      grid.append(...told.images.map(tile));
-      if (grid.children.length >= told.size || !told.images.length) button.remove();
+      const reply = await call("GET", `/api/clusters/${cluster.cluster}?order=${page.order}&offset=${offset}&n=${4 * ROWS}`);
+      grid.append(...reply.images.map(tile));
+      if (grid.children.length >= reply.size || !reply.images.length) button.remove();
     } catch (error) {
       notice(error instanceof Refused ? error.message : "The server does not answer.");
     }
@@ -474,9 +474,9 @@ function nameField(cluster) {
     const name = field.value.trim();
     if (name === cluster.name) return;
     try {
-      const told = await call("PUT", `/api/clusters/${cluster.cluster}/name`, { name });
-      field.value = cluster.name = told.name;
-      say(`Cluster ${cluster.cluster} is now called ${told.name}.`);
+      const reply = await call("PUT", `/api/clusters/${cluster.cluster}/name`, { name });
+      field.value = cluster.name = reply.name;
+      say(`Cluster ${cluster.cluster} is now called ${reply.name}.`);
       notice("");
     } catch (error) {
       notice(error instanceof Refused ? `The name was not saved: ${error.message}` : "The name was not saved: the server does not answer.");
@@ -501,10 +501,10 @@ function tile(image) {
 
 async function ask(image) {
   try {
-    const told = await call("POST", "/api/ask", { image: image.row, annotator: page.annotator, hold: hold() });
-    if (!told.question) return showSaid(image, told.said);
+    const reply = await call("POST", "/api/ask", { image: image.row, annotator: page.annotator, hold: hold() });
+    if (!reply.question) return showSaid(image, reply.said);
     location.hash = "#questions";
-    takeBack(told.question, told.held);
+    takeBack(reply.question, reply.held);
     say(`A question about ${image.name}. ` + by("prompt").textContent);
     by("prompt").focus({ preventScroll: true });
   } catch (error) {
