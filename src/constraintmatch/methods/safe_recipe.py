@@ -1,8 +1,8 @@
 """Training on pairs by one of two recipes. The safe one keeps its start unless held-out pairs favour another model.
 
 It has three candidates, from the least trained to the most: the start; the start with a head that pairs have taught;
-the network. If the head is better than the start, the network learns to repeat it on strong views; if not, it learns
-from the pairs. The paper's recipe trains and keeps the last weights.
+the network. If the head is better than the start, or the pairs are answers that know the kinds, the network learns to
+repeat it on strong views; if not, it learns from the pairs. The paper's recipe trains and keeps the last weights.
 """
 
 import copy
@@ -249,8 +249,11 @@ class _SafeTraining:
 
     @cached_property
     def is_taught(self) -> bool:
-        """Whether the network begins with a taught head, which it learns to repeat; embeddings have no strong views."""
-        return not self.images.embedded and self.first is not self.start
+        """Whether the network learns to repeat its first head: a taught one, or that of the start where answers lead.
+
+        Then the known images go to their places. Embeddings have no strong views.
+        """
+        return not self.images.embedded and (self.leads or self.first is not self.start)
 
     @cached_property
     def network(self) -> ClusterModel:
