@@ -35,8 +35,8 @@ LIGHT = ["_internal", "data", "constraints", "questions", "cli"]  # without torc
 
 VISIBLE_NAMES = 12  # modules and folders in the package whose names do not begin with an underscore
 FILES_IN_A_FOLDER = 14
-FILES = 107
-LINES = 23_855  # goal: 17_500
+FILES = 108
+LINES = 23_866  # goal: 17_500
 LINES_OF_A_FILE = 400
 CLASSES = 131  # goal: 110
 LINES_OF_A_FUNCTION = 60  # with its signature

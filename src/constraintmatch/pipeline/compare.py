@@ -23,7 +23,8 @@ from constraintmatch._internal.progress import QUIET, Reporter
 from constraintmatch._internal.rng import Purpose
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.judge import Judge, Row, hide_images, table_text, write_page
+from constraintmatch.evaluation.comparison import Row, table_text, write_page
+from constraintmatch.evaluation.judge import Judge, hide_images
 from constraintmatch.evaluation.metrics import Predictions, agreement, predict, scores
 from constraintmatch.methods import Context
 from constraintmatch.methods.heads import detach_head
