@@ -300,7 +300,7 @@ def test_class_folders_are_scored_by_their_names(tmp_path: Path, stripes: ImageS
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--set", "linear_scan.n_neighbours=0"), "linear_scan.n_neighbours must be a whole number, 1 or more"),
+        (("--set", "linear_scan.n_tries=0"), "linear_scan.n_tries must be a whole number, 1 or more"),
         (("--set", "byol.predictor_rate=2", "--set", "byol.optimizer=adam"), "needs the optimizer sgd"),
         (("--seed", 2**64), "seed 18446744073709551616 is not a whole number from 0 to 2**64 - 1"),
     ],
@@ -755,8 +755,9 @@ def test_a_split_goes_with_a_data_set_only(trained: tuple[Path, Any], folder: Pa
 
 
 def test_more_neighbours_than_images_are_refused_before_a_stage_begins(folder: Path, tmp_path: Path) -> None:
-    words = ("pretrain", folder / "in", "--clusters", 3, "--chain", "short", "--out", tmp_path / "r", "--device", "cpu")
-    assert "linear_scan: n_neighbours is 40; an image has 39" in refused(*words, "--set", "linear_scan.n_neighbours=40")
+    words = ("pretrain", folder / "in", "--clusters", 3, "--out", tmp_path / "r", "--device", "cpu")
+    late = ("--stages", "simclr,scan", "--set", "scan.n_neighbours=40")
+    assert "scan: n_neighbours is 40; an image has 39" in refused(*words, *late)
     assert not (tmp_path / "r").exists()
 
 

@@ -1,5 +1,6 @@
 """CC, PICA, TCC and MiCE: clusters and features at once."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,27 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.data.datasets import load_dataset
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import predict, scores
-from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
-from constraintmatch.methods.cluster_contrast import Twin
-from constraintmatch.methods.experts import Experts, gate
+from constraintmatch.methods import METHODS, Context, Trained, ViewChoice, cluster_contrast
+from constraintmatch.methods.cluster_contrast import Experts, Twin, gate
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_clusters
 from constraintmatch.pipeline.config import chain_stages, method_settings
 from constraintmatch.pipeline.train import pretrain
 from constraintmatch.training.loop import Interrupted
 from constraintmatch.training.run_folder import open_run, read_log
 
-pytestmark = pytest.mark.usefixtures("narrow_networks", "quick_heads_throughout")
+pytestmark = pytest.mark.usefixtures("narrow_networks", "quick_heads_throughout", "narrow_heads")
 
 SYSTEMS = ("cc", "pica", "mice", "tcc")
-NEAR = {"mice": {"target_momentum": 0.9}}  # a target that a short training reaches
-NARROW = {name: {**NEAR.get(name, {}), **({} if name == "pica" else {"projection": 16})} for name in SYSTEMS}
 RATES = {"cc": 1e-2, "pica": 1e-2, "mice": 0.3, "tcc": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def narrow_heads() -> Iterator[None]:
+    """Projections of 16 numbers, and a copy of the experts that a short training reaches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster_contrast, "PROJECTION", 16)
+        patch.setattr(cluster_contrast, "MOMENTUM", 0.9)
+        yield
 
 
 def fresh(n_clusters: int = 0) -> ClusterModel:
@@ -35,7 +42,7 @@ def fresh(n_clusters: int = 0) -> ClusterModel:
 
 def run(name: str, images: ImageSet, **arguments: Any) -> Trained:
     settings = method_settings(name, {"device": "cpu", "lr": RATES[name], "log_every": 1})
-    given = {"n_clusters": 3, "epochs": 2, "settings": settings, **NARROW[name], **arguments}
+    given = {"n_clusters": 3, "epochs": 2, "settings": settings, **arguments}
     return METHODS[name](fresh(), images, **given)
 
 
@@ -83,7 +90,7 @@ def test_the_copy_follows_the_experts_and_prototypes_go_to_what_it_sees() -> Non
     before, bias = experts.target.get_parameter(key).clone(), head.bias.clone()
     images = torch.randint(0, 256, (8, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     rows = experts(images)
-    scores, _ = experts.score(rows, 1.0)
+    scores, _ = experts.score(rows)
     keys = rows[:, 12:24].detach().view(8, 3, 4)
     own, unit = scores.detach().softmax(-1), keys / keys.norm(dim=-1, keepdim=True)
     mean = (own[:, :, None] * unit).sum(0) / own.sum(0)[:, None]
@@ -135,13 +142,13 @@ def test_it_leaves_the_given_model_and_the_draws_of_others_alone(few: ImageSet) 
         expected = torch.rand(3)
         torch.manual_seed(5)
         settings = method_settings(name, {"device": "cpu"})
-        METHODS[name](start, few, n_clusters=3, epochs=1, settings=settings, **NARROW[name])
+        METHODS[name](start, few, n_clusters=3, epochs=1, settings=settings)
         assert torch.equal(torch.rand(3), expected), name
         assert all(torch.equal(value, before[key]) for key, value in weights(start).items()), name
 
 
 def test_it_is_a_start_whose_clusters_the_next_stage_keeps(few: ImageSet) -> None:
-    recipe = {"cc": {**NARROW["cc"], "epochs": 2}, "scan": {"epochs": 1, "images_per_step": 20}}
+    recipe = {"cc": {"epochs": 2}, "scan": {"epochs": 1, "images_per_step": 20}}
     model = pretrain(fresh(), few, 3, stages=("cc", "scan"), recipe=recipe, settings={"device": "cpu"})
     assert [entry["method"] for entry in model.config.trained] == ["cc", "scan"]
     assert model.config.n_clusters == 3
@@ -151,11 +158,9 @@ def test_it_is_a_start_whose_clusters_the_next_stage_keeps(few: ImageSet) -> Non
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("cc", {"temperature": 0.0}, "temperature is 0.0; it must be positive"),
-        ("cc", {"head_temperature": -1.0}, "head_temperature is -1.0; it must be positive"),
-        ("tcc", {"projection": 0}, "projection is 0; tcc needs 1 or more"),
-        ("mice", {"projection": 1}, "projection is 1; mice needs 2 or more"),
-        ("mice", {"target_momentum": 1.5}, "target_momentum is 1.5; it must be in"),
+        ("cc", {"epochs": 0}, "epochs is 0; cc needs 1 or more"),
+        ("tcc", {"n_clusters": 1}, "n_clusters is 1; ask for 2 or more"),
+        ("mice", {"images_per_step": 3}, "images_per_step is 3; mice needs 4 or more"),
         ("pica", {"n_clusters": 1}, "n_clusters is 1; ask for 2 or more"),
         ("pica", {"images_per_step": 3}, "images_per_step is 3; pica needs 4 or more"),
         ("pica", {"epochs": 0}, "epochs is 0; pica needs 1 or more"),

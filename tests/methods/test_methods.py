@@ -211,10 +211,8 @@ def test_the_bounds_learn_the_labels(stripes: ImageSet, name: str) -> None:
 def test_the_start_finds_the_stripes_without_labels(stripes: ImageSet) -> None:
     quiet = replace(QUICK, optimizer="adam", lr=3e-3, schedule="constant")
     choice = ViewChoice(flip=True, own_strong=view_functions.weak())
-    features = METHODS["simclr"](
-        model(), stripes, epochs=6, projection=16, settings=replace(QUICK, lr=0.2), views=choice
-    ).model
-    assert features.config.projection == 16
+    features = METHODS["simclr"](model(), stripes, epochs=6, settings=replace(QUICK, lr=0.2), views=choice).model
+    assert features.config.projection == 128
     assert features.config.n_clusters == 0
     clustered = METHODS["scan"](
         features, stripes, n_clusters=3, epochs=10, n_neighbours=5, n_tries=2, settings=quiet, views=choice

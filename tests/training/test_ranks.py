@@ -56,7 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "propos": ("propos", {**NARROW, "n_clusters": 3, "warm_up": 0.0}),
     "cc": ("cc", {**EPOCHS, "n_clusters": 3}),
     "pica": ("pica", {**EPOCHS, "n_clusters": 3}),
-    "mice": ("mice", {**EPOCHS, "n_clusters": 3, "projection": 16}),
+    "mice": ("mice", {**EPOCHS, "n_clusters": 3}),
     "tcc": ("tcc", {**EPOCHS, "n_clusters": 3}),
     "scan": ("scan", {**EPOCHS, "n_clusters": 3}),
     "self_label": ("self_label", {**EPOCHS, "min_confidence": 0.34}),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from constraintmatch.methods.cluster_contrast import cc, pica, tcc
+from constraintmatch.methods.cluster_contrast import cc, mice, pica, tcc
 from constraintmatch.methods.constraintmatch import (
     constrained,
     constraintmatch,
@@ -10,7 +10,6 @@ from constraintmatch.methods.constraintmatch import (
     pseudo_label,
     supervised,
 )
-from constraintmatch.methods.experts import mice
 from constraintmatch.methods.preparation import Context, Trained, ViewChoice
 from constraintmatch.methods.pretext import byol, simclr
 from constraintmatch.methods.propagate import propagate

@@ -37,6 +37,7 @@ SIMCLR_SETTINGS = TrainSettings(lr=0.4, weight_decay=1e-4, schedule="cosine")
 # fast. Under BatchNorm and a cosine, weights turn as far as rate · decay · steps: half the epochs, twice the rate.
 # With 256 images a step it beats SimCLR in less time (results/pretext); public benchmarks have it better than with 512.
 BYOL_SETTINGS = TrainSettings(lr=0.2, weight_decay=5e-4, schedule="cosine-warm")
+PROJECTION = 128  # the width of SimCLR's projection head
 
 
 class Projector(nn.Module):
@@ -59,7 +60,6 @@ def simclr(
     epochs: int = 500,
     images_per_step: int = 512,
     temperature: float = 0.1,
-    projection: int = 128,
     settings: TrainSettings = SIMCLR_SETTINGS,
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
     context: Context = Context(),  # noqa: B008 (frozen)
@@ -70,12 +70,12 @@ def simclr(
     """
     if len(images) < 4:
         raise InputError(f"simclr compares images with each other and needs at least 4; there are {len(images)}")
-    check_least("simclr", epochs=(epochs, 1), images_per_step=(images_per_step, 2), projection=(projection, 1))
+    check_least("simclr", epochs=(epochs, 1), images_per_step=(images_per_step, 2))
     check_positive(temperature=temperature)
     bench = prepare(model, images, settings, need_clusters=False)
     rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
     settings = replace(settings, steps=epochs * rows.steps_per_epoch, lr=settings.lr * rows.batch / 512)
-    trained = with_projection(model, projection, seed=derive_seed(settings.seed, "projection"))
+    trained = with_projection(model, PROJECTION, seed=derive_seed(settings.seed, "projection"))
     view = views.contrastive(images)
 
     def next_batch(step: int) -> Views:

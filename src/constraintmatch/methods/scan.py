@@ -34,6 +34,8 @@ from constraintmatch.training.loop import Surroundings, TrainSettings, fit
 from constraintmatch.training.losses import scan_loss
 from constraintmatch.training.ranks import gather, mine
 
+NEIGHBOURS = 20  # of an image, for `linear_scan`
+MOST = 50_000  # images among which `linear_scan` finds neighbours
 SCAN_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=1e-4, schedule="constant")
 
 
@@ -43,9 +45,7 @@ def linear_scan(
     *,
     n_clusters: int,
     n_tries: int = 40,
-    n_neighbours: int = 20,
     entropy_weight: float = 5.0,
-    most_images: int = 50_000,
     settings: TrainSettings = TrainSettings(),  # noqa: B008 (frozen)
     views: ViewChoice = ViewChoice(),  # noqa: B008, ARG001 (frozen; every method takes it)
     context: Context = Context(),  # noqa: B008 (frozen)
@@ -53,13 +53,13 @@ def linear_scan(
     """A model with a head that repeats what the best eighth of `n_tries` linear heads, by SCAN's loss, agree on.
 
     The backbone stays unchanged. If the model has a head with a lower loss already, it keeps that. Neighbours are found
-    in the features of at most `most_images` images; in small sets an image has fewer of them (`find_neighbours`).
+    in the features of at most 50,000 images; in small sets an image has fewer of them (`find_neighbours`).
     """
     check_clusters(n_clusters, images)
-    check_least("linear_scan", n_tries=(n_tries, 1), n_neighbours=(n_neighbours, 1), most_images=(most_images, 2))
+    check_least("linear_scan", n_tries=(n_tries, 1))
     device = prepare(model, images, settings, need_clusters=False).device
-    features = embed(model, images.take(spread(len(images), most_images)), device=device)
-    near = torch.from_numpy(find_neighbours(features, n_neighbours, n_clusters, device)).to(device)
+    features = embed(model, images.take(spread(len(images), MOST)), device=device)
+    near = torch.from_numpy(find_neighbours(features, NEIGHBOURS, n_clusters, device)).to(device)
     inputs, seed = torch.from_numpy(features).to(device), derive_seed(settings.seed, "head")
     best = best_linear_head(inputs, near, n_clusters, n_heads=n_tries, entropy_weight=entropy_weight, seed=seed)
     own, new = math.inf, float(best.losses.min())
