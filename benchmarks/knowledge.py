@@ -31,7 +31,7 @@ from constraintmatch.constraints.pair_cells import Places
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import accuracy, predict, scores
 from constraintmatch.methods.heads import bound_sizes
-from constraintmatch.methods.others.framework import triplet_loss as hinge_loss
+from constraintmatch.methods.others.networks import triplet_loss as hinge_loss
 from constraintmatch.methods.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.pipeline.config import default_options, make_config

@@ -125,7 +125,7 @@ def compare(request: Compare, reporter: Reporter = QUIET, *, apart: bool = True)
             write_json(request.out / FILE, {"request": task.request(), "rows": list(rows.values())})
         shown: list[Row] = [rows[name] for name in names]
         facts = _facts(request, task)
-        about = {name: OWN.get(name) or str(OTHERS[name].__doc__).splitlines()[0] for name in names}
+        about = {name: OWN.get(name) or " ".join(str(OTHERS[name].__doc__).split()) for name in names}
         page = write_page(request.out / "comparison.html", shown, Judge(task.judge), facts, about)
     return f"{table_text(shown, Judge(task.judge))}\n\npage: {page}"
 

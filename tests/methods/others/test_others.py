@@ -11,11 +11,18 @@ from sklearn.metrics import adjusted_rand_score
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.methods.others import OTHERS, Setup, parts
-from constraintmatch.methods.others.clusternet import centre_loss
-from constraintmatch.methods.others.cpac import geman_mcclure, neighbour_pairs
-from constraintmatch.methods.others.framework import (
+from constraintmatch.methods.others.networks import (
     MARGIN,
+    SURE,
+    TINY,
+    centre_loss,
+    confused_loss,
     difficulty_loss,
+    geman_mcclure,
+    log_volume,
+    neighbour_pairs,
+    siamese_loss,
+    siamese_same,
     size_loss,
     soft_assignment,
     target_distribution,
@@ -23,8 +30,6 @@ from constraintmatch.methods.others.framework import (
 )
 from constraintmatch.methods.others.parts import place_around, place_by_neighbours
 from constraintmatch.methods.others.pcog import carry_pairs, neighbour_affinity, project_to_simplex
-from constraintmatch.methods.others.s3c2 import SURE, siamese_loss, siamese_same
-from constraintmatch.methods.others.volmax import TINY, confused_loss, log_volume
 
 CLASSICAL = ("pck_means", "mpck_means", "cop_k_means")
 LABELLED = ("label_spreading", "logistic_regression")

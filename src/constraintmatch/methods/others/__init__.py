@@ -6,16 +6,17 @@ take is an InputError.
 
 from collections.abc import Callable
 
-from constraintmatch.methods.others.classical import cop_k_means, k_means, mpck_means, pck_means
-from constraintmatch.methods.others.clusternet import clusternet
-from constraintmatch.methods.others.cpac import cpac
-from constraintmatch.methods.others.framework import framework
-from constraintmatch.methods.others.labelled import label_spreading, logistic_regression
+from constraintmatch.methods.others.classical import (
+    cop_k_means,
+    k_means,
+    label_spreading,
+    logistic_regression,
+    mpck_means,
+    pck_means,
+)
+from constraintmatch.methods.others.networks import clusternet, cpac, framework, s3c2, spherepair, volmax
 from constraintmatch.methods.others.parts import Predict, Setup
 from constraintmatch.methods.others.pcog import pcog
-from constraintmatch.methods.others.s3c2 import s3c2
-from constraintmatch.methods.others.spherepair import spherepair
-from constraintmatch.methods.others.volmax import volmax
 
 __all__ = ["OTHERS", "Predict", "Setup"]
 

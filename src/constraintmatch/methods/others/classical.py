@@ -1,17 +1,23 @@
-"""K-means without pairs, and its constrained kin from a package that users can install (the extra `classical`)."""
+"""Other systems without a network of their own: k-means and its constrained kin, and what a few labels give.
 
+Constrained k-means comes from a package that users can install (the extra `classical`).
+"""
+
+import warnings
 from typing import Any
 
 import numpy as np
 import torch
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch.methods.others.parts import Predict, Setup, place_around, place_by_neighbours
+from constraintmatch.methods.others.parts import Floats, Predict, Rows, Setup, place_around, place_by_neighbours
 from constraintmatch.methods.others.parts import k_means as fit_centres
 
 MOST = {"PCKMeans": 20_000, "COPKMeans": 20_000, "MPCKMeans": 1_000}  # rows, which it compares one by one, or all pairs
 TURNS = 20
 FEWER = 16  # principal components for MPCKMeans, which forms a matrix of the features for every row
+NEAR = 10  # neighbours
+SPREAD_OVER = 20_000  # rows: the distances of all of them are formed
 
 
 def k_means(setup: Setup) -> Predict:
@@ -62,3 +68,39 @@ def _fit(name: str, setup: Setup, width: int | None = None) -> Predict:
     finally:
         np.random.set_state(before)  # noqa: NPY002
     return place_by_neighbours(setup, np.asarray(found.labels_, np.int64))
+
+
+def logistic_regression(setup: Setup) -> Predict:
+    """A linear classifier of the labelled images; it has the classes that the labels have."""
+    from sklearn.linear_model import LogisticRegression
+
+    known = _known(setup.labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it could be closer
+        fitted = LogisticRegression(max_iter=500).fit(setup.inputs[known >= 0].numpy(), known[known >= 0])
+    return lambda rows: np.asarray(fitted.predict_proba(setup.scale(rows).numpy()), np.float32)
+
+
+def label_spreading(setup: Setup) -> Predict:
+    """Labels spread along the ten nearest neighbours of each image (Zhou et al. 2004)."""
+    from sklearn.semi_supervised import LabelSpreading
+
+    known = _known(setup.labels)
+    if len(setup.inputs) > SPREAD_OVER:
+        raise InputError(f"too many rows: {len(setup.inputs):,}, and it takes {SPREAD_OVER:,}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of rows that no label reaches
+        fitted = LabelSpreading(kernel="knn", n_neighbors=NEAR).fit(setup.inputs.numpy(), known)
+
+    def predict(rows: Floats) -> Floats:
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            return np.asarray(np.nan_to_num(fitted.predict_proba(setup.scale(rows).numpy())), np.float32)
+
+    return predict
+
+
+def _known(labels: Rows | None) -> Rows:
+    if labels is None or len(np.unique(labels[labels >= 0])) < 2:
+        raise InputError("needs labels of two kinds or more; --n-labels 50 gives it some")
+    return labels

@@ -1,4 +1,4 @@
-"""PCOG (Nie, Zhang, Wang and Li 2020): a graph with one component for each cluster, in which the pairs are kept."""
+"""An other system that makes a graph of all rows: PCOG."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,10 @@ NONE = 1e-6  # an eigenvalue below it is zero
 
 
 def pcog(setup: Setup) -> Predict:
-    """Departs from the paper: pairs are carried to both ends' neighbours first; new rows go with their neighbours."""
+    """PCOG (Nie, Zhang, Wang and Li 2020): a graph with one component for each cluster, in which the pairs are kept.
+
+    Departs from the paper: pairs are carried to both ends' neighbours first; new rows go with their neighbours.
+    """
     if len(setup.inputs) > MOST:
         raise InputError(f"too many rows: {len(setup.inputs):,}, and a graph of all pairs takes {MOST:,}")
     affinity = carry_pairs(neighbour_affinity(setup.inputs.numpy(), NEAR), setup.constraints)
