@@ -45,6 +45,7 @@ class Stepper(Generic[B]):
             "Callable[..., Tensor]",
             torch.compile(module, dynamic=False, options=_options(device)) if compile else ranks.replicate(module),
         )
+        self.convolves = any(isinstance(part, nn.Conv2d) for part in module.modules())
         self.record = torch.compile(_record, dynamic=False) if compile else _record
         self.average = {k: v.detach().clone() for k, v in module.state_dict().items()} if ema else {}
         self.terms: list[str] = []
@@ -73,7 +74,7 @@ class Stepper(Generic[B]):
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False):
                 terms = self.loss(self.network, batch)
             values = torch.stack([value.float() for value in terms.values()])
-            with _quick_backward(self.device):
+            with _quick_backward(self.device) if self.convolves else nullcontext():
                 values.sum().backward()  # type: ignore[no-untyped-call]
             if self.clip_norm is not None:
                 nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
