@@ -192,7 +192,7 @@ def with_clusters(model: ClusterModel, n_clusters: int, *, seed: int = 0) -> Clu
 
 def with_head(model: ClusterModel, weight: torch.Tensor, bias: torch.Tensor) -> ClusterModel:
     """The same backbone under a linear cluster head of these weights (k, d) and biases (k,)."""
-    placed = with_clusters(model, len(bias))
+    placed = _on_backbone(model, replace(model.config, n_clusters=len(bias), projection=0), None)
     assert placed.head is not None
     with torch.no_grad():
         placed.head.weight.copy_(weight)
@@ -373,10 +373,11 @@ def _read_config(path: Path) -> ModelConfig:
     return config
 
 
-def _on_backbone(model: ClusterModel, config: ModelConfig, seed: int) -> ClusterModel:
+def _on_backbone(model: ClusterModel, config: ModelConfig, seed: int | None) -> ClusterModel:
+    """A copy of the model's backbone under what the configuration says; without a seed the head is not drawn."""
     if model.is_encoder:  # to build one anew takes a second
-        return _build(config, seed, made=(copy.deepcopy(model.backbone), model.width)).to(model.device)
-    fresh = _build(config, seed)
+        return _build(config, seed or 0, made=(copy.deepcopy(model.backbone), model.width)).to(model.device)
+    fresh = unfilled_model(config) if seed is None else _build(config, seed)
     fresh.backbone.load_state_dict(model.backbone.state_dict())
     return fresh.to(model.device)
 
