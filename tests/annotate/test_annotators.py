@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,6 @@ import pytest
 from commands import run
 from PIL import Image
 from typer.testing import CliRunner
-
-pytest.importorskip("openai", reason="the extra vlm is not installed")
 
 from constraintmatch import cli
 from constraintmatch._internal.errors import InputError
@@ -31,7 +30,10 @@ from constraintmatch.data.image_set import ImageSet
 from constraintmatch.pipeline.plan import Train
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question
 
-pytestmark = pytest.mark.usefixtures("quick_heads")
+pytestmark = [
+    pytest.mark.usefixtures("quick_heads"),
+    pytest.mark.skipif(find_spec("openai") is None, reason="the extra vlm is not installed"),
+]
 Reply = Callable[[int, dict[str, Any]], tuple[int, dict[str, str], str]]  # status, headers and body of a request
 SOON = {"retry-after-ms": "5"}
 

@@ -289,8 +289,8 @@ def pictures() -> ImageSet:
     return ImageSet.from_arrays(spots.astype(np.uint8), labels=LABELS)
 
 
-@pytest.fixture
-def fresh(pictures: ImageSet) -> ClusterModel:
+@pytest.fixture(scope="module")
+def fresh(pictures: ImageSet, narrow_networks: None) -> ClusterModel:  # noqa: ARG001
     """A network that has learned nothing but the statistics of the pictures, as its norms keep them."""
     model = build_model(n_clusters=K, side=8, channels=1, seed=3).train()
     pixels = torch.from_numpy(pictures.images.copy()).permute(0, 3, 1, 2)

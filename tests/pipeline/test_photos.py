@@ -206,7 +206,7 @@ def test_the_weights_of_the_package_are_those_of_the_network() -> None:
 
 @real
 def test_photographs_are_trained_predicted_and_asked_about_with_no_other_word(tmp_path: Path) -> None:
-    photos, new = write_photos(tmp_path / "photos", 0), write_photos(tmp_path / "new", 1, 3)
+    photos, new = write_photos(tmp_path / "photos", 0), write_photos(tmp_path / "new", 1, 2)
     run("sample", photos, "--n", 60, "--out", tmp_path / "pairs.csv")
     first = ("train", photos, "--pairs", tmp_path / "pairs.csv", "--clusters", 2, "--device", "cpu")
     out = tmp_path / "run"
