@@ -80,14 +80,23 @@ def test_the_chain_leaves_a_model_with_clusters_and_results(made: tuple[Path, Cl
 
 
 def test_finished_stages_are_loaded_and_not_trained_again(
-    stripes: ImageSet, made: tuple[Path, ClusterModel], monkeypatch: pytest.MonkeyPatch
+    stripes: ImageSet, made: tuple[Path, ClusterModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, first = made
+    """Those of an earlier version too, unless an argument that there was then had another value than it has now."""
+    shutil.copytree(made[0], place := tmp_path / "old")
+    record = json.loads((file := place / "runs" / "simclr" / "run.json").read_text())
     for stage in STAGES:
         monkeypatch.setitem(METHODS, stage, replace_with_failure(METHODS[stage]))
-    second = pretrained(stripes, place)
-    for name, value in first.state_dict().items():
-        assert torch.equal(value, second.state_dict()[name])
+    for arguments in ({}, {"projection": 128}):
+        record["request"]["arguments"] |= arguments
+        file.write_text(json.dumps(record))
+        second = pretrained(stripes, place)
+        for name, value in made[1].state_dict().items():
+            assert torch.equal(value, second.state_dict()[name])
+    record["request"]["arguments"]["projection"] = 64
+    file.write_text(json.dumps(record))
+    with pytest.raises(InputError, match="made with projection = 64, which is gone: it is always 128"):
+        pretrained(stripes, place)
 
 
 def test_results_of_finished_stages_stay_as_they_were_measured(

@@ -189,6 +189,8 @@ def _setting(name: str) -> Setting:
 
 def _check_name(name: str, known: Sequence[str], title: str) -> None:
     """A name that is not known is an InputError that names the nearest ones."""
+    if name in GONE:
+        raise InputError(f"{title} has no setting {name!r}: {GONE[name][1]}", fix="leave it out")
     if name not in known:
         near = [one for one in known if one.endswith(f".{name}")] or difflib.get_close_matches(name, known, n=1)
         lists = f"constraintmatch settings{f' {title}' if title in METHODS else ''} lists what there is"
@@ -227,6 +229,8 @@ def new_spelling(command: str, flag: str) -> str | None:
         return f"{flag} is gone: {said}"
     stage = max((one for one in STAGES if command == "pretrain" and name.endswith(f"_{one}")), key=len, default="")
     plain = name.removesuffix(f"_{stage}")
+    if f"{stage}.{plain}" in GONE:
+        return f"{flag} is gone: {GONE[f'{stage}.{plain}'][1]}"
     for own, said in ((plain, "VALUE"), (plain.removeprefix("no_"), "no")):
         spelled = f"{stage}.{own}" if stage else own
         if spelled in known:

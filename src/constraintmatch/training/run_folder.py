@@ -32,6 +32,16 @@ GONE: dict[str, tuple[Any, str]] = {  # arguments of earlier versions: their def
     "over_selected": (False, "pseudo-labels are averaged over all images of a step"),
     "pool": ("all", "unconstrained images are drawn from all images"),
 }
+_CONTRAST = {"temperature": 0.5, "head_temperature": 1.0, "entropy_weight": 1.0, "projection": 128}
+_FIXED: dict[str, dict[str, float]] = {  # arguments of one stage
+    "simclr": {"projection": 128},
+    "cc": _CONTRAST,
+    "tcc": _CONTRAST,
+    "pica": {"entropy_weight": 2.0},
+    "mice": {"temperature": 1.0, "entropy_weight": 1.0, "target_momentum": 0.999, "projection": 128},
+    "linear_scan": {"n_neighbours": 20, "most_images": 50_000},
+}
+GONE |= {f"{stage}.{name}": (of[name], f"it is always {of[name]}") for stage, of in _FIXED.items() for name in of}
 _MAYBE = (str, type(None))
 _KINDS: dict[str, Any] = {  # of the entries of a request, where they are there
     "method": str,
@@ -159,12 +169,13 @@ def _remove_if_empty(path: Path) -> Iterator[None]:
         raise
 
 
-def current_arguments(arguments: Mapping[str, Any], place: Path | str) -> dict[str, Any]:
+def current_arguments(arguments: Mapping[str, Any], place: Path | str, method: str = "") -> dict[str, Any]:
     """The arguments of a record at `place` without those of `GONE`; one that was not its default is an InputError."""
-    for name, (default, instead) in GONE.items():
+    gone = {name.removeprefix(f"{method}."): said for name, said in GONE.items()}
+    for name, (default, instead) in gone.items():
         if (value := arguments.get(name, default)) != default:
             raise InputError(f"{place}: made with {name} = {value!r}, which is gone: {instead}; train again without it")
-    return {name: value for name, value in arguments.items() if name not in GONE}
+    return {name: value for name, value in arguments.items() if name not in gone}
 
 
 def current_request(request: Mapping[str, Any], place: Path | str) -> dict[str, Any]:
@@ -172,7 +183,7 @@ def current_request(request: Mapping[str, Any], place: Path | str) -> dict[str, 
     _check_kinds(request, _KINDS, place)
     held = {name: value for name, value in request.items() if isinstance(value, dict)}
     if "arguments" in held:
-        held["arguments"] = current_arguments(held["arguments"], place)
+        held["arguments"] = current_arguments(held["arguments"], place, request.get("method", ""))
     if "model" in held:
         held["model"] = {name: value for name, value in held["model"].items() if name != "n_heads"}
     return {**request, **held}
