@@ -122,7 +122,7 @@ def step_ms(images: ImageSet, resident: bool, asked: argparse.Namespace) -> tupl
     store = batches.ImageStore(images, device, resident=resident)
     shuffled = batches.Shuffled(len(images), asked.batch, 0, device)
     reading: list[float] = []
-    view, maker = views.contrastive(), batches.ViewMaker(0, device, compile=bool(settings.compile))
+    view, maker = views.contrastive(), batches.view_maker(0, device, compile=bool(settings.compile))
 
     def next_batch(step: int) -> batches.Views:
         rows = shuffled(step)

@@ -19,7 +19,7 @@ from constraintmatch.methods.preparation import Context
 from constraintmatch.models.cluster_model import ClusterModel, build_model
 from constraintmatch.pipeline.config import make_config
 from constraintmatch.pipeline.train import train
-from constraintmatch.training.batches import ImageStore, ViewMaker, pair_batches
+from constraintmatch.training.batches import ImageStore, pair_batches, view_maker
 from constraintmatch.training.views import plain
 
 N, K = 240, 4
@@ -75,7 +75,7 @@ def test_a_batch_has_pairs_first_then_anchors_with_near_and_with_far_images() ->
     images = ImageSet.from_arrays(np.arange(N, dtype=np.float32)[:, None])
     store, given = ImageStore(images, torch.device("cpu")), triplets(6)
     pairs = replace(Constraints.sample(LABELS, 8, seed=0), triplets=given)
-    batch = pair_batches(store, pairs, 4, plain(), ViewMaker(0, torch.device("cpu")), seed=0)(0)
+    batch = pair_batches(store, pairs, 4, plain(), view_maker(0, torch.device("cpu")), seed=0)(0)
     left, right = (side.flatten().long().tolist() for side in (batch.left, batch.right))
     assert batch.sizes == (12, 12)
     assert (len(left), len(batch.link), len(batch.weight)) == (12, 4, 8)

@@ -1,4 +1,3 @@
-import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from torch.nn import functional as F
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed, predict, scores
-from constraintmatch.methods import Context, Trained
+from constraintmatch.methods import Context, Trained, pretext
 from constraintmatch.methods.angular import spherical_k_means
-from constraintmatch.methods.pretext import OnlineAndTarget, byol
-from constraintmatch.methods.propos import propos
+from constraintmatch.methods.pretext import OnlineAndTarget, byol, propos
 from constraintmatch.methods.scan import linear_scan
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_projection
 from constraintmatch.training.loop import Interrupted, TrainSettings
@@ -116,14 +114,13 @@ def test_a_stopped_run_goes_on_to_the_same_result(stripes: ImageSet, tmp_path: P
 def test_the_features_that_are_grouped_are_the_targets_in_plain_views(
     stripes: ImageSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = importlib.import_module("constraintmatch.methods.propos")
     given: list[Tensor] = []
 
     def noting(points: Tensor, *args: Any, **more: Any) -> Tensor:
         given.append(points)
         return spherical_k_means(points, *args, **more)
 
-    monkeypatch.setattr(file, "spherical_k_means", noting)
+    monkeypatch.setattr(pretext, "spherical_k_means", noting)
     model = run(stripes.take(np.arange(20)), epochs=5, target_momentum=0.0, settings=replace(QUICK, lr=1e-9)).model
     assert len(given) == 1
     features = embed(model, stripes.take(np.arange(20)))
@@ -138,7 +135,7 @@ def test_the_features_that_are_grouped_are_the_targets_in_plain_views(
         ({"n_clusters": 10**6}, "ask for at most one cluster per image"),
         ({"noise": -1.0}, "noise is -1.0; it must be 0 or more"),
         ({"prototype_weight": float("inf")}, "prototype_weight is inf; it must be 0 or more"),
-        ({"temperature": 0.0}, "temperature is 0.0; it must be positive"),
+        ({"temperature": 0.0}, "temperature is 0.0; it must be a positive number"),
         ({"warm_up": 2.0}, "warm_up is 2.0; it must be in"),
         ({"epochs": 0}, "epochs is 0; propos needs 1 or more"),
     ],

@@ -11,7 +11,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.training import views
-from constraintmatch.training.batches import ImageStore, Shuffled, ViewMaker, derive_seed, map_tensors, pair_batches
+from constraintmatch.training.batches import ImageStore, Shuffled, derive_seed, map_tensors, pair_batches, view_maker
 
 CPU = torch.device("cpu")
 
@@ -56,10 +56,10 @@ def test_resident_and_streamed_images_are_the_same(stripes: ImageSet) -> None:
 
 def test_views_follow_from_seed_name_and_step(stripes: ImageSet) -> None:
     images = ImageStore(stripes, CPU).take(torch.arange(20))
-    view, maker = views.weak(), ViewMaker(4, CPU)
+    view, maker = views.weak(), view_maker(4, CPU)
     first = maker(view, images, 12, "weak")
     maker(view, images, 13, "weak")
-    assert torch.equal(first, ViewMaker(4, CPU)(view, images, 12, "weak"))
+    assert torch.equal(first, view_maker(4, CPU)(view, images, 12, "weak"))
     assert not torch.equal(first, maker(view, images, 13, "weak"))
     assert not torch.equal(first, maker(view, images, 12, "strong"))
     assert torch.equal(maker(views.plain(), images, 0, "plain"), images)
@@ -68,7 +68,7 @@ def test_views_follow_from_seed_name_and_step(stripes: ImageSet) -> None:
 def test_pairs_carry_their_images_links_and_weights(stripes: ImageSet) -> None:
     pairs = Constraints.from_arrays([0, 3, 6], [1, 4, 9], [1.0, 0.0, 0.25], n_images=60, weight=[1.0, 2.0, 3.0])
     store, seen = ImageStore(stripes, CPU), set()
-    next_batch = pair_batches(store, pairs, 2, views.plain(), ViewMaker(0, CPU), seed=0)
+    next_batch = pair_batches(store, pairs, 2, views.plain(), view_maker(0, CPU), seed=0)
     for step in range(4):
         batch = next_batch(step)
         assert len(batch.left) == len(batch.right) == 2

@@ -11,9 +11,8 @@ from constraintmatch.methods.constraintmatch import (
     supervised,
 )
 from constraintmatch.methods.preparation import Context, Trained, ViewChoice
-from constraintmatch.methods.pretext import byol, simclr
+from constraintmatch.methods.pretext import byol, propos, simclr
 from constraintmatch.methods.propagate import propagate
-from constraintmatch.methods.propos import propos
 from constraintmatch.methods.scan import linear_scan, scan
 from constraintmatch.methods.self_label import neighbour_label, self_label
 

@@ -1,5 +1,6 @@
 """What every method needs before its first step: views, images on the device, checks, evaluations."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from constraintmatch.evaluation.metrics import (
 )
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training import views
-from constraintmatch.training.batches import ImageStore, Shuffled, ViewMaker, derive_seed
+from constraintmatch.training.batches import ImageStore, Shuffled, ViewMaker, derive_seed, view_maker
 from constraintmatch.training.loop import TrainSettings, choose_device
 from constraintmatch.training.run_folder import RunFolder
 from constraintmatch.training.views import View
@@ -126,7 +127,7 @@ def prepare(model: ClusterModel, images: ImageSet, settings: TrainSettings, *, n
     check_images(model, images, need_clusters=need_clusters)
     device = choose_device(settings.device)
     compiles = bool(settings.resolve(device).compile)
-    maker = ViewMaker(derive_seed(settings.seed, "views"), device, compile=compiles)
+    maker = view_maker(derive_seed(settings.seed, "views"), device, compile=compiles)
     return Bench(device, ImageStore(images, device), maker, settings.seed, compiles)
 
 
@@ -160,10 +161,10 @@ def check_shares(**shares: float) -> None:
 
 
 def check_positive(**values: float) -> None:
-    """An InputError if a number is not positive."""
+    """An InputError if a number is not positive, or not finite."""
     for name, value in values.items():
-        if not value > 0:
-            raise InputError(f"{name} is {value}; it must be positive")
+        if not 0 < value < math.inf:
+            raise InputError(f"{name} is {value}; it must be a positive number")
 
 
 def check_least(title: str, **least: tuple[float, float]) -> None:

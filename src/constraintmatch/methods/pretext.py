@@ -1,7 +1,8 @@
-"""Features without labels: SimCLR and BYOL.
+"""Features without labels: SimCLR, BYOL and ProPos.
 
 In SimCLR two views of an image are each other's nearest. BYOL predicts what a slower copy of the network sees in
-another view; no image is pushed away.
+another view; no image is pushed away. ProPos is BYOL with clusters: predictions begin around an image's features, and
+prototypes of clusters keep apart.
 """
 
 import copy
@@ -13,16 +14,20 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
+from constraintmatch.methods.angular import spherical_k_means
 from constraintmatch.methods.preparation import (
     Bench,
     Context,
     Trained,
     ViewChoice,
+    check_clusters,
     check_least,
     check_positive,
+    check_shares,
     prepare,
 )
 from constraintmatch.models.cluster_model import ClusterModel, with_projection
@@ -37,6 +42,9 @@ SIMCLR_SETTINGS = TrainSettings(lr=0.4, weight_decay=1e-4, schedule="cosine")
 # fast. Under BatchNorm and a cosine, weights turn as far as rate · decay · steps: half the epochs, twice the rate.
 # With 256 images a step it beats SimCLR in less time (results/pretext); public benchmarks have it better than with 512.
 BYOL_SETTINGS = TrainSettings(lr=0.2, weight_decay=5e-4, schedule="cosine-warm")
+PROPOS_SETTINGS = TrainSettings(lr=0.2, weight_decay=5e-4, schedule="cosine-warm")  # as BYOL
+EVERY = 5  # epochs between two clusterings of ProPos: each epoch, as published, costs a pass over the images
+SEEN = 1_000  # images in a batch of that pass
 PROJECTION = 128  # the width of SimCLR's projection head
 
 
@@ -118,15 +126,13 @@ class Follow(NamedTuple):
 
 
 class Scatter(NamedTuple):
-    """What ProPos adds to BYOL: see `propos`. `regroup` is called every few epochs and renews the clusters."""
+    """What ProPos adds to BYOL: see `propos`."""
 
     n_clusters: int
     weight: float
     temperature: float
     noise: float
     warm_up: float
-    regroup: Callable[["OnlineAndTarget", Bench], dict[str, float]]
-    every: int  # epochs
 
 
 @torch.no_grad()
@@ -221,6 +227,43 @@ def byol(
     return bootstrap("byol", model, images, how, None, settings, views, context)
 
 
+def propos(
+    model: ClusterModel,
+    images: ImageSet,
+    *,
+    n_clusters: int,
+    prototype_weight: float = 0.1,
+    temperature: float = 0.5,
+    noise: float = 0.05,
+    warm_up: float = 0.1,
+    epochs: int = 500,
+    images_per_step: int = 256,
+    hidden: int = 4096,
+    projection: int = 256,
+    target_momentum: float = 0.99,
+    predictor_rate: float = 10.0,
+    settings: TrainSettings = PROPOS_SETTINGS,
+    views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
+    context: Context = Context(),  # noqa: B008 (frozen)
+) -> Trained:
+    """A copy of the model with a backbone trained by ProPos (Huang et al. 2022), without a head.
+
+    It is `byol`, whose arguments it has, with two additions. A prediction begins at a point drawn around the online
+    projection; `noise` is its standard deviation, as a share of that over the images of a step. After the share
+    `warm_up` of the steps the prototypes of `n_clusters` clusters keep apart, with `prototype_weight` and `temperature`
+    (see `prototype_loss`). The clusters are those of spherical k-means on the target's features, every few epochs.
+    """
+    check_clusters(n_clusters, images)
+    check_shares(warm_up=warm_up)
+    for name, value in {"prototype_weight": prototype_weight, "noise": noise}.items():
+        if not 0 <= value < float("inf"):
+            raise InputError(f"{name} is {value}; it must be 0 or more")
+    check_positive(temperature=temperature)
+    how = Follow(epochs, images_per_step, hidden, projection, target_momentum, predictor_rate)
+    scatter = Scatter(n_clusters, prototype_weight, temperature, noise, warm_up)
+    return bootstrap("propos", model, images, how, scatter, settings, views, context)
+
+
 def bootstrap(
     title: str,
     model: ClusterModel,
@@ -236,7 +279,11 @@ def bootstrap(
         raise InputError(f"{title} compares images with their batch and needs at least 4; there are {len(images)}")
     check_least(title, epochs=(how.epochs, 1), images_per_step=(how.images_per_step, 4))  # BatchNorm over fewer: no use
     check_least(title, hidden=(how.hidden, 1), projection=(how.projection, 2))  # of one number only the sign is left
-    _check_rates(how.target_momentum, how.predictor_rate, settings.optimizer)
+    check_shares(target_momentum=how.target_momentum)
+    check_positive(predictor_rate=how.predictor_rate)
+    if settings.optimizer != "sgd" and how.predictor_rate != 1:
+        problem = f"predictor_rate is {how.predictor_rate} and needs the optimizer sgd"
+        raise InputError(problem, fix=f"set it to 1 for {settings.optimizer}")
     bench = prepare(model, images, settings, need_clusters=False)
     rows = Shuffled(len(images), how.images_per_step, derive_seed(settings.seed, "images"), bench.device)
     settings = replace(settings, steps=how.epochs * rows.steps_per_epoch, lr=settings.lr * rows.batch / 512)
@@ -265,8 +312,8 @@ def bootstrap(
 
     more: dict[str, Any] = {}
     if scatter is not None:
-        settings = replace(settings, evaluate_every=scatter.every * rows.steps_per_epoch)
-        more = {"evaluate": partial(scatter.regroup, both, bench)}
+        settings = replace(settings, evaluate_every=EVERY * rows.steps_per_epoch)
+        more = {"evaluate": partial(_regroup, both, bench, scatter.n_clusters)}
     log = fit(both, next_batch, loss, settings, Surroundings(title=title, **more, **bench.surroundings(context)))
     return Trained(trained, log)
 
@@ -299,13 +346,24 @@ def momentum_at(progress: float, first: float) -> float:
     return 1 - (1 - first) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def _check_rates(target_momentum: float, predictor_rate: float, optimizer: str) -> None:
-    if not 0 <= target_momentum <= 1:
-        raise InputError(f"target_momentum is {target_momentum}; it must be between 0 and 1")
-    if not 0 < predictor_rate < math.inf:
-        raise InputError(f"predictor_rate is {predictor_rate}; it must be a positive number")
-    if optimizer != "sgd" and predictor_rate != 1:
-        raise InputError(f"predictor_rate is {predictor_rate} and needs the optimizer sgd; set it to 1 for {optimizer}")
+def _regroup(both: OnlineAndTarget, bench: Bench, n_clusters: int) -> dict[str, float]:
+    """Renew the clusters of all images, in place; the share of the images that are in another one than before."""
+    points, seed = _features(both.target.model, bench, len(both.clusters)), derive_seed(bench.seed, "clusters")
+    found = spherical_k_means(points, n_clusters, seed=seed, begin=both.clusters)
+    moved = float((found != both.clusters).float().mean())
+    both.clusters.copy_(found)
+    return {"moved": moved}
+
+
+@torch.no_grad()
+def _features(model: ClusterModel, bench: Bench, n_images: int) -> Tensor:
+    """The directions (n, d) of the features of all images as they are."""
+    model.eval()
+    with torch.autocast(bench.device.type, torch.bfloat16, enabled=bench.device.type == "cuda"):
+        rows = torch.arange(n_images, device=bench.device).split(SEEN)  # type: ignore[no-untyped-call]
+        parts = [F.normalize(model.features(bench.store.take(part)).float(), dim=-1) for part in rows]
+    model.train()
+    return torch.cat(parts)
 
 
 def _perceptron(inputs: int, hidden: int, outputs: int) -> nn.Module:

@@ -24,6 +24,7 @@ from constraintmatch.training import ranks
 from constraintmatch.training.views import View
 
 B = TypeVar("B")
+ViewMaker = Callable[..., Tensor]  # of a view, images, the step, a name and sizes: see `view_maker`
 
 
 @dataclass(frozen=True)
@@ -140,27 +141,25 @@ class Shuffled:
         return self._order[position * self.batch : (position + 1) * self.batch]
 
 
-class ViewMaker:
-    """Applies views with the draws of a step; compiles each view once where that pays."""
+def view_maker(seed: int, device: torch.device, *, compile: bool = False) -> ViewMaker:
+    """A function that applies views with the draws of a step; each view is compiled once where that pays.
 
-    def __init__(self, seed: int, device: torch.device, *, compile: bool = False) -> None:
-        self.seed, self.generator = seed, torch.Generator(device)
-        self._function: Callable[[View], Callable[[Tensor, Tensor], Tensor]] = cache(
-            lambda view: torch.compile(view.apply, dynamic=False) if compile else view.apply
-        )
+    It gives the view of each image (n, c, h, w); two views of one step have two names. The images are this rank's share
+    of parts of these sizes: the draws are those of the whole batch.
+    """
+    generator = torch.Generator(device)
+    function = cache(lambda view: torch.compile(view.apply, dynamic=False) if compile else view.apply)
 
-    def __call__(self, view: View, images: Tensor, step: int, name: str, *sizes: int) -> Tensor:
-        """The view of each image (n, c, h, w); two views of one step have two names.
-
-        The images are this rank's share of parts of these sizes: the draws are those of the whole batch.
-        """
+    def make(view: View, images: Tensor, step: int, name: str, *sizes: int) -> Tensor:
         if view.n_draws == 0:
             return view.apply(images, images.new_empty((len(images), 0), dtype=torch.float32))
-        self.generator.manual_seed(derive_seed(self.seed, "view", name, step))
-        shape = sum(sizes) or len(images), view.n_draws
-        draws = torch.rand(shape, generator=self.generator, device=images.device)
+        generator.manual_seed(derive_seed(seed, "view", name, step))
+        draws = torch.rand((sum(sizes) or len(images), view.n_draws), generator=generator, device=images.device)
         with torch.no_grad():
-            return self._function(view)(images, ranks.mine(draws, *sizes))
+            made: Tensor = function(view)(images, ranks.mine(draws, *sizes))
+            return made
+
+    return make
 
 
 def pair_batches(
