@@ -115,7 +115,7 @@ class TargetBatch:
 
 
 class Follow(NamedTuple):
-    """How BYOL learns: see `byol`."""
+    """How BYOL learns, and what ProPos adds to it where there are clusters: see `byol` and `propos`."""
 
     epochs: int
     images_per_step: int
@@ -123,16 +123,11 @@ class Follow(NamedTuple):
     projection: int
     target_momentum: float
     predictor_rate: float
-
-
-class Scatter(NamedTuple):
-    """What ProPos adds to BYOL: see `propos`."""
-
-    n_clusters: int
-    weight: float
-    temperature: float
-    noise: float
-    warm_up: float
+    n_clusters: int = 0
+    prototype_weight: float = 0.0
+    temperature: float = 1.0
+    noise: float = 0.0
+    warm_up: float = 0.0
 
 
 @torch.no_grad()
@@ -224,7 +219,7 @@ def byol(
     `ClusterModel`, so they are dropped: neighbours are found in the features.
     """
     how = Follow(epochs, images_per_step, hidden, projection, target_momentum, predictor_rate)
-    return bootstrap("byol", model, images, how, None, settings, views, context)
+    return bootstrap("byol", model, images, how, settings, views, context)
 
 
 def propos(
@@ -259,9 +254,9 @@ def propos(
         if not 0 <= value < float("inf"):
             raise InputError(f"{name} is {value}; it must be 0 or more")
     check_positive(temperature=temperature)
-    how = Follow(epochs, images_per_step, hidden, projection, target_momentum, predictor_rate)
-    scatter = Scatter(n_clusters, prototype_weight, temperature, noise, warm_up)
-    return bootstrap("propos", model, images, how, scatter, settings, views, context)
+    as_byol = (epochs, images_per_step, hidden, projection, target_momentum, predictor_rate)
+    how = Follow(*as_byol, n_clusters, prototype_weight, temperature, noise, warm_up)
+    return bootstrap("propos", model, images, how, settings, views, context)
 
 
 def bootstrap(
@@ -269,12 +264,11 @@ def bootstrap(
     model: ClusterModel,
     images: ImageSet,
     how: Follow,
-    scatter: Scatter | None,
     settings: TrainSettings,
     views: ViewChoice,
     context: Context,
 ) -> Trained:
-    """BYOL, with what ProPos adds if there is a `scatter`."""
+    """BYOL, with what ProPos adds if there are clusters."""
     if len(images) < 4:
         raise InputError(f"{title} compares images with their batch and needs at least 4; there are {len(images)}")
     check_least(title, epochs=(how.epochs, 1), images_per_step=(how.images_per_step, 4))  # BatchNorm over fewer: no use
@@ -290,10 +284,10 @@ def bootstrap(
     trained = with_projection(model, 0)
     with torch.random.fork_rng(devices=[]):  # layers draw from the global generator; no other draw may change
         torch.default_generator.manual_seed(derive_seed(settings.seed, "projection"))
-        both = OnlineAndTarget(trained, how.hidden, how.projection, len(images) if scatter else 0)
+        both = OnlineAndTarget(trained, how.hidden, how.projection, len(images) if how.n_clusters else 0)
     if how.predictor_rate != 1:
         both.hurry_predictor(how.predictor_rate, settings.weight_decay)
-    next_batch = _build_batches(bench, rows, views.contrastive(images), how, scatter, settings.steps)
+    next_batch = _build_batches(bench, rows, views.contrastive(images), how, settings.steps)
 
     def loss(network: Callable[..., Tensor], batch: TargetBatch) -> dict[str, Tensor]:
         both.follow(batch.share)  # with the weights of the step before; part of the step, not of the network
@@ -301,26 +295,24 @@ def bootstrap(
         prediction, online, target = (gather(part, rows.batch, rows.batch) for part in found)
         partner = target.detach().roll(rows.batch, 0)  # first views with second ones, and back
         terms = {"prediction": cosine_loss(prediction, partner)}
-        if scatter is not None:
+        if how.n_clusters:
             assert batch.ramp is not None
             clusters = both.clusters[batch.rows]
             sides = zip(online.chunk(2), partner.chunk(2), strict=True)
             # not compiled: with torch 2.11 on an H200 its compiled gradient ruins the features (docs/findings.md)
-            apart = [prototype_loss(*side, clusters, scatter.n_clusters, scatter.temperature) for side in sides]
+            apart = [prototype_loss(*side, clusters, how.n_clusters, how.temperature) for side in sides]
             terms["prototypes"] = batch.ramp * (apart[0] + apart[1]) / 2
         return terms
 
     more: dict[str, Any] = {}
-    if scatter is not None:
+    if how.n_clusters:
         settings = replace(settings, evaluate_every=EVERY * rows.steps_per_epoch)
-        more = {"evaluate": partial(_regroup, both, bench, scatter.n_clusters)}
+        more = {"evaluate": partial(_regroup, both, bench, how.n_clusters)}
     log = fit(both, next_batch, loss, settings, Surroundings(title=title, **more, **bench.surroundings(context)))
     return Trained(trained, log)
 
 
-def _build_batches(
-    bench: Bench, rows: Shuffled, view: View, how: Follow, scatter: Scatter | None, steps: int
-) -> Callable[[int], TargetBatch]:
+def _build_batches(bench: Bench, rows: Shuffled, view: View, how: Follow, steps: int) -> Callable[[int], TargetBatch]:
     draw = torch.Generator(bench.device)
 
     def fill(value: float) -> Tensor:
@@ -331,11 +323,11 @@ def _build_batches(
         pixels, n = bench.store.take(mine(chosen)), len(chosen)
         first, second = (bench.maker(view, pixels, step, name, n) for name in ("first", "second"))
         share = fill(1 - momentum_at(progress, how.target_momentum))
-        if scatter is None:
+        if not how.n_clusters:
             return TargetBatch(first, second, share)
         draw.manual_seed(derive_seed(bench.seed, "noise", step))
-        noise = mine(scatter.noise * torch.randn(2 * n, how.projection, generator=draw, device=bench.device), n, n)
-        ramp = fill(scatter.weight if progress >= scatter.warm_up else 0.0)
+        noise = mine(how.noise * torch.randn(2 * n, how.projection, generator=draw, device=bench.device), n, n)
+        ramp = fill(how.prototype_weight if progress >= how.warm_up else 0.0)
         return TargetBatch(first, second, share, chosen, noise, ramp)
 
     return next_batch
