@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,8 +150,7 @@ def fully_constrained(
         everything = torch.ones_like(label, dtype=torch.bool)
         return {"constrained": all_pairs_loss(p, links, everything, self_pairs=False)}
 
-    next_batch, watch = _prepare("fully_constrained", model, images, images_per_step, settings, views, context)
-    return Trained(model, fit(model, next_batch, loss, settings, Surroundings(**watch)))
+    return _learn_labels("fully_constrained", loss, model, images, images_per_step, settings, views, context)
 
 
 def supervised(
@@ -172,20 +170,20 @@ def supervised(
 
     if images.labels is not None and int(images.labels.max()) >= model.config.n_clusters:
         raise InputError(f"supervised: {int(images.labels.max()) + 1} classes for {model.config.n_clusters} outputs")
-    next_batch, watch = _prepare("supervised", model, images, images_per_step, settings, views, context)
-    return Trained(model, fit(model, next_batch, loss, settings, Surroundings(**watch)))
+    return _learn_labels("supervised", loss, model, images, images_per_step, settings, views, context)
 
 
-def _prepare(
+def _learn_labels(
     title: str,
+    loss: Callable[[Network, Labelled], dict[str, Tensor]],
     model: ClusterModel,
     images: ImageSet,
     images_per_step: int,
     settings: TrainSettings,
     views: ViewChoice,
     context: Context,
-) -> tuple[Callable[[int], Labelled], dict[str, Any]]:
-    """The batch of step t, weak views of any images with their labels, and the surroundings of `fit`."""
+) -> Trained:
+    """The model after a training on weak views of any images with their labels."""
     if images.labels is None:
         raise InputError(f"{title} needs the label of every image and the set has none; use class folders")
     bench = prepare(model, images, settings)
@@ -197,4 +195,5 @@ def _prepare(
         return bench.maker(view, bench.store.take(mine(chosen)), step, "images", len(chosen)), labels[chosen]
 
     evaluate = partial(evaluate_now, model, images, context)
-    return next_batch, {"title": title, "evaluate": evaluate, **bench.surroundings(context)}
+    around = Surroundings(title=title, evaluate=evaluate, **bench.surroundings(context))
+    return Trained(model, fit(model, next_batch, loss, settings, around))
