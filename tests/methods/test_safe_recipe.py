@@ -1,6 +1,7 @@
 """The safe recipe: what was there is kept, bit for bit, unless held-out pairs say that the training is better."""
 
 import copy
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +17,14 @@ from constraintmatch.evaluation.judge import Judge, Verdict, hide_images
 from constraintmatch.evaluation.metrics import predict, scores
 from constraintmatch.methods import METHODS, Context, Trained, ViewChoice, safe_recipe
 from constraintmatch.methods.heads import calm_head
-from constraintmatch.methods.safe_recipe import SUREST, TAUGHT, repeats_well
+from constraintmatch.methods.safe_recipe import PARTS, SUREST, TAUGHT, repeats_well
 from constraintmatch.models.cluster_model import ClusterModel, build_model
 from constraintmatch.training.loop import TrainSettings
 from constraintmatch.training.run_folder import open_run, read_log
 
 N, K = 240, 4
 LABELS = np.arange(N) % K
+SELF_LABEL = sys.modules["constraintmatch.methods.self_label"]  # the package has a function of this name
 SETTINGS = TrainSettings(steps=30, lr=0.05, device="cpu", log_every=30, evaluate_every=10)
 RIGHT = Constraints.sample(LABELS, 300, seed=0)
 
@@ -165,6 +167,33 @@ def test_the_pairs_that_are_held_out_are_never_trained_on(blobs: ImageSet, monke
     np.testing.assert_array_equal(seen[0].left, training.left)
     used = {*seen[0].left.tolist(), *seen[0].right.tolist()}
     assert not any({one, other} <= used for one, other in zip(held_out.left, held_out.right, strict=True))
+
+
+def test_each_part_of_the_images_judges_a_head_once_and_all_pairs_train_the_kept_one(
+    blobs: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[tuple[int, int]]] = []
+    build = safe_recipe.build_training
+
+    def spy(model: ClusterModel, images: ImageSet, task: Any, *rest: Any) -> Any:
+        seen.append(set(zip(task.constraints.left.tolist(), task.constraints.right.tolist(), strict=True)))
+        return build(model, images, task, *rest)
+
+    monkeypatch.setattr(safe_recipe, "build_training", spy)
+    monkeypatch.setattr(safe_recipe, "SURER", -100.0)
+    monkeypatch.setattr(safe_recipe, "PER_CLUSTER", 10**6)  # no head through angles
+    begun, pairs = start(blobs), RIGHT.merged()
+    log = train(begun, blobs, RIGHT).log
+    *parts, last = seen
+    everything = set(zip(pairs.left.tolist(), pairs.right.tolist(), strict=True))
+    assert last == everything
+    assert len(parts) == PARTS
+    hidden = [everything - part for part in parts]
+    assert all(20 < len(held) < len(everything) / 3 for held in hidden)
+    ends = [{image for pair in held for image in pair} for held in hidden]
+    assert len(set.intersection(*ends)) < min(map(len, ends)) / 4
+    assert log[-1]["kept"].startswith("the head of step")
+    assert "held out in turn" in log[-1]["why"]
 
 
 def test_the_safe_recipe_tells_whoever_watches_and_the_run_folder(blobs: ImageSet, tmp_path: Any) -> None:
@@ -311,7 +340,7 @@ def test_the_network_repeats_a_head_that_answers_have_taught(
 ) -> None:
     """Answers alone give the labels; pairs at random stay beside them in every step."""
     terms: list[set[str]] = []
-    fit = safe_recipe.fit
+    fit = SELF_LABEL.fit
 
     def spy(model: Any, next_batch: Any, loss: Any, *rest: Any) -> Any:
         terms.append(set(loss(model, next_batch(0))))
@@ -319,7 +348,7 @@ def test_the_network_repeats_a_head_that_answers_have_taught(
             raise StopIteration  # the rest is known
         return fit(model, next_batch, loss, *rest)
 
-    monkeypatch.setattr(safe_recipe, "fit", spy)
+    monkeypatch.setattr(SELF_LABEL, "fit", spy)
     monkeypatch.setattr(safe_recipe, "build_training", None)  # it would be called
     before = acc(fresh, pictures)
     monkeypatch.setattr(safe_recipe, "LEAST_GAIN", -1.0)  # the head is right everywhere: the network gains nothing
@@ -353,7 +382,7 @@ def test_a_repeated_head_is_kept_if_held_out_pairs_or_clearer_clusters_favour_it
 def test_a_network_that_forgets_its_head_is_not_kept(
     pictures: ImageSet, fresh: ClusterModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safe_recipe, "REPEATING", {"optimizer": "sgd", "lr": 30.0})
+    monkeypatch.setattr(SELF_LABEL, "NEIGHBOUR_LABEL_SETTINGS", replace(SETTINGS, lr=30.0))
     log = train(fresh, pictures, known_images(60), "constraintmatch", views=UPRIGHT).log
     assert log[-1]["kept"] == "the head alone" or log[-1]["kept_step"] == 0
 

@@ -5,6 +5,7 @@ rate `missed` and invents it with the rate `invented`, so it says "same" with s 
 rates are separate: of 20 kinds, one wrong answer in twenty cannot-links outnumbers the true must-links.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -57,6 +58,12 @@ class Verdict(NamedTuple):
         return self.gain + FALLEN * self.error < 0
 
 
+def pool(verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdict of several judges whose errors are independent."""
+    gains, errors = zip(*verdicts, strict=True)
+    return Verdict(float(np.mean(gains)), float(np.linalg.norm(errors) / len(errors)))
+
+
 def link_losses(same: Floats, link: Floats, rates: Rates) -> Floats:
     """−log of the likelihood of each link in [0, 1], for pairs that are the same with these probabilities."""
     says_same = np.clip(same * (1 - rates.missed) + (1 - same) * rates.invented, 1e-6, 1 - 1e-6)
@@ -101,13 +108,15 @@ def doubts(same: Floats, link: Floats, rates: Rates) -> Floats:
     return np.asarray(link * (1 - truly) + (1 - link) * truly)
 
 
-def hide_images(constraints: Constraints, *, share: float = SHARE, seed: int = 0) -> tuple[Constraints, Constraints]:
+def hide_images(
+    constraints: Constraints, *, share: float = SHARE, seed: int = 0, part: int = 0
+) -> tuple[Constraints, Constraints]:
     """The pairs in two parts: those without hidden images to train on, and about this share of them to judge by.
 
     Every pair of a hidden image is held out, so nothing that training pairs imply is among them. A pair has two images:
     half the share of the images is hidden, but more where few images have many pairs, because ten images judge by
     chance. An image of many pairs stays: hiding it would hold out most of them. Of triplets the share of the anchors is
-    hidden, and the images that are hidden in the pairs.
+    hidden, and the images that are hidden in the pairs. Another `part` hides other images, as long as there are some.
     """
     n = len(constraints)
     ends = np.concatenate([constraints.left, constraints.right])
@@ -117,13 +126,15 @@ def hide_images(constraints: Constraints, *, share: float = SHARE, seed: int = 0
     few = degree <= max(1.0, 4 * degree.mean() if n else 0.0)
     drawn = rng.permutation(rng.stream(seed, Purpose.HOLD_OUT), len(images))
     least = min(FEWEST, len(images) // 5) if n and degree.mean() > MANY else 0
-    hidden = drawn[few[drawn]][: max(least, round(share / 2 * len(images)))]
+    many = max(least, round(share / 2 * len(images)))
+    hidden = drawn[few[drawn]][part * many : (part + 1) * many]
     held = np.zeros(n, bool)
     for at in hidden.tolist():
         held[rows[order[first[at] : first[at] + degree[at]]]] = True
     training, judging, triplets = constraints.take(~held), constraints.take(held), constraints.triplets
     anchors = np.unique(triplets.rows[:, 0])
-    drawn = rng.permutation(rng.stream(seed, Purpose.HOLD_OUT), len(anchors))[: round(share * len(anchors))]
+    many = round(share * len(anchors))
+    drawn = rng.permutation(rng.stream(seed, Purpose.HOLD_OUT), len(anchors))[part * many : (part + 1) * many]
     apart = np.isin(triplets.rows[:, 0], np.union1d(anchors[drawn], images[hidden]))
     return replace(training, triplets=triplets.take(~apart)), replace(judging, triplets=triplets.take(apart))
 

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
@@ -28,45 +27,23 @@ from constraintmatch.evaluation.judge import (
     Rates,
     Verdict,
     hide_images,
+    pool,
     repeat_rate,
 )
 from constraintmatch.evaluation.metrics import predict
 from constraintmatch.methods.angular import angular_head
 from constraintmatch.methods.heads import calm_head
-from constraintmatch.methods.pair_training import (
-    PairTask,
-    begin,
-    build_training,
-    check_task,
-    judge_step,
-    pair_term,
-)
-from constraintmatch.methods.preparation import (
-    Context,
-    Trained,
-    ViewChoice,
-    evaluate_now,
-    find_neighbours,
-    prepare,
-    quality_judge,
-)
+from constraintmatch.methods.pair_training import PairTask, begin, build_training, check_task
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice, find_neighbours
 from constraintmatch.methods.propagate import Frozen, teach_groups
-from constraintmatch.methods.self_label import (
-    NEIGHBOUR_LABEL_SETTINGS,
-    TaughtBatch,
-    label_batches,
-    label_loss,
-    reliable_labels,
-)
+from constraintmatch.methods.self_label import reliable_labels, repeat_labels
 from constraintmatch.models.cluster_model import ClusterModel, with_head
-from constraintmatch.training.batches import PairBatch, Shuffled, derive_seed, pair_batches
-from constraintmatch.training.loop import Surroundings, TrainSettings, choose_device, fit
-from constraintmatch.training.ranks import agree, gather
+from constraintmatch.training.batches import derive_seed
+from constraintmatch.training.loop import TrainSettings, choose_device
+from constraintmatch.training.ranks import agree
 from constraintmatch.training.run_folder import read_log
 
 Teacher = Callable[[Constraints], ClusterModel]
-
-REPEATING = {name: getattr(NEIGHBOUR_LABEL_SETTINGS, name) for name in ("optimizer", "lr", "weight_decay", "schedule")}
 
 RECIPES = ("safe", "paper")
 SUREST = 0.85  # highest mean confidence at the first step: the gradients of a surer head ruin the features
@@ -80,11 +57,10 @@ KNOWN_EACH = 8  # known images for each cluster from which on answers train the 
 ALIKE = 0.9  # one head may replace another if they agree on at least this share of the images
 AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
 SURER = 2.0  # standard errors by which a head that pairs train, without views, must be better
+PARTS = 5  # of the images, hidden in turn to judge a head
 CHOSEN = 3.0  # standard errors by which pairs must look more alike than pairs at random to count as chosen
 PER_CLUSTER = 5  # must-links for each cluster from which on pairs at random may teach a head through angles
 RELIABLE, NEAR = 0.8, 20  # the share of each cluster that teaches the network: those whose neighbours agree most
-NEIGHBOURLY = 256  # images in a step of each kind when the network repeats its head
-TOLERANCE = 0.05  # by how much the label-free quality may fall meanwhile
 CLEARER = 0.01  # by how much it must rise where held-out pairs do not decide: on CIFAR by 0.08, on digits it falls
 UNDECIDED = -1.0  # standard errors by which they may be against such a network
 DOUBTED = 12  # pairs that the verdict lists for a second look
@@ -107,22 +83,30 @@ def train_pairs(
         return kept
     if safe.is_taught:
         return safe.choose_after(safe.repeat_head(views))
-    train = build_training(safe.network, images, safe.weigh_annotators(), safe.adapt_settings(), views, safe.guard())
-    return safe.choose_after(train())
+    if images.embedded and safe.first is safe.start:
+        return safe.cross_check(views)
+    return safe.choose_after(safe.train_network(views))
 
 
 class _SafeTraining:
     """One training by the safe recipe: its candidates, its pairs in two parts, and the judge."""
 
     def __init__(
-        self, start: ClusterModel, images: ImageSet, task: PairTask, settings: TrainSettings, context: Context
+        self,
+        start: ClusterModel,
+        images: ImageSet,
+        task: PairTask,
+        settings: TrainSettings,
+        context: Context,
+        *,
+        hide: bool = True,
     ) -> None:
         self.images, self.settings, self.context = images, settings, context
         self.device = choose_device(settings.device)
         self.start = start.to(self.device)
         self.pairs = task.constraints.merged()
         self.all_pairs = Judge(self.pairs)
-        training, held_out = hide_images(self.pairs, seed=settings.seed)
+        training, held_out = hide_images(self.pairs, seed=settings.seed) if hide else (self.pairs, self.pairs)
         self.task, self.judge = replace(task, constraints=training), Judge(held_out)
         self.repeated = repeat_rate(task.constraints)
         self._teacher: Teacher = self._teach  # of `first`
@@ -149,6 +133,42 @@ class _SafeTraining:
             why = "the pairs were chosen: they say how to change a few images, and not what that does to the others"
             return self._keep(model, self._name(model), why)
         return None
+
+    def cross_check(self, views: ViewChoice) -> Trained:
+        """The head that all pairs train, if heads that parts of them train place hidden images better; or the start.
+
+        Each part hides other images, so most pairs judge. A fifth of them alone cannot tell a gain from chance
+        (decision 054).
+        """
+        alone, found, count = replace(self.context, run=None), [], 0
+        for part in range(PARTS):
+            training, hidden = hide_images(self.pairs, seed=self.settings.seed, part=part)
+            judge, trained = Judge(hidden), self._with_pairs(training, alone)
+            log = trained.train_network(views)
+            losses = (judge.losses(self._predict(model, judge.rows)) for model in (self.start, trained.network))
+            found.append(judge.compare(*losses))
+            verdict, count = pool(found), count + len(hidden)
+            if part and verdict.gain < 0:
+                break
+        said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {count:,} pairs that were held out in turn"
+        if verdict.surely(SURER) <= LEAST_GAIN:
+            return self._keep(self.start, "the start", f"a trained head was not surely better ({said})", log)
+        trained = self._with_pairs(self.pairs, self.context)
+        log = trained.train_network(views)
+        step = next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"])
+        return self._keep(trained.network, f"the head of step {step:,}", f"better than the start by {said}", log, step)
+
+    def _with_pairs(self, pairs: Constraints, context: Context) -> "_SafeTraining":
+        """A training of the start on all of these pairs; none are hidden."""
+        task = replace(self.task, constraints=pairs)
+        training = _SafeTraining(self.start, self.images, task, self.settings, context, hide=False)
+        training.first = self.start
+        return training
+
+    def train_network(self, views: ViewChoice) -> list[dict[str, Any]]:
+        """Train the network on the pairs, and return the log."""
+        around = self.weigh_annotators(), self.adapt_settings(), views, self.guard()
+        return build_training(self.network, self.images, *around)()
 
     def choose_after(self, log: list[dict[str, Any]]) -> Trained:
         """What to keep after the training of the network, with its log."""
@@ -261,42 +281,18 @@ class _SafeTraining:
         return calm_head(copy.deepcopy(self.first), self.images, SUREST)
 
     def repeat_head(self, views: ViewChoice) -> list[dict[str, Any]]:
-        """Train the network on the clusters that the taught head gives, and return the log (decision 052).
+        """Train the network on the clusters that the first head gives, and return the log (decision 052).
 
         Strong views of the images whose neighbours agree, and of the known ones, learn their clusters; pairs that are
         no answers to questions go on teaching it too.
         """
-        context, settings = self.guard(), replace(self.adapt_settings(), **REPEATING)
-        guard, bench = context.guard, prepare(self.network, self.images, settings)
-        n, seen = min(NEIGHBOURLY, self.task.images_per_step), self._frozen.probabilities(self.first)
-        near = find_neighbours(self._frozen.features, NEAR, seen.shape[1], bench.device)
+        context, seen = self.guard(), self._frozen.probabilities(self.first)
+        near = find_neighbours(self._frozen.features, NEAR, seen.shape[1], self.device)
         known = known_groups(self.task.constraints) if self.leads else ()
         labels = agree(reliable_labels(seen, near, RELIABLE, known))
-        rows = Shuffled(len(self.images), n, derive_seed(settings.seed, "images"), bench.device)
-        taught = label_batches(bench, views.scan_strong(self.images), rows, *labels)
-        task, plain = self.weigh_annotators(), views.pair(self.images)
-        pairs = pair_batches(bench.store, task.constraints, task.pairs_per_step, plain, bench.maker, bench.seed)
-        from_pairs, quality = pair_term(bench, task, guard), quality_judge(self.images, bench.device)
-
-        def next_batch(step: int) -> tuple[TaughtBatch, PairBatch | None]:
-            return taught(step), None if self.leads else pairs(step)
-
-        def loss(network: Callable[..., torch.Tensor], batch: tuple[TaughtBatch, PairBatch | None]) -> Any:
-            terms, given = label_loss(network, batch[0], n=rows.batch), batch[1]
-            if given is not None:
-                logits = gather(network(torch.cat((given.left, given.right))), *given.sizes)
-                terms["constrained"] = from_pairs(logits, given.link, given.weight)
-            return terms
-
-        def evaluate() -> dict[str, Any]:
-            fallen = judge_step(self.network, self.images, guard)["fallen"]
-            now = evaluate_now(self.network, self.images, context)
-            return {**now, "quality": quality(self.network), "fallen": fallen}
-
-        kept: dict[str, Any] = {"evaluate": evaluate, "keep_best": "quality", "tolerance": TOLERANCE}
-        around = Surroundings(title=self.task.title, **kept, **bench.surroundings(context))
-        settings = replace(settings, evaluate_every=settings.evaluate_every or max(1, settings.steps // 10))
-        return fit(self.network, next_batch, loss, settings, around)
+        task, settings = self.weigh_annotators(), self.adapt_settings()
+        given = self.network, self.images, labels, task, settings, views, context
+        return repeat_labels(*given, from_pairs=not self.leads)
 
     @cached_property
     def network_losses(self) -> NDArray[np.float64]:

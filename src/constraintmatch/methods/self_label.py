@@ -4,8 +4,9 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from constraintmatch.constraints.propagation import seeds
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import predict
+from constraintmatch.methods.pair_training import PairTask, judge_step, pair_term
 from constraintmatch.methods.preparation import (
     Bench,
     Context,
@@ -24,14 +26,16 @@ from constraintmatch.methods.preparation import (
     by_epochs,
     check_least,
     check_shares,
+    evaluate_now,
     find_neighbours,
     keep_model,
     keep_quality,
     prepare,
+    quality_judge,
     spread,
 )
 from constraintmatch.models.cluster_model import ClusterModel
-from constraintmatch.training.batches import Shuffled, Views, derive_seed
+from constraintmatch.training.batches import PairBatch, Shuffled, Views, derive_seed, pair_batches
 from constraintmatch.training.loop import Surroundings, TrainSettings, fit
 from constraintmatch.training.losses import balanced_confident_cross_entropy, confident, pseudo_label_loss
 from constraintmatch.training.ranks import gather, mine
@@ -40,6 +44,8 @@ from constraintmatch.training.views import View
 SELF_LABEL_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=1e-4, schedule="constant")
 NEIGHBOUR_LABEL_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=1e-4, schedule="cosine-7/16")
 KNOWN = 3  # times that a known image counts
+NEIGHBOURLY = 256  # images in a step of each kind when a network repeats its head
+TOLERANCE = 0.05  # by how much the label-free quality may fall meanwhile
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,50 @@ def neighbour_label(
     loss = partial(label_loss, n=rows.batch, min_confidence=min_confidence, rest_weight=rest_weight)
     kept = keep_quality(model, images, bench, context, tolerance)
     return Trained(model, fit(model, next_batch, loss, settings, Surroundings(title="neighbour_label", **kept)))
+
+
+def repeat_labels(
+    model: ClusterModel,
+    images: ImageSet,
+    labels: tuple[NDArray[np.int64], NDArray[np.int64]],
+    task: PairTask,
+    settings: TrainSettings,
+    views: ViewChoice,
+    context: Context,
+    *,
+    from_pairs: bool,
+) -> list[dict[str, Any]]:
+    """Train the model on rows and their clusters as `neighbour_label` does, or on the pairs too, and return the log.
+
+    The weights are the last ones whose label-free quality is near the best; the guard of the context takes back a fall.
+    """
+    same = ("optimizer", "lr", "weight_decay", "schedule")
+    settings = replace(settings, **{name: getattr(NEIGHBOUR_LABEL_SETTINGS, name) for name in same})
+    settings = replace(settings, evaluate_every=settings.evaluate_every or max(1, settings.steps // 10))
+    bench, n = prepare(model, images, settings), min(NEIGHBOURLY, task.images_per_step)
+    rows = Shuffled(len(images), n, derive_seed(settings.seed, "images"), bench.device)
+    taught = label_batches(bench, views.scan_strong(images), rows, *labels)
+    plain, many = views.pair(images), task.pairs_per_step
+    pairs = pair_batches(bench.store, task.constraints, many, plain, bench.maker, bench.seed)
+    pair_loss, quality = pair_term(bench, task, context.guard), quality_judge(images, bench.device)
+
+    def next_batch(step: int) -> tuple[TaughtBatch, PairBatch | None]:
+        return taught(step), pairs(step) if from_pairs else None
+
+    def loss(network: Callable[..., Tensor], batch: tuple[TaughtBatch, PairBatch | None]) -> dict[str, Tensor]:
+        terms, given = label_loss(network, batch[0], n=rows.batch), batch[1]
+        if given is not None:
+            logits = gather(network(torch.cat((given.left, given.right))), *given.sizes)
+            terms["constrained"] = pair_loss(logits, given.link, given.weight)
+        return terms
+
+    def evaluate() -> dict[str, Any]:
+        fallen = judge_step(model, images, context.guard)["fallen"]
+        return {**evaluate_now(model, images, context), "quality": quality(model), "fallen": fallen}
+
+    kept: dict[str, Any] = {"evaluate": evaluate, "keep_best": "quality", "tolerance": TOLERANCE}
+    around = Surroundings(title=task.title, **kept, **bench.surroundings(context))
+    return fit(model, next_batch, loss, settings, around)
 
 
 def label_loss(
