@@ -147,6 +147,32 @@ def test_a_budget_is_told_and_ends_the_questions(tmp_path: Path, stripes: ImageS
         assert place.get("/api/state")["counts"]["answered"] == 3
 
 
+def test_triplets_are_asked_answered_undone_and_downloaded(tmp_path: Path, stripes: ImageSet) -> None:
+    with serving(tmp_path / "a.db", stripes, belief_of(stripes), chooser=Chooser(kind="triplet")) as place:
+        first, second = place.claim(hold=2)[:2]
+        assert (first["kind"], len(first["shown"])) == ("triplet", 2)
+        state = place.answer(first, 1)["state"]
+        assert (state["counts"]["nearer"], state["counts"]["same"], state["certain"]) == (1, 0, 0)
+        assert place.post("/api/undo", {"annotator": "anna"})["question"]["id"] == first["id"]
+        place.answer(first, 0)
+        assert (
+            "no answer -1"
+            in place.post(
+                "/api/answers", {"question": second["id"], "choice": NONE, "annotator": "anna", "milliseconds": 1}, 409
+            )["detail"]
+        )
+        place.answer(second, UNSURE)
+        named = ",".join(image["name"] for image in (first["image"], *first["shown"]))
+        for name in ("pairs.csv", "triplets.csv"):  # there are no pairs
+            assert place.client.get(f"/api/{name}").text == f"anchor,near,far,weight\n{named},1\n"
+        place.answer(place.ask(Question(50, (53,)))[0], 0)
+        assert place.client.get("/api/pairs.csv").text.startswith("left,right,link")
+        assert place.client.get("/api/triplets.csv").text.startswith("anchor,near,far")
+        image = next(row for row in range(60) if row not in (50, 53, first["image"]["row"], second["image"]["row"]))
+        asked = place.post("/api/ask", {"image": image, "annotator": "anna"})["question"]
+        assert asked["kind"] == "which"  # a triplet would not place it
+
+
 def test_without_a_budget_none_is_told(shared: Place) -> None:
     assert shared.get("/api/state")["wanted"] is None
 
@@ -341,7 +367,7 @@ QUESTION = {"id": None, "kind": None, "image": IMAGE, "shown": [IMAGE]}
 HELD = {"questions": [QUESTION], "done": None, "problem": None}
 SAID = dict.fromkeys(("answer", "kind", "link", "change_to", "annotator", "time")) | {"left": IMAGE, "right": IMAGE}
 CLASH = {"text": None, "answers": [SAID]}
-COUNTS = dict.fromkeys(("answered", "same", "different", "unsure", "withdrawn", "per_minute"))
+COUNTS = dict.fromkeys(("answered", "same", "different", "nearer", "unsure", "withdrawn", "per_minute"))
 STATE = dict.fromkeys(("database", "source", "model", "images", "wanted", "certain", "contradictions", "activity"))
 STATE |= {"counts": COUNTS}
 CLUSTER = dict.fromkeys(("cluster", "name", "size", "confidence")) | {

@@ -57,11 +57,26 @@ def test_an_export_has_a_pair_for_each_image_shown_and_nothing_of_the_unsure(sto
     assert done == "3 pairs from 2 answers (left out: 1 unsure)"
 
 
-def test_triplets_are_no_answers_of_the_page(store: Store, tmp_path: Path) -> None:
-    path = tmp_path / "triplets.csv"
-    path.write_text("anchor,near,far\n0,1,2\n")
-    with pytest.raises(InputError, match=r"triplets\.csv: has no pairs.*give it to train, as --pairs"):
+def test_sizes_are_no_answers_of_the_page(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "sizes.csv"
+    path.write_text("least,most\n0.1,0.5\n")
+    with pytest.raises(InputError, match=r"sizes\.csv: has sizes.*give it to train, as --pairs"):
         taken_in(store, path)
+
+
+def test_triplets_are_exported_alone_or_beside_the_pairs_and_imported_once(store: Store, tmp_path: Path) -> None:
+    path, beside = tmp_path / "pairs.csv", tmp_path / "pairs-triplets.csv"
+    path.write_text("anchor,near,far,weight\na/cat.png,fox.png,elk.png,0.5\nelk.png,bee.png,ant.png,0\n")
+    assert taken_in(store, path).startswith("1 answers imported, 1 left out")
+    assert taken_in(store, path).startswith("0 answers imported, 1 known already")
+    assert export_pairs(store, path) == "1 triplets from 1 answers"
+    assert path.read_text() == "anchor,near,far,weight\na/cat.png,fox.png,elk.png,0.5\n"
+    assert not beside.exists()
+    store.take_in([Given(said(ELK, BEE, choice=0), "ann"), Given(said(CAT, FOX, ELK, choice=UNSURE), "ann")])
+    assert export_pairs(store, path) == "1 pairs, 1 triplets from 2 answers (left out: 1 unsure)"
+    assert path.read_text().startswith("left,right,link,annotator,time\nelk.png,bee.png,1,")
+    both = Constraints.join([Constraints.read(place, names=NAMES) for place in (path, beside)])
+    assert (len(both), both.triplets.rows.tolist()) == (1, [[CAT, FOX, ELK]])
 
 
 @st.composite

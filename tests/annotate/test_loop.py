@@ -79,6 +79,16 @@ def a_loop(start: Path, out: Path, **changes: object) -> Loop:
 # The learner
 
 
+def test_triplets_teach_a_round_and_need_a_number_of_clusters(images: ImageSet, start: Path, tmp_path: Path) -> None:
+    oracle, asking = LabelOracle(images.labels, error=0.0), Asking("triplet")
+    answers = ask_until(image_belief(load_model(start), images), [], 20, oracle, asking)
+    learner = Learner(images, load_model(start), lambda: answers, tmp_path, SMALL)
+    assert learner.learn()
+    assert learner.n_learned == 20
+    with pytest.raises(InputError, match="triplets do not show how many kinds there are; add --clusters K"):
+        ask_labels(Loop(str(tmp_path), tmp_path / "loop", kind="triplet"))
+
+
 def answered(images: ImageSet, start: Path, n: int) -> list[Answer]:
     oracle = LabelOracle(images.labels, error=0.0)
     return ask_until(image_belief(load_model(start), images), [], n, oracle, Asking())
@@ -609,6 +619,7 @@ def test_which_of_these_is_answered_by_numbers_in_the_terminal(start: Path, tmp_
 def test_what_a_line_means(text: str, pair: int | None, which: int | None) -> None:
     assert read_choice(text, Question(0, (1,))) == pair
     assert read_choice(text, Question(0, (1, 2))) == which
+    assert read_choice(text, Question(0, (1, 2), nearer=True)) == (None if which == NONE else which)
 
 
 def test_a_picture_is_two_pixels_to_a_line_in_their_colours() -> None:

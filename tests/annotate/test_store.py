@@ -467,7 +467,7 @@ def test_a_database_of_another_version_is_refused(path: Path, version: int, mend
         pass
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
-    said = rf"a database of version {version}; this program knows version 1; {mend}"
+    said = rf"a database of version {version}; this program knows version 2; {mend}"
     with pytest.raises(InputError, match=said), open_store(path, IMAGES):
         pass
 
@@ -613,3 +613,70 @@ def test_a_folder_is_no_database_to_repair(place: str, tmp_path: Path) -> None:
     with pytest.raises(InputError):
         repair_answers(Path(place), tmp_path / "repaired.db")
     assert not any(tmp_path.iterdir())
+
+
+# Triplets
+
+
+def test_a_triplet_is_stored_counted_undone_and_links_nothing(path: Path, store: Store) -> None:
+    triplet, which = Question(0, (1, 2), nearer=True), Question(0, (1, 2))
+    ask(store, triplet, 1)
+    ask(store, which, NONE)  # the same images, another question, and no contradiction
+    assert store.answers() == [Answer(triplet, 1), Answer(which, NONE)]
+    assert (store.counts()["nearer"], store.counts()["different"], store.counts()["same"]) == (1, 1, 0)
+    assert not store.contradictions()
+    assert store.add_questions([Question(0, (2, 1), nearer=True)]) == 0
+    store.undo("ann")
+    undone = store.undo("ann")
+    assert undone is not None
+    assert undone.question == triplet
+    with pytest.raises(InputError, match="a triplet has no answer -1"):
+        store.answer(undone.id, NONE, "ann")
+    store.answer(undone.id, UNSURE, "ann")
+    with open_store(path, IMAGES, read_only=True) as reader:
+        assert reader.answers() == [Answer(triplet, UNSURE)]
+        assert (reader.counts()["nearer"], reader.counts()["unsure"]) == (0, 1)
+
+
+def test_a_triplet_whose_answer_is_known_is_not_asked(store: Store) -> None:
+    ask(store, Question(0, (1,)), 0)
+    for other in (3, 4):
+        ask(store, Question(0, (other,)), NONE)
+    known = [Question(0, (1, 2), nearer=True), Question(0, (3, 4), nearer=True)]
+    store.add_questions([*known, Question(0, (3, 5), nearer=True)])
+    assert [asked.question for asked in store.claim("bob", 9)] == [Question(0, (3, 5), nearer=True)]
+
+
+def test_a_database_without_triplets_is_read_and_brought_up_to_date(path: Path, tmp_path: Path) -> None:
+    with open_store(path, IMAGES) as store:
+        ask(store, Question(3, (1, 2)), 1)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("ALTER TABLE questions DROP COLUMN nearer")
+        connection.execute("PRAGMA user_version = 1")
+    old = path.read_bytes()
+    with open_store(path, IMAGES, read_only=True) as reader:
+        assert [row.answer for row in reader.rows()] == [Answer(Question(3, (1, 2)), 1)]
+    assert path.read_bytes() == old
+    assert repair_answers(path, tmp_path / "repaired.db") == (1, [])
+    with open_store(path, IMAGES) as store:
+        ask(store, Question(4, (5, 6), nearer=True), 0)
+    with open_store(path, IMAGES) as store:
+        assert [answer.question.kind for answer in store.answers()] == ["which", "triplet"]
+
+
+@pytest.mark.parametrize(
+    "change", ["questions SET shown = '[\"image1.png\"]', look = x'%s'" % ("00" * 32), "answers SET choice = -1"]
+)
+def test_a_triplet_that_cannot_be_is_refused_and_lost_in_a_repair(path: Path, tmp_path: Path, change: str) -> None:
+    with open_store(path, IMAGES) as store:
+        ask(store, Question(8, (9,)), 0)
+        ask(store, Question(0, (1, 2), nearer=True), 1)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(f"UPDATE {change} WHERE id = 2")
+    with (
+        pytest.raises(InputError, match=r"row 2: (a triplet of 2 images|choice -1 was not shown)"),
+        open_store(path, IMAGES),
+    ):
+        pass
+    saved, lost = repair_answers(path, tmp_path / "repaired.db")
+    assert (saved, bool(lost)) == (1, True)

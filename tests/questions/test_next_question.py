@@ -26,6 +26,7 @@ from constraintmatch.questions.answers import (
     implied_groups,
     links_of,
     stated_constraints,
+    triplets_of,
 )
 from constraintmatch.questions.belief import Belief, find_exemplars, ranks, spread
 from constraintmatch.questions.next_question import certain_share, next_questions, question_about
@@ -540,7 +541,7 @@ def test_features_are_brought_to_length_1_and_bad_ones_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"kind": "triple"}, "use which or pair"),
+        ({"kind": "triple"}, "use which, pair or triplet"),
         ({"choose": "best"}, "use recommended, uncertain or random"),
         ({"n": -1}, "from 0 up"),
         ({"candidates": [20]}, "the set has 20 images"),
@@ -669,3 +670,46 @@ def test_a_hundred_questions_among_200000_images_need_little_memory_and_no_densi
     finally:
         tracemalloc.stop()
     assert "density" not in vars(belief)
+
+
+# Triplets
+
+
+@given(st.integers(0, 99), CHOICES)
+@few
+def test_triplets_are_about_images_between_two_kinds_each_once(seed: int, choose: Any) -> None:
+    belief, labels = blobs([12, 12, 12], seed=seed)
+    answers = ask(belief, LabelOracle(labels, error=0).answer, 60, kind="triplet", choose=choose)
+    assert answers
+    assert all(answer.question.nearer for answer in answers)
+    images = [answer.question.image for answer in answers]
+    assert len(set(images)) == len(images)  # also those that were unsure
+    assert len(links_of(answers)[0]) == 0
+    assert implied_groups(answers, len(belief)).max() == -1
+    for image, near, far in triplets_of(answers).rows:
+        assert labels[image] == labels[near] != labels[far]
+
+
+def test_recommended_triplets_are_harder_than_random_ones() -> None:
+    belief, _ = blobs([40, 40, 40], seed=1)
+    shares = np.sort(np.asarray(belief.probabilities), axis=1)
+    doubt = 1 - (shares[:, -1] - shares[:, -2])
+    found = {
+        choose: np.mean([doubt[one.image] for one in next_questions(belief, [], 15, kind="triplet", choose=choose)])
+        for choose in ("recommended", "random")
+    }
+    assert found["recommended"] > found["random"]
+
+
+def test_triplets_leave_other_questions_as_they_are() -> None:
+    belief, labels = blobs([12, 12, 12])
+    triplets = ask(belief, LabelOracle(labels, error=0).answer, 20, kind="triplet")
+    pairs = ask(belief, LabelOracle(labels, error=0).answer, 20)
+    assert next_questions(belief, [*pairs, *triplets], 5) == next_questions(belief, pairs, 5)
+
+
+def test_a_triplet_shows_two_images_and_has_no_none_of_these() -> None:
+    with pytest.raises(InputError, match="a triplet shows 2 images with its own, not 1"):
+        Question(0, (1,), nearer=True)
+    with pytest.raises(InputError, match="a triplet has no answer -1"):
+        Answer(Question(0, (1, 2), nearer=True), NONE)

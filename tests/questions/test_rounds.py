@@ -13,7 +13,7 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import load_dataset
 from constraintmatch.evaluation.metrics import predict
 from constraintmatch.models.cluster_model import build_model
-from constraintmatch.questions.answers import Answer, Question, stated_constraints
+from constraintmatch.questions.answers import UNSURE, Answer, Question, stated_constraints
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.rounds import (
     Asking,
@@ -43,6 +43,15 @@ def test_a_small_closure_is_taken_whole() -> None:
     assert np.array_equal(pairs.left, whole.left)
     assert np.array_equal(pairs.link, whole.link)
     assert len(pairs) > len(answers)
+
+
+@pytest.mark.parametrize("most", [50, 10**6])
+def test_triplets_come_with_the_pairs_unless_they_contradict_each_other(most: int) -> None:
+    round_about = [((0, 1, 2), 0), ((1, 2, 0), 0), ((2, 0, 1), 0), ((5, 6, 7), 1), ((8, 6, 7), UNSURE)]
+    triplets = [Answer(Question(one, (two, three), nearer=True), said) for (one, two, three), said in round_about]
+    pairs = closure_pairs([*answered(40), *triplets], 120, most=most)
+    assert pairs.triplets.rows.tolist() == [[5, 7, 6]]
+    assert np.array_equal(pairs.link, closure_pairs(answered(40), 120, most=most).link)
 
 
 @given(seed=st.integers(0, 1000), n=st.integers(5, 60))

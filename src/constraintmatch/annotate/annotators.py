@@ -44,6 +44,10 @@ _WHICH = (
     "Which of the numbered images is of the same kind as the first image? {}"
     "Answer with its number alone, 0 if it is none of them, or the word unsure."
 )
+_TRIPLET = (
+    "Which of the two numbered images is nearer in kind to the first image? {}"
+    "Answer with its number alone, or the word unsure."
+)
 _AGAIN = "That was not understood. Answer with one of the allowed words and nothing else."
 _FILLERS = {"the", "answer", "is", "image", "number", "final", "it"}
 
@@ -270,13 +274,12 @@ class VisionModel:
 
     def _content(self, question: Question) -> list[dict[str, Any]]:
         assert self._data is not None
-        text = (_PAIR if question.kind == "pair" else _WHICH).format(
-            f"What counts: {self.criterion}. " * bool(self.criterion)
-        )
+        words = {"pair": _PAIR, "which": _WHICH, "triplet": _TRIPLET}[question.kind]
+        text = words.format(f"What counts: {self.criterion}. " * bool(self.criterion))
         content: list[dict[str, Any]] = [{"type": "text", "text": text}]
         for number, row in enumerate((question.image, *question.shown)):
             named = (
-                "First image:" if number == 0 else f"Image {number}:" if question.kind == "which" else "Second image:"
+                "First image:" if number == 0 else "Second image:" if question.kind == "pair" else f"Image {number}:"
             )
             picture = _as_url(self._data.images, self._data.files, row)
             content += [{"type": "text", "text": named}, {"type": "image_url", "image_url": {"url": picture}}]

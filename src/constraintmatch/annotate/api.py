@@ -234,8 +234,8 @@ class Page:
         return {"question": None, "said": said[:12], "held": self._held(held)}
 
     def _statements(self, row: StoredAnswer, image: int) -> list[Json]:
-        """What an answer says of an image; nothing if it is unsure, withdrawn or set aside."""
-        if row.answer is None or row.withdrawn or row.choice == UNSURE:
+        """What an answer says of an image; nothing if it is a triplet, unsure, withdrawn or set aside."""
+        if row.answer is None or row.withdrawn or row.nearer or row.choice == UNSURE:
             return []
         asked, shown = row.answer.question.image, row.answer.question.shown
         pairs = [(asked, other, at == row.choice) for at, other in enumerate(shown)]
@@ -258,12 +258,20 @@ class Page:
         return Response(content, headers={"Cache-Control": "private, max-age=86400, immutable"}, media_type=media_type)
 
     def pairs(self) -> Response:
-        """What the answers say, as a pairs file for training."""
+        """What the answers say, as a pairs file for training; only triplets, if there are no pairs."""
+        return self._export("pairs.csv")
+
+    def triplets(self) -> Response:
+        """The triplets of the answers; the pairs, if there are none."""
+        return self._export("pairs-triplets.csv")
+
+    def _export(self, name: str) -> Response:
         with tempfile.TemporaryDirectory() as place:
             path = Path(place) / "pairs.csv"
             export_pairs(self.store, path)
-            content = path.read_bytes()
-        headers = {"Content-Disposition": 'attachment; filename="pairs.csv"'}
+            beside = Path(place) / name
+            content = (beside if beside.is_file() else path).read_bytes()
+        headers = {"Content-Disposition": f'attachment; filename="{name}"'}
         return Response(content, headers=headers, media_type="text/csv")
 
 
@@ -312,6 +320,7 @@ def _add_routes(app: FastAPI, page: Page) -> None:
         "images/{row}": (page.large, ("image/png", "image/jpeg")),
         "images/{row}/small": (page.small, ("image/png", "image/jpeg")),
         "pairs.csv": (page.pairs, ("text/csv",)),
+        "triplets.csv": (page.triplets, ("text/csv",)),
     }
     for name, (send, kinds) in sent.items():
         content: dict[int | str, dict[str, Any]] = {200: {"content": {kind: {} for kind in kinds}}}

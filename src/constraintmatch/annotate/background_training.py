@@ -155,7 +155,7 @@ class Learner:
         start = self.start_model
         beliefs = self.frozen.probabilities(start) if start.config.n_clusters else None
         pairs = closure_pairs(answers, len(self.images), beliefs)
-        if not len(pairs):
+        if not len(pairs) and not len(pairs.triplets):
             return False
         self._training = watched = Watched(reporter, len(answers))
         if self._is_last(len(answers)):

@@ -209,6 +209,8 @@ def _request(loop: Loop) -> tuple[Train, bool]:
     size = None if row is None else (row.side, row.channels)
     known = 0 if model is None else open_model(model, size).config.n_clusters
     grows = loop.clusters is None and row is None and not known
+    if grows and loop.kind == "triplet":
+        raise InputError("triplets do not show how many kinds there are; add --clusters K, or ask with --kind which")
     if model is None and is_finished(features):
         model = features
     request = replace(

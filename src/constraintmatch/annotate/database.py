@@ -6,7 +6,7 @@ import sqlite3
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -77,6 +77,7 @@ class StoredAnswer:
     model: str
     weight: float
     origin: str
+    nearer: int
     withdrawn: Literal["", "undo", "withdrawn", "changed"]
     answer: Answer | None
 
@@ -189,7 +190,10 @@ class Database:
         self.fresh = fresh = (application, version, n_tables) == (0, 0, 0)
         if not fresh and application != tables.APPLICATION:
             raise self._refusal("a database of another program; choose another {flag}")
-        if not fresh and version != tables.VERSION:
+        if version == 1 and application == tables.APPLICATION:
+            with nullcontext() if self.read_only else self.transaction():
+                tables.upgrade_tables(self.connection, read_only=self.read_only)
+        elif not fresh and version != tables.VERSION:
             fix = "update constraintmatch" if version > tables.VERSION else "choose another {flag}"
             raise self._refusal(f"a database of version {version}; this program knows version {tables.VERSION}; {fix}")
         if fresh and self.read_only:
@@ -247,6 +251,8 @@ class LinkGraph:
         picks one of them, and that is no contradiction.
         """
         image, shown = answer.question.image, answer.question.shown
+        if answer.question.nearer:
+            return []
         if answer.choice >= 0:
             return [(self._must, image, shown[answer.choice])]
         return [(self._cannot, image, other) for other in shown] if answer.choice == NONE else []
@@ -310,7 +316,10 @@ class LinkGraph:
         )
 
     def settles(self, question: Question) -> bool:
-        """Whether the answers imply this one: one of the shown images is of the same group, or all are kept apart."""
+        """Whether the answers imply this one: one of the shown images is of the same group, or all are kept apart.
+
+        Then a triplet is known too, or says nothing of groups.
+        """
         group = self._tree(question.image)
         if not group.keys().isdisjoint(question.shown):
             return True

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.image_set import kind_of
 from constraintmatch.pipeline.sources import Data, open_at
-from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question, links_of
+from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question, links_of, triplets_of
 from constraintmatch.questions.next_question import Choice, Kind
 
 if TYPE_CHECKING:  # torch
@@ -109,11 +109,15 @@ def export_pairs(store: Store, path: Path | str) -> str:
     """Write what the answers say as a pairs file, with annotator and time; a sentence with the counts comes back.
 
     A "which of these?" answer makes a pair for each image shown, except for those that other answers join to the chosen
-    one. Contradictions are written too: training decides what to do with them.
+    one. Contradictions are written too: training decides what to do with them. Triplets go to a file next to it,
+    pairs-triplets.csv, or to this one if there are no pairs.
     """
     rows = [row for row in store.rows() if not row.withdrawn]
     here = [(row, row.answer) for row in rows if row.answer is not None]
     sure = [(row, answer) for row, answer in here if answer.choice != UNSURE]
+    triplets = triplets_of(answer for _, answer in sure)
+    weights = np.array([row.weight for row, answer in sure if answer.question.nearer], np.float32)
+    sure = [(row, answer) for row, answer in sure if not answer.question.nearer]
     source = [row for row, answer in sure for _ in answer.question.shown]
     left, right, link = links_of(answer for _, answer in sure)
     pairs = Constraints.from_arrays(
@@ -129,9 +133,12 @@ def export_pairs(store: Store, path: Path | str) -> str:
     follows = [answer.choice not in (NONE, at) for _, answer in sure for at in range(len(answer.question.shown))]
     component = pairs.components()
     pairs = pairs.take(~(np.array(follows, bool) & (component[left] == component[right])))
+    pairs = replace(pairs, triplets=replace(triplets, weight=weights))
     pairs.write(path, names=store.image_names)
-    without = _count([(len(here) - len(sure), "unsure"), (len(rows) - len(here), "set aside")])
-    return f"{len(pairs):,} pairs from {len(sure):,} answers" + (f" (left out: {without})" if without else "")
+    n_sure = len(sure) + len(triplets)
+    without = _count([(len(here) - n_sure, "unsure"), (len(rows) - len(here), "set aside")])
+    found = _count([(len(pairs), "pairs"), (len(triplets), "triplets")]) or "0 pairs"
+    return f"{found} from {n_sure:,} answers" + (f" (left out: {without})" if without else "")
 
 
 def import_answers(store: Store, given: Sequence[Given], n_left_out: int) -> str:
@@ -185,15 +192,20 @@ def _check_file(path: Path, columns: str | None = None, same: str | None = None,
 
 
 def _read_pairs_file(path: Path, names: Sequence[str], columns: str | None) -> tuple[list[Given], int]:
-    """Pairs as answers to pair questions; those with a link in between or with weight 0 are left out."""
+    """Pairs and triplets as answers to questions; those with a link in between or with weight 0 are left out."""
     table = Constraints.read(path, names=names, columns=columns)
-    if len(table.triplets) or table.sizes is not None:
-        raise InputError("has no pairs, and the page asks for no other answers", path, "give it to train, as --pairs")
+    if table.sizes is not None:
+        raise InputError("has sizes, and the page does not ask for them", path, "give it to train, as --pairs")
     numbers = (column.tolist() for column in (table.left, table.right, table.link, table.weight))
-    unknown, given = ("",) * len(table.left), list[Given]()
+    unknown, triplets = ("",) * len(table.left), table.triplets
+    named = zip(triplets.rows.tolist(), triplets.weight.tolist(), strict=True)
+    asked = [
+        (Question(anchor, (near, far), nearer=True), weight) for (anchor, near, far), weight in named if weight > 0
+    ]
+    given = [Given(Answer(one, 0), "unknown", weight=weight, origin=path.name) for one, weight in asked]
     said = zip(*numbers, table.annotator or unknown, table.time or unknown, strict=True)
     for left, right, link, weight, who, time in said:
         if link in (0, 1) and weight > 0:
             answer = Answer(Question(left, (right,)), 0 if link == 1 else NONE)
             given.append(Given(answer, who.strip() or "unknown", time.strip(), weight=weight, origin=path.name))
-    return given, len(table.left) - len(given) + table.ignored_self_links
+    return given, len(table.left) + len(triplets) - len(given) + table.ignored_self_links

@@ -54,10 +54,13 @@ class Chooser:
         return next_questions(belief, answers, n, kind=self.kind, choose=self.choose, seed=self.seed, waiting=waiting)
 
     def about(self, belief: Belief, answers: Sequence[Answer], image: int) -> Question | None:
-        """The question that places an image; None if answers place it already: then one of them is wrong."""
+        """The question that places an image; None if answers place it already: then one of them is wrong.
+
+        A triplet places no image.
+        """
         if implied_groups(answers, len(belief.features))[image] >= 0:
             return None
-        return question_about(belief, answers, image, kind=self.kind)
+        return question_about(belief, answers, image, kind="which" if self.kind == "triplet" else self.kind)
 
 
 class QuestionQueue:
@@ -215,9 +218,10 @@ def side_by_side(pictures: Sequence[list[str]], captions: Sequence[str], columns
 
 
 def read_choice(text: str, question: Question) -> int | None:
-    """The choice that a line means: y/n for a pair, 1-5 or 0 for which of these, u, p, f; None for any other line."""
+    """The choice that a line means: y/n for a pair, 1-5 (or 0, not of a triplet), u, p, f; None for any other line."""
     numbered = {str(at): at - 1 for at in range(1, len(question.shown) + 1)}
-    keys = _ALWAYS | (_PAIR if question.kind == "pair" else _NONE_OF_THESE | numbered)
+    own = {"pair": _PAIR, "which": _NONE_OF_THESE | numbered, "triplet": numbered}
+    keys = _ALWAYS | own[question.kind]
     return keys.get(text.strip().lower())
 
 
@@ -240,7 +244,8 @@ class Prompt:
     def ask(self, question: Question, heading: str = "") -> int:
         """The choice of the user; PREVIOUS and FINISHED are choices too, and an end of input is FINISHED."""
         self.write(self._show(question, heading))
-        keys = "y same, n different" if question.kind == "pair" else f"1-{len(question.shown)}, 0 none of these"
+        which = f"1-{len(question.shown)}, 0 none of these"
+        keys = {"pair": "y same, n different", "triplet": "1 or 2 is nearer"}.get(question.kind, which)
         while True:
             try:
                 text = self.read(f"{keys}, u unsure, p previous, f finished: ")
@@ -253,7 +258,7 @@ class Prompt:
 
     def _show(self, question: Question, heading: str) -> str:
         rows, pixels = (question.image, *question.shown), self.images.to_look_at().images
-        labels = ["?", *map(str, range(1, len(rows)))] if question.kind == "which" else ["A", "B"]
+        labels = ["A", "B"] if question.kind == "pair" else ["?", *map(str, range(1, len(rows)))]
         names = [self.images.names[row] for row in rows]
         if not self.colour:
             return "\n".join([heading, *(f"{label}  {name}" for label, name in zip(labels, names, strict=True))])

@@ -1,4 +1,4 @@
--- The tables of a database of answers, version 1.
+-- The tables of a database of answers, version 2.
 
 CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 
@@ -13,7 +13,9 @@ CREATE TABLE questions (
     urgent INTEGER NOT NULL,        -- 1: asked first, and even if the answers imply it
     state TEXT NOT NULL CHECK (state IN ('waiting', 'answered', 'retired')),
     holder TEXT,                    -- the annotator who has it on the screen
-    held_until REAL);
+    held_until REAL,
+    nearer INTEGER NOT NULL DEFAULT 0  -- 1: a triplet, which asks to which of two images it is nearer
+);
 
 CREATE INDEX questions_by_key ON questions (key);
 
@@ -22,7 +24,7 @@ CREATE INDEX questions_by_state ON questions (state, urgent, id);
 CREATE TABLE answers (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     question INTEGER NOT NULL REFERENCES questions (id),
-    choice INTEGER NOT NULL,        -- place in shown, -1 none of these (a pair: different), -2 unsure
+    choice INTEGER NOT NULL,        -- place in shown (a triplet: the nearer one), -1 none (a pair: different), -2 unsure
     annotator TEXT NOT NULL,
     milliseconds INTEGER,
     time TEXT NOT NULL,             -- ISO 8601, UTC

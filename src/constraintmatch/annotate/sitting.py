@@ -293,7 +293,9 @@ class _Late:
 def _next_steps(sitting: Sitting, store: Store, belief: Belief) -> Rows:
     """Where the answers are and what to do with them."""
     counts, quoted = store.counts(), shlex.quote(sitting.data)
-    kinds = ", ".join(f"{counts[kind]:,} {kind}" for kind in ("same", "different", "unsure"))
+    linked, triplets = counts["same"] + counts["different"], counts["nearer"]
+    names = ("same", "different", *(("nearer",) if triplets else ()), "unsure")
+    kinds = ", ".join(f"{counts[name]:,} {name}" for name in names)
     rows = [("answers", f"{sitting.db} ({counts['answered']:,}: {kinds})")]
     if n := store.n_contradictions():
         rows.append(("contradictions", f"{n:,}; settle them on the page, or train leaves some of them out"))
@@ -304,6 +306,7 @@ def _next_steps(sitting: Sitting, store: Store, belief: Belief) -> Rows:
     export = f"constraintmatch annotate {quoted}{split} --db {shlex.quote(str(sitting.db))} --export pairs.csv"
     has_clusters = belief.probabilities is not None and sitting.model is not None
     start = f"--model {shlex.quote(str(sitting.model))}" if has_clusters else "--clusters K"
+    start = f"--pairs pairs-triplets.csv {start}" if linked and triplets else start
     return [*rows, ("pairs", export), ("then", f"constraintmatch train {quoted} --pairs pairs.csv {start}")]
 
 

@@ -23,11 +23,12 @@ from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question
 
 LONGEST = 100  # characters of an annotator's or a cluster's name
 _RECENT = 50  # answers that decide the speed
+_COUNTED = {"same": 0, "different": NONE, "nearer": 1, "unsure": UNSURE}  # 1: both choices of a triplet
 _PAUSE = 60_000  # milliseconds; longer is a pause
 # Every answer with its question
 _ANSWERS = (
     "SELECT answers.id, question, image, shown, look, choice, annotator, milliseconds, time, model, weight, origin, "
-    "withdrawn FROM answers JOIN questions ON questions.id = question"
+    "nearer, withdrawn FROM answers JOIN questions ON questions.id = question"
 )
 # The questions with a key that wait, or whose answer has another choice than the given one (unsure)
 _ALIKE = (
@@ -36,7 +37,7 @@ _ALIKE = (
 )
 # What an annotator may get now: urgent questions first, then those that the annotator holds
 _ASKABLE = (
-    "SELECT id, image, shown, look, urgent FROM questions WHERE state = 'waiting' "
+    "SELECT id, image, shown, look, urgent, nearer FROM questions WHERE state = 'waiting' "
     "AND (holder IS NULL OR holder = :who OR held_until <= :now) "
     "ORDER BY urgent DESC, (holder IS :who AND held_until > :now) DESC, id"
 )
@@ -148,8 +149,8 @@ class Store:
 
     def _insert_question(self, question: Question, model: str, state: str, *, urgent: bool = False) -> int:
         return self._insert(
-            "questions (image, shown, look, key, model, added, urgent, state)",
-            (*self._identity.columns(question), clean(model), self._now(), urgent, state),
+            "questions (image, shown, look, key, model, added, urgent, state, nearer)",
+            (*self._identity.columns(question), clean(model), self._now(), urgent, state, question.nearer),
         )
 
     def claim(self, annotator: str, n: int = 1) -> list[Asked]:
@@ -291,13 +292,14 @@ class Store:
         be imported twice.
         """
         with self._database.lock:
-            said = {fact for row in self.rows() for fact in _facts(row.image, row.shown, row.choice, row.annotator)}
+            known = ((row.image, row.shown, row.choice, row.annotator, row.nearer) for row in self.rows())
+            said = {fact for row in known for fact in _facts(*row)}
             taken: dict[int, Given] = {}
             with self._database.transaction():
                 for one in given:
                     who, asked = annotator_name(one.annotator), one.answer.question
                     image, shown, *_ = self._identity.columns(asked)
-                    facts = _facts(image, json.loads(shown), one.answer.choice, who)
+                    facts = _facts(image, json.loads(shown), one.answer.choice, who, asked.nearer)
                     if facts <= said:
                         continue
                     said |= facts
@@ -350,19 +352,17 @@ class Store:
             return n_kept - len(self._standing)
 
     def counts(self) -> dict[str, Any]:
-        """How many answers of each kind stand, and answers per minute over the last ones, with pauses cut short.
-
-        `same` and `different` count both kinds of questions.
-        """
+        """How many answers of each kind stand (`nearer`: triplets), and answers per minute of late, without pauses."""
         with self._database.lock:
             standing = list(self._standing.values())
             withdrawn = self._database.number("SELECT count(*) FROM answers WHERE withdrawn != ''")
-        kinds = Counter(min(given.answer.choice, 0) for given in standing)
+        said = [given.answer for given in standing]
+        kinds = Counter(1 if one.question.nearer and one.choice >= 0 else min(one.choice, 0) for one in said)
         times = (given.milliseconds for given in reversed(standing) if given.milliseconds is not None)
         recent = [min(max(one, 0), _PAUSE) for one in islice(times, _RECENT)]
         speed = round(60_000 * len(recent) / max(sum(recent), 1), 1)
-        said = {"same": kinds[0], "different": kinds[NONE], "unsure": kinds[UNSURE]}
-        return {"answered": len(standing), **said, "withdrawn": withdrawn, "per_minute": speed}
+        counts = {name: kinds[kind] for name, kind in _COUNTED.items()}
+        return {"answered": len(said), **counts, "withdrawn": withdrawn, "per_minute": speed}
 
     def names(self) -> dict[int, str]:
         """The names that people gave to clusters."""
@@ -390,7 +390,9 @@ class Store:
         return datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
 
 
-def _facts(image: str, shown: Sequence[str], choice: int, annotator: str) -> set[tuple[Any, ...]]:
-    """What an answer says of each pair of images, and who says it."""
+def _facts(image: str, shown: Sequence[str], choice: int, annotator: str, nearer: int) -> set[tuple[Any, ...]]:
+    """What an answer says of each pair of images, or of a triplet, and who says it."""
+    if nearer:
+        return {(annotator, image, *sorted(shown), UNSURE if choice == UNSURE else shown[choice])}
     says = [UNSURE if choice == UNSURE else int(at == choice) for at in range(len(shown))]
     return {(annotator, says[at], *sorted((image, other))) for at, other in enumerate(shown)}

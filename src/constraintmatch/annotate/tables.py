@@ -13,10 +13,10 @@ from typing import Any
 
 from constraintmatch._internal.errors import InputError, one_line
 from constraintmatch._internal.files import check_target, parse_json, read_errors, write_atomically
-from constraintmatch.questions.answers import MAX_SHOWN, UNSURE
+from constraintmatch.questions.answers import MAX_SHOWN, NONE, UNSURE
 
 APPLICATION = 0x434D4131  # "CMA1": sets our databases apart from those of other programs
-VERSION = 1
+VERSION = 2
 LOOK_BYTES = 16  # of the thumbnail of one image
 Row = Mapping[str, Any]
 
@@ -27,6 +27,17 @@ def create_tables(connection: sqlite3.Connection) -> None:
         connection.execute(statement)  # not executescript, which would end the transaction
     connection.execute(f"PRAGMA application_id = {APPLICATION}")
     connection.execute(f"PRAGMA user_version = {VERSION}")
+
+
+def upgrade_tables(connection: sqlite3.Connection, *, read_only: bool) -> None:
+    """Bring tables of version 1, which knows no triplets, to this one; to read them, for this connection alone."""
+    if "nearer" in (there := {row[1] for row in connection.execute("PRAGMA table_info(questions)")}) or not there:
+        return
+    if read_only:
+        connection.execute("CREATE TEMP VIEW questions AS SELECT *, 0 AS nearer FROM main.questions")
+    else:
+        connection.execute("ALTER TABLE questions ADD COLUMN nearer INTEGER NOT NULL DEFAULT 0")
+        connection.execute(f"PRAGMA user_version = {VERSION}")
 
 
 def decode_text(raw: bytes) -> str:
@@ -71,6 +82,7 @@ _COLUMNS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what each must hold
         "state": lambda value: value in ("waiting", "answered", "retired"),
         "holder": _or_none(_text),
         "held_until": _or_none(_number),
+        "nearer": lambda value: value in (0, 1),
     },
     "answers": {
         "id": _whole,
@@ -117,18 +129,18 @@ def odd_columns(connection: sqlite3.Connection) -> str:
 def odd_rows(tables: Mapping[str, Sequence[Row]]) -> dict[tuple[str, Any], str]:
     """What is wrong with rows, by table and number: a value of another kind, or an answer to no question."""
     odd: dict[tuple[str, Any], str] = {}
-    n_shown: dict[Any, int] = {}
+    n_shown: dict[Any, tuple[int, bool]] = {}  # and whether it is a triplet
     for table, rows in tables.items():
         for row in rows:
             number = row.get(_NUMBERS[table])
             if problem := _problem(table, row, n_shown):
                 odd[table, number] = problem
             elif table == "questions":
-                n_shown[number] = len(_names(row["shown"]))
+                n_shown[number] = len(_names(row["shown"])), row["nearer"] == 1
     return odd
 
 
-def _problem(table: str, row: Row, n_shown: Mapping[Any, int]) -> str:
+def _problem(table: str, row: Row, n_shown: Mapping[Any, tuple[int, bool]]) -> str:
     """What is wrong with a row, in words; "" if nothing is. Answers come after all questions."""
     for name, fits in _COLUMNS[table].items():
         if not fits(row.get(name)):
@@ -139,9 +151,12 @@ def _problem(table: str, row: Row, n_shown: Mapping[Any, int]) -> str:
             return "an image is in it twice"
         if len(row["look"]) != LOOK_BYTES * len(images):
             return f"look has {len(row['look']):,} bytes for {len(images)} images"
+        if row["nearer"] and len(images) != 3:
+            return f"a triplet of {len(images)} images"
     if table == "answers" and row["question"] not in n_shown:
         return f"its question {row['question']} is not there, or damaged"
-    if table == "answers" and not UNSURE <= row["choice"] < n_shown[row["question"]]:
+    n, nearer = n_shown[row["question"]] if table == "answers" else (0, False)
+    if table == "answers" and (not UNSURE <= row["choice"] < n or (nearer and row["choice"] == NONE)):
         return f"choice {row['choice']} was not shown"
     return ""
 
@@ -198,6 +213,7 @@ def repair_answers(path: Path, out: Path) -> tuple[int, list[str]]:
         with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
             connection.text_factory = decode_text
             tables = read_tables(connection, lost)
+    tables["questions"] = [{"nearer": 0, **row} for row in tables["questions"]]  # version 1
     for table, spare in _SPARE.items():
         tables[table] = [_mended(table, row, spare) for row in tables[table]]
     odd = odd_rows(tables)

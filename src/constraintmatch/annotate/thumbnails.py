@@ -55,8 +55,9 @@ class ImageIdentity:
             raise InputError(f"image {last} does not exist (the set has {len(self.names):,} images)")
         image, *shown = (self.names[row] for row in rows)
         ordered = sorted((image, *shown)) if question.kind == "pair" else [image, *sorted(shown)]
+        key = {"nearer": ordered} if question.nearer else ordered
         look = b"".join(map(self._look, rows))
-        return image, json.dumps(shown, ensure_ascii=False), look, json.dumps(ordered, ensure_ascii=False)
+        return image, json.dumps(shown, ensure_ascii=False), look, json.dumps(key, ensure_ascii=False)
 
     def question(self, row: Mapping[str, Any]) -> Question | None:
         """A stored question by row numbers; None if one of its images is missing or has other pixels."""
@@ -64,11 +65,11 @@ class ImageIdentity:
         if any(name not in self._rows or self._is_changed(name, look) for name, look in stored):
             return None
         image, *shown = (self._rows[name] for name, _ in stored)
-        return Question(image, tuple(shown))
+        return Question(image, tuple(shown), nearer=bool(row["nearer"]))
 
     def check(self, database: Database) -> tuple[list[dict[str, Any]], str]:
         """The stored questions, and why some are set aside; a database of other images is an InputError."""
-        rows = "SELECT id, image, shown, look FROM questions"
+        rows = "SELECT id, image, shown, look, nearer FROM questions"
         questions = [] if database.fresh else database.select(rows)  # fresh: a server was killed when it made it
         stored = dict.fromkeys(pair for row in questions for pair in _stored(row))
         names = dict.fromkeys(name for name, _ in stored)

@@ -28,7 +28,10 @@ if TYPE_CHECKING:  # torch
     from constraintmatch.annotate.sitting import Door
 
 _PANEL = "Ask people"
-_KIND = flag(Literal["which", "pair"], "which: which of these is the same? pair: same or different? (which)")
+_KIND = flag(
+    Literal["which", "pair", "triplet"],
+    "which: which of these is the same? pair: same or different? triplet: which is nearer? (which)",
+)
 _SERVER = {
     "host": flag(str, "Address to listen on. (127.0.0.1: this machine only)", panel="Server"),
     "port": flag(int, "Port to listen on, 0 for a free one. (8765)", panel="Server"),

@@ -182,7 +182,7 @@ class Constraints:
     def write(self, path: Path | str, *, names: Sequence[str] | None = None) -> None:
         """Write `left,right,link[,weight][,annotator][,time]`, atomically, as CSV, Parquet or JSON lines by suffix.
 
-        Triplets and sizes go to files next to it: pairs-triplets.csv, pairs-sizes.csv.
+        Triplets and sizes go to files next to it: pairs-triplets.csv, pairs-sizes.csv. Triplets without pairs go to it.
         """
         write_pairs(Path(path), vars(self), names)
 

@@ -109,6 +109,7 @@ def write_pairs(path: Path, pairs: Mapping[str, Any], names: Sequence[str] | Non
     """Write the fields of `Constraints` atomically, in the format of the suffix; with `names`, images by name.
 
     `weight` is written when any differs from 1, `annotator` and `time` when known. Reading gives back the same numbers.
+    Triplets without any pairs are written in their place.
     """
     if names is not None and len(names) != pairs["n_images"]:
         raise InputError(f"{len(names):,} names for {pairs['n_images']:,} images", path, "give one name per image")
@@ -118,7 +119,10 @@ def write_pairs(path: Path, pairs: Mapping[str, Any], names: Sequence[str] | Non
     if (columns["weight"] == 1).all():
         del columns["weight"]
     _, write = _format_of(path)
-    for ending, more in {"": columns, **_others(pairs, names)}.items():
+    files = {"": columns, **_others(pairs, names)}
+    if not len(columns["left"]) and "-triplets" in files:
+        files[""] = files.pop("-triplets")
+    for ending, more in files.items():
         place = path.with_name(f"{path.stem}{ending}{path.suffix}")
         write_atomically(place, partial(write, more))
 

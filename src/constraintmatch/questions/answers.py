@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.constraints.graph import Triplets
+from constraintmatch.constraints.pair_cells import Places
 
 Rows = NDArray[np.int64]
 
@@ -24,10 +26,14 @@ MAX_SHOWN = 5  # they fit next to the image, and have the keys 1-5
 
 @dataclass(frozen=True)
 class Question:
-    """One image and the images shown with it: one (same or different?) or up to five (which of these?)."""
+    """One image and the images shown with it: one (same or different?) or up to five (which of these?).
+
+    With `nearer` there are two, and the question is to which of them it is nearer: a triplet.
+    """
 
     image: int
     shown: tuple[int, ...]
+    nearer: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.shown) <= MAX_SHOWN:
@@ -36,16 +42,18 @@ class Question:
             raise InputError(f"image {self.image} shown with {list(self.shown)}: each image may be there once")
         if min(self.image, *self.shown) < 0:
             raise InputError(f"image {self.image} shown with {list(self.shown)}: row numbers count from 0")
+        if self.nearer and len(self.shown) != 2:
+            raise InputError(f"a triplet shows 2 images with its own, not {len(self.shown)}")
 
     @property
-    def kind(self) -> Literal["pair", "which"]:
+    def kind(self) -> Literal["pair", "which", "triplet"]:
         """ "pair" if one image is shown: same or different?"""
-        return "pair" if len(self.shown) == 1 else "which"
+        return "triplet" if self.nearer else "pair" if len(self.shown) == 1 else "which"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The index of the shown image that is of the same kind, or NONE, or UNSURE."""
+    """The index of the shown image that is of the same kind (of a triplet: that is nearer), or NONE, or UNSURE."""
 
     question: Question
     choice: int
@@ -57,16 +65,28 @@ class Answer:
                 f"choice {self.choice} is none of the {n_shown} shown images; use 0 to {n_shown - 1}, "
                 f"{NONE} (none of these) or {UNSURE} (unsure)"
             )
+        if self.question.nearer and self.choice == NONE:
+            raise InputError(f"a triplet has no answer {NONE}; use 0, 1 or {UNSURE} (unsure)")
 
 
 def links_of(answers: Iterable[Answer]) -> tuple[Rows, Rows, NDArray[np.float32]]:
     """(left, right, link) of what the answers say, in their order; left is the image of the question.
 
     The chosen image is a must-link, the others shown are cannot-links; "none of these" is a cannot-link with each;
-    unsure says nothing.
+    unsure says nothing, and a triplet links no images.
     """
     left, right, link, _ = _links(answers)
     return left, right, link.astype(np.float32)
+
+
+def triplets_of(answers: Iterable[Answer]) -> Triplets:
+    """The triplets among the answers, in their order."""
+    said = [
+        (answer.question, answer.choice) for answer in answers if answer.question.nearer and answer.choice != UNSURE
+    ]
+    rows = [(one.image, one.shown[choice], one.shown[1 - choice]) for one, choice in said]
+    at = np.arange(len(rows))
+    return Triplets(np.array(rows, np.int64).reshape(-1, 3), np.ones(len(rows), np.float32), Places(at))
 
 
 def constraints_of(answers: Sequence[Answer], n_images: int) -> Constraints:
@@ -128,7 +148,7 @@ def _links(answers: Iterable[Answer]) -> tuple[Rows, Rows, Rows, NDArray[np.bool
     rows = [
         (answer.question.image, shown, at == answer.choice, answer.choice not in (NONE, at))
         for answer in answers
-        if answer.choice != UNSURE
+        if answer.choice != UNSURE and not answer.question.nearer
         for at, shown in enumerate(answer.question.shown)
     ]
     left, right, link, follows = np.array(rows, np.int64).reshape(-1, 4).T.copy()
@@ -176,8 +196,9 @@ def find_known(answers: Sequence[Answer], n_images: int, *, soon: int) -> Known:
     for one, other in cannot.tolist():
         apart[one].add(other)
         apart[other].add(one)
-    said = [answer.question for answer in answers if answer.choice != UNSURE]
-    doubtful = [answer.question for answer in answers[-soon:] if answer.choice == UNSURE] if soon else []
+    linked = [answer for answer in answers if not answer.question.nearer]
+    said = [answer.question for answer in linked if answer.choice != UNSURE]
+    doubtful = [answer.question for answer in linked[-soon:] if answer.choice == UNSURE] if soon else []
     return Known(
         component,
         np.bincount(component).astype(np.int64),

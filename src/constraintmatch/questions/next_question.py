@@ -1,4 +1,4 @@
-"""Which question to ask next: pairs and "which of these?", at random, the least certain, or the recommended ones.
+"""Which question to ask next: pairs, "which of these?" and triplets, at random, uncertain or recommended ones.
 
 Pure functions from the belief of the model and the answers to the next questions: same inputs, same questions. They
 never ask what follows from the answers.
@@ -31,7 +31,7 @@ from constraintmatch.questions.belief import (
     spread,
 )
 
-Kind = Literal["which", "pair"]
+Kind = Literal["which", "pair", "triplet"]
 Choice = Literal["recommended", "uncertain", "random"]
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -61,7 +61,7 @@ class _Scene:
     @property
     def width(self) -> int:
         """The exemplars in one question."""
-        return 1 if self.kind == "pair" else MAX_SHOWN
+        return {"pair": 1, "triplet": 2}.get(self.kind, MAX_SHOWN)
 
     @cached_property
     def fit(self) -> Floats:
@@ -103,6 +103,8 @@ def next_questions(
     chooses images that are hard, representative and diverse. When all are placed, it compares the exemplars that are
     still unsettled. Small batches (5 to 10) find new kinds sooner, because each answer decides what is shown next.
 
+    A triplet is about an image between two exemplars, which it shows; there is one for each image, and no warm-up.
+
     In a set of more than 65,536 images only candidates are compared with each other, about 20,000: the images with the
     least margin between two exemplars, as many at equal steps, and those of earlier questions.
 
@@ -118,7 +120,9 @@ def next_questions(
         return list(islice(_random_pairs(known, askable, _pairs_in(waiting), seed), n))
     scene = _Scene(belief, known, find_exemplars(belief, known), np.arange(0), askable, kind, waiting)
     everybody = range(len(scene.exemplars))
-    if choose == "recommended" and (warm_up := _introductions(scene, n, everybody, enough=scene.width)):
+    if kind == "triplet":  # it places no image, so the same one would be asked again
+        askable[[answer.question.image for answer in answers if answer.question.nearer]] = False
+    elif choose == "recommended" and (warm_up := _introductions(scene, n, everybody, enough=scene.width)):
         return warm_up  # it looks at no other images
     order = _random_order(known, seed) if choose == "random" else None
     scene = replace(scene, rows=_candidates(scene, n, order))
@@ -128,6 +132,8 @@ def next_questions(
     if choose == "uncertain":
         rows = _open_rows(scene)
         return _questions(scene, rows[np.argsort(_margin(scene.fit_of(rows)), kind="stable")[:n]])
+    if kind == "triplet":
+        return _questions(scene, _hard_dense_spread(scene, _open_rows(scene), np.arange(0), n))
     doubles = _doubles(scene, -(-n // 10))
     images = _questions(scene, _recommend(scene, n - len(doubles)))
     return [*doubles, *images] or _introductions(scene, n, everybody)
@@ -163,8 +169,8 @@ def certain_share(belief: Belief, answers: Sequence[Answer], *, min_confidence: 
 
 
 def _check(belief: Belief, n: int, kind: str, choose: str) -> None:
-    if kind not in ("which", "pair"):
-        raise InputError(f"kind={kind!r} is no kind of question; use which or pair")
+    if kind not in ("which", "pair", "triplet"):
+        raise InputError(f"kind={kind!r} is no kind of question; use which, pair or triplet")
     if choose not in ("recommended", "uncertain", "random"):
         raise InputError(f"choose={choose!r} is no way to choose; use recommended, uncertain or random")
     if n < 0:
@@ -240,8 +246,8 @@ def _questions(scene: _Scene, rows: Rows) -> list[Question]:
         likeliest = np.argsort(-fit, kind="stable")[: scene.width]
         left = likeliest[np.isfinite(fit[likeliest])]
         shown = scene.exemplars.image[left[np.argsort(-size[left], kind="stable")]]
-        if len(shown):
-            made.append(Question(row, tuple(shown.tolist())))
+        if len(shown) >= (2 if scene.kind == "triplet" else 1):
+            made.append(Question(row, tuple(shown.tolist()), nearer=scene.kind == "triplet"))
     return made
 
 

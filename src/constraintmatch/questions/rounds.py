@@ -6,7 +6,7 @@ A round begins with the same start, not with the model of the round before, whos
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from constraintmatch.questions.answers import (
     constraints_of,
     links_of,
     stated_constraints,
+    triplets_of,
 )
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Choice, Kind, next_questions
@@ -50,7 +51,8 @@ class LabelOracle:
     """A simulated annotator with labels (n,): UNSURE with the probability `unsure`, wrong with `error`, else right.
 
     If several shown images have the right label, it chooses the first. A wrong answer is any other choice, each as
-    likely. The answer depends on seed and question only, not on earlier questions.
+    likely. The answer depends on seed and question only, not on earlier questions. Labels know which image of a triplet
+    is nearer if one of the two is of its kind; else the answer is UNSURE.
 
     With `features` (n, d) it errs where it is easily misled, and then takes what misleads it most: the nearer a wrong
     choice is in the features and the farther the right one, the more often. `error` is then the mean over random
@@ -86,8 +88,11 @@ class LabelOracle:
         if draw < self.unsure:
             return Answer(question, UNSURE)
         right = [at for at, shown in enumerate(question.shown) if self.labels[shown] == self.labels[question.image]]
+        if question.nearer and len(right) != 1:  # two of its kind, or none: labels do not say which is nearer
+            return Answer(question, UNSURE)
         right = right or [NONE]
-        wrong = [choice for choice in (NONE, *range(len(question.shown))) if choice not in right]
+        others = range(len(question.shown)) if question.nearer else (NONE, *range(len(question.shown)))
+        wrong = [choice for choice in others if choice not in right]
         rate, chosen = self.error, wrong[pick % len(wrong)]
         if self.features is not None and self.error:
             middle, scale, level = self._misled
@@ -181,14 +186,16 @@ def closure_pairs(
 
     Cannot-links that only follow from the choice of another image are left out: one wrong link would spread over two
     groups. Must-links keep their natural share: with half must-links the pair loss merges clusters (docs/findings.md).
+    Triplets come along, without those that contradict each other.
     """
     said = trusted_constraints(answers, n_images, beliefs)
     component, cannot = said.component_constraints()
     sizes = np.bincount(component, minlength=1)
     within, between = sizes * (sizes - 1) // 2, sizes[cannot].prod(axis=1)
     total = int(within.sum() + between.sum())
+    triplets = triplets_of(answers).resolve("drop", n_images)
     if total <= most:
-        return said.close(max_pairs=most)
+        return replace(said.close(max_pairs=most), triplets=triplets)
     words, n_must = rng.stream(seed, Purpose.CLOSURE), round(most * int(within.sum()) / total)
     members, first = np.argsort(component, kind="stable"), np.cumsum(sizes) - sizes
     group = _draw_by_weight(words, within, n_must)  # a group by its number of pairs, then two of its images
@@ -200,7 +207,7 @@ def closure_pairs(
     start = first[group]
     left, right = np.concatenate([members[start + one], ends[0]]), np.concatenate([members[start + other], ends[1]])
     link = np.repeat([1.0, 0.0], [n_must, most - n_must])
-    return Constraints.from_arrays(left, right, link, n_images=n_images)
+    return replace(Constraints.from_arrays(left, right, link, n_images=n_images), triplets=triplets)
 
 
 def _draw_by_weight(words: np.random.Philox, weight: Rows, n: int) -> Rows:

@@ -7,6 +7,8 @@ const TINY = 32;                 // pixels; smaller images, digits perhaps, are 
 const REFRESH = 3000;            // ms between two looks at what the model does
 const ROWS = 24;                 // images of a cluster shown at first
 
+const PROMPTS = { pair: "Are these two of the same kind?", which: "Which is of the same kind?", triplet: "Which of the two is nearer in kind?" };
+
 const by = (id) => document.getElementById(id);
 const page = {
   annotator: "", database: "", current: null, shownAt: 0, queue: [], outbox: [], answered: new Set(), sending: false, failed: 0, busy: false,
@@ -79,6 +81,8 @@ function showState(state) {
   by("wanted").textContent = state.wanted === null ? "" : ` of ${number(state.wanted)}`;
   by("same").textContent = number(counts.same);
   by("different").textContent = number(counts.different);
+  by("nearer").textContent = number(counts.nearer);
+  by("nearer").parentElement.hidden = by("export-triplets").hidden = !counts.nearer;
   by("unsure").textContent = number(counts.unsure);
   by("per-minute").textContent = counts.per_minute && counts.per_minute < 10 ? counts.per_minute.toFixed(1) : number(counts.per_minute);
   by("certain").textContent = `${(100 * state.certain).toFixed(state.certain && state.certain < 0.1 ? 1 : 0)} %`;
@@ -234,9 +238,9 @@ function finished() {
 
 function show(question) {
   const pair = question.kind === "pair";
-  by("prompt").textContent = pair ? "Are these two of the same kind?" : "Which is of the same kind?";
+  by("prompt").textContent = PROMPTS[question.kind];
   const stage = by("stage");
-  stage.className = `stage ${question.kind}`;
+  stage.className = `stage ${pair ? "pair" : "which"}`;
   stage.hidden = false;
   void stage.offsetWidth;  // so that the animation starts anew
   stage.classList.add("fresh");
@@ -531,7 +535,7 @@ function key(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
   if (event.key === "Escape" && page.clash) return hideClash();
   if (event.target.matches("input") || by("view-questions").hidden || event.repeat) return;
-  const pair = page.current?.kind === "pair", which = page.current?.kind === "which";
+  const pair = page.current?.kind === "pair", which = page.current?.kind === "which", triplet = page.current?.kind === "triplet";
   const pressed = event.key.toLowerCase();
   if (pressed === "z") undo();
   else if (page.clash && /^[sdu0-5]$/.test(pressed)) lookAtClash();  // the question may be out of sight
@@ -539,7 +543,7 @@ function key(event) {
   else if (pair && pressed === "s") answer(0);
   else if (pair && pressed === "d") answer(NONE);
   else if (which && pressed === "0") answer(NONE);
-  else if (which && /^[1-5]$/.test(pressed)) answer(Number(pressed) - 1);
+  else if ((which || triplet) && /^[1-5]$/.test(pressed)) answer(Number(pressed) - 1);
   else return;
   event.preventDefault();
 }
