@@ -66,6 +66,20 @@ def test_which_of_these_is_answered_by_number(serve: Serve, visit: Visit) -> Non
     assert server.counts()["different"] == 1
 
 
+def test_a_triplet_is_answered_by_one_or_two_and_not_by_none(serve: Serve, visit: Visit) -> None:
+    server = serve("--kind", "triplet")
+    page = visit(server)
+    anchor, far, near = (alternative.rsplit(": ")[-1] for alternative in asked(page))
+    assert "nearer" in page.inner_text("#prompt")
+    press(page, "0sd32u")
+    answered(page, 2)
+    counts = server.counts()
+    assert (counts["nearer"], counts["unsure"], counts["same"]) == (1, 1, 0)
+    assert page.inner_text("#nearer") == "1"
+    assert page.is_visible("#export-triplets")
+    assert server.pairs()[0].startswith(f"{anchor},{near},{far}")
+
+
 def test_keys_of_the_other_kind_and_in_the_name_field_do_nothing(serve: Serve, visit: Visit) -> None:
     server = serve("--kind", "pair")
     page = visit(server)
