@@ -142,12 +142,14 @@ def test_predict_places_new_images_and_sorts_them(trained: tuple[Path, Any], tmp
         Image.fromarray(stripes.images[row, ..., 0]).resize((30, 20)).convert("RGB").save(path)
     out, into = tmp_path / "c.csv", tmp_path / "sorted"
     result = run(
-        "predict", trained[0], tmp_path / "new", "--out", out, "--sort-into", into, "--copy", "--device", "cpu"
+        *("predict", trained[0], tmp_path / "new", "--out", out, "--sort-into", into, "--copy", "--device", "cpu"),
+        *("--within", trained[0]),
     )
     rows = read_rows(out)
     assert [row["name"] for row in rows] == [f"{row}.png" for row in range(40, 46)]
     for row in rows:
         assert (into / f"cluster-{row['cluster']}" / row["name"]).is_file()
+        assert row["coarse"] == row["cluster"]
     assert "6 images in 3 clusters" in result.stdout
 
 

@@ -507,3 +507,32 @@ def test_an_evaluation_is_plain_json(stripes: ImageSet) -> None:
 def test_clusters_are_written_with_names_that_need_quotes(tmp_path: Path) -> None:
     commands.write_clusters(tmp_path / "c.csv", ["a, b.png"], predictions([1], 2))
     assert (tmp_path / "c.csv").read_text() == 'name,cluster,confidence\n"a, b.png",1,1.000000\n'
+
+
+# Clusters within clusters
+
+
+def placed(folder: Path, clusters: dict[str, int]) -> Path:
+    folder.mkdir(parents=True)
+    commands.write_clusters(folder / "clusters.csv", list(clusters), predictions(list(clusters.values()), 9))
+    return folder
+
+
+def test_a_cluster_lies_in_the_coarse_one_that_has_most_of_its_images(tmp_path: Path) -> None:
+    fine = placed(tmp_path / "fine", {"a": 0, "b": 0, "c": 0, "d": 1, "e": 1, "f": 2, "only here": 3})
+    coarse = placed(tmp_path / "coarse", {"f": 7, "e": 5, "d": 4, "c": 4, "b": 5, "a": 5, "only there": 4})
+    found = commands.coarse_clusters(fine / "model", coarse)  # of equal votes the smaller number
+    assert found == {0: 5, 1: 4, 2: 7}
+    commands.write_clusters(tmp_path / "c.csv", ["x", "y"], predictions([2, 3], 9), found)
+    assert (tmp_path / "c.csv").read_text() == "name,cluster,confidence,coarse\nx,2,1.000000,7\ny,3,1.000000,\n"
+
+
+def test_runs_without_clusters_or_of_other_images_are_refused(tmp_path: Path) -> None:
+    fine, other = placed(tmp_path / "fine", {"a": 0}), placed(tmp_path / "other", {"b": 0})
+    with pytest.raises(InputError, match=r"other: none of its images are those of .*fine; train both on the same"):
+        commands.coarse_clusters(fine, other)
+    with pytest.raises(InputError, match=r"nowhere: has no clusters\.csv; give the folder of a training"):
+        commands.coarse_clusters(fine, tmp_path / "nowhere")
+    (other / "clusters.csv").write_text("name,cluster\na,first\n")
+    with pytest.raises(InputError, match=r"other/clusters\.csv: not a file of name,cluster,confidence"):
+        commands.coarse_clusters(fine, other)

@@ -23,9 +23,9 @@ from constraintmatch._internal.errors import InputError, one_line
 from constraintmatch._internal.progress import QUIET, Reporter
 from constraintmatch.annotate.background_training import Learner
 from constraintmatch.annotate.commands import Loop, end_loop, open_loop
-from constraintmatch.annotate.database import Given
+from constraintmatch.annotate.database import LONGEST, Given
 from constraintmatch.annotate.question_queue import QuestionQueue, read_choice
-from constraintmatch.annotate.store import LONGEST, Store
+from constraintmatch.annotate.store import Store
 from constraintmatch.annotate.thumbnails import large_picture
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.pipeline.commands import score_line

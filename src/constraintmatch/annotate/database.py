@@ -22,6 +22,7 @@ from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question
 _Edges = defaultdict[int, dict[int, list[int]]]  # image -> the other image -> answers that say so, oldest first
 _Tree = dict[int, tuple[int, int]]  # image -> (the image before it, steps from the root)
 
+LONGEST = 100  # characters of an annotator's or a cluster's name
 _KEPT = "every saved answer is kept"
 _SAVE = "save what can be read: constraintmatch repair {path} --out repaired.db"
 _DAMAGED = f"the database is damaged; {_SAVE}"
@@ -98,6 +99,14 @@ class Contradiction:
 def clean(text: str) -> str:
     """The text without control characters and without what UTF-8 cannot hold."""
     return "".join("\N{REPLACEMENT CHARACTER}" if category(letter) in ("Cc", "Cs") else letter for letter in text)
+
+
+def annotator_name(text: str) -> str:
+    """The name of an annotator as it is stored; an empty or very long one is an InputError."""
+    name = clean(text).strip()
+    if not 0 < len(name) <= LONGEST:
+        raise InputError(f"an annotator needs a name of 1 to {LONGEST} characters, not {len(name):,}")
+    return name
 
 
 def facts_of(image: str, shown: Sequence[str], choice: int, annotator: str, nearer: int) -> set[tuple[Any, ...]]:

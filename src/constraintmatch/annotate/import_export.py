@@ -11,9 +11,9 @@ import numpy as np
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
 from constraintmatch._internal.progress import QUIET, Reporter
-from constraintmatch.annotate.database import Given
+from constraintmatch.annotate.database import Given, annotator_name
 from constraintmatch.annotate.other_tools import has_tags, meanings, read_label_studio, read_tags
-from constraintmatch.annotate.store import Store, annotator_name, open_store
+from constraintmatch.annotate.store import Store, open_store
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.image_set import kind_of

@@ -17,12 +17,14 @@ from typing import Any
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.database import (
+    LONGEST,
     Asked,
     Contradiction,
     Database,
     Given,
     LinkGraph,
     StoredAnswer,
+    annotator_name,
     clean,
     facts_of,
 )
@@ -30,7 +32,6 @@ from constraintmatch.annotate.thumbnails import ImageIdentity
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question
 
-LONGEST = 100  # characters of an annotator's or a cluster's name
 _RECENT = 50  # answers that decide the speed
 _COUNTED = {"same": 0, "different": NONE, "nearer": 1, "unsure": UNSURE}  # 1: both choices of a triplet
 _PAUSE = 60_000  # milliseconds; longer is a pause
@@ -54,14 +55,6 @@ _DROP_WAITING = (  # those that nobody holds
     "UPDATE questions SET state = 'retired' WHERE state = 'waiting' AND NOT urgent "
     "AND (holder IS NULL OR held_until <= ?)"
 )
-
-
-def annotator_name(text: str) -> str:
-    """The name of an annotator as it is stored; an empty or very long one is an InputError."""
-    name = clean(text).strip()
-    if not 0 < len(name) <= LONGEST:
-        raise InputError(f"an annotator needs a name of 1 to {LONGEST} characters, not {len(name):,}")
-    return name
 
 
 @contextmanager

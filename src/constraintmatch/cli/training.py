@@ -149,6 +149,7 @@ def _holds_run(out: Path | None) -> bool:
         "out": flag(Path, "File for name,cluster,confidence. (clusters.csv)"),
         "sort_into": flag(Path, "New folder for one folder of images per cluster."),
         "link": flag(bool, "Sorted images are links or copies. (links)", "--link/--copy"),
+        "within": flag(Path, "Folder of a training on coarser kinds: the column coarse says in which a cluster is."),
     },
     how=shared("device", "split", "data_dir", "strict", "pictures", "engine"),
 )
@@ -158,6 +159,8 @@ def predict(model: Model, data: Source, *, files: Flags, how: Flags, reporter: R
     Example:
       constraintmatch predict runs/photos new-photos \
         --out clusters.csv --sort-into sorted
+      constraintmatch predict runs/species new-photos \
+        --within runs/families
     """
     from constraintmatch.pipeline import commands
 
@@ -168,9 +171,12 @@ def predict(model: Model, data: Source, *, files: Flags, how: Flags, reporter: R
     check_target(out)
     if sort_into is not None:
         commands.check_sort_folder(sort_into, data, out)
+    coarse = None if (within := files.get("within")) is None else commands.coarse_clusters(model, within)
     images, found = commands.predict_images(model, data, **how, reporter=reporter)
-    commands.write_clusters(out, images.images.names, found)
+    commands.write_clusters(out, images.images.names, found, coarse)
     rows = [("clusters", f"{out} ({len(found):,} images in {found.n_clusters} clusters)")]
+    if coarse is not None:
+        rows.append(("coarse", f"{len(set(coarse.values()))} clusters of {within}"))
     if sort_into is not None:
         commands.sort_images(images, found, sort_into, link=files.get("link", True))
         rows.append(("sorted", str(sort_into)))

@@ -4,6 +4,7 @@ import csv
 import os
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -58,17 +59,44 @@ def predict_images(
         return data, evaluation.predict(network, data.images, device=place, progress=progress)
 
 
-def write_clusters(path: Path | str, names: Sequence[str], predictions: Predictions) -> None:
-    """Write `name,cluster,confidence`, atomically."""
-    confidence = [f"{value:.6f}" for value in predictions.confidence.tolist()]
+def write_clusters(
+    path: Path | str, names: Sequence[str], predictions: Predictions, coarse: Mapping[int, int] | None = None
+) -> None:
+    """Write `name,cluster,confidence`, atomically; with the coarse cluster of each cluster, `coarse` too."""
+    clusters = predictions.clusters.tolist()
+    columns = [names, clusters, [f"{value:.6f}" for value in predictions.confidence.tolist()]]
+    if coarse is not None:
+        columns.append([coarse.get(cluster, "") for cluster in clusters])
 
     def write(temporary: Path) -> None:
         with temporary.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(("name", "cluster", "confidence"))
-            writer.writerows(zip(names, predictions.clusters.tolist(), confidence, strict=True))
+            writer.writerow(("name", "cluster", "confidence", "coarse")[: len(columns)])
+            writer.writerows(zip(*columns, strict=True))
 
     files.write_atomically(path, write)
+
+
+def coarse_clusters(run: Path | str, within: Path | str) -> dict[int, int]:
+    """The coarse cluster of each cluster of a run: the one in which the run `within` has most of its images."""
+    fine, coarse = _placed(Path(run)), _placed(Path(within))
+    votes = Counter((fine[name], coarse[name]) for name in fine.keys() & coarse.keys())
+    if not votes:
+        raise InputError(f"none of its images are those of {run}", within, "train both on the same images")
+    rising = sorted(votes, key=lambda pair: (votes[pair], -pair[1]))
+    return dict(rising)  # the last of a cluster counts
+
+
+def _placed(run: Path) -> dict[str, int]:
+    """The cluster of each image that a training, or a loop, wrote next to its model."""
+    path = (run.parent if run.name == "model" else run) / "clusters.csv"
+    if not path.is_file():
+        raise InputError("has no clusters.csv", run, "give the folder of a training, or of a loop")
+    with files.read_errors(path), path.open(encoding="utf-8", newline="") as file:
+        try:
+            return {row["name"]: int(row["cluster"]) for row in csv.DictReader(file)}
+        except (KeyError, TypeError, ValueError, csv.Error):
+            raise InputError("not a file of name,cluster,confidence", path, "train again") from None
 
 
 def evaluate_model(
