@@ -49,11 +49,11 @@ notebooks: $(READY)  ## run the notebooks of the documentation again (minutes)
 	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet nbclient ipykernel
 	$(BIN)/python docs/make_notebooks.py
 
-release: $(READY)  ## wheel and sdist into dist/, each tried in an empty environment: PYTHONS="3.11 3.12 3.13"
+release: $(READY)  ## wheel and sdist into dist/, each tried in an empty environment: PYTHONS="3.11 3.12 /path/to/python3.13"
 	rm -rf dist
 	$(BIN)/uv build --quiet
 	for python in $(or $(PYTHONS),3.11); do \
-		PYTHONPATH= $(BIN)/uvx --isolated --python $$python --from dist/*.whl constraintmatch demo --out dist/demo-$$python && \
+		PYTHONPATH= $(BIN)/uvx --isolated --python $$python --from dist/*.whl constraintmatch demo --out dist/demo-$$(basename $$python) && \
 		PYTHONPATH= $(BIN)/uvx --isolated --python $$python --from dist/*.tar.gz constraintmatch --version || exit 1; \
 	done
 
