@@ -231,6 +231,16 @@ def test_a_cautious_head_is_taught_only_what_the_model_does_not_know(strength: f
     assert teach_groups(model, frozen, groups) is not model
 
 
+def test_if_most_images_are_known_they_keep_their_kind_whatever_their_neighbours_say() -> None:
+    """Features that say little, as wide as those of an encoder: a head can repeat any answer."""
+    rng, labels = np.random.default_rng(0), np.arange(60) % 3
+    images = ImageSet.from_arrays(rng.normal(size=(60, 300)).astype(np.float32))
+    model = with_head(build_model(n_clusters=0, side=1, channels=300), torch.zeros(3, 300), torch.zeros(3))
+    frozen, groups = Frozen.of(model, images), [np.flatnonzero(labels == kind) for kind in range(3)]
+    found = frozen.probabilities(teach_groups(model, frozen, groups)).argmax(1)
+    assert len(set(zip(labels.tolist(), found.tolist(), strict=True))) == 3
+
+
 # The method
 
 

@@ -448,7 +448,7 @@ def test_pairs_that_look_wrong_are_written_as_a_pairs_file(tmp_path: Path) -> No
         for pairs in (turned.take(wrong), doubtful)
     )
     assert planted == found
-    assert rows["kept"].startswith("the start: no step of the training was surely better")
+    assert rows["kept"].startswith("the start: no head is surely better")
     assert "doubtful.csv" in rows["look again"]
     told = json.loads((tmp_path / "run" / "evaluation.json").read_text())["verdict"]
     assert told["kept"] == "the start"

@@ -32,7 +32,7 @@ RELATIVE, MOST_ITERATIONS = 1e-4, 500  # of the solution by conjugate gradients
 NUMBERS = 2**25  # in one array of the work on many images, 128 MiB; up to 65,536 images and 512 clusters, all at once
 ROUNDS = 20  # of estimation
 SWEEPS = 3  # of messages in a round
-OWN, ANY = 20.0, 0.3  # images that say, before any pair, that a cluster is its own kind, or any other one
+OWN, ANY = 20.0, 0.3  # images, no more than a cluster has, that say before any pair: it is its own kind, or another
 EXPECTED = 0.1, 30.0  # the rate of wrong pairs that is expected before any is seen, and how many pairs that weighs
 MOST_WRONG = 0.4
 SEEN = 0.5  # with less than this share of the probability in its likeliest cluster, a group is seen elsewhere
@@ -196,7 +196,7 @@ def likely_kinds(pairs: Constraints, probabilities: Floats) -> tuple[Rows, Doubl
     rows, ends = np.unique(np.stack([pairs.left, pairs.right]), return_inverse=True)
     ends, same = ends.reshape(2, -1), pairs.link > 0.5
     seen, k = probabilities[rows].astype(float), probabilities.shape[1]
-    known, kinds = np.eye(k) * OWN + ANY, seen
+    known, kinds = np.eye(k) * min(OWN, len(probabilities) / k) + ANY, seen
     counts, messages = known, np.zeros((2, len(same), k))
     missed = invented = EXPECTED[0]
     for _ in range(ROUNDS):

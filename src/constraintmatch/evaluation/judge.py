@@ -25,6 +25,7 @@ SHARE = 0.2  # of the pairs, held out to judge by
 FEWEST = 40  # images to judge by, where answers imply many pairs and that is at most a fifth of the images
 MANY = 4  # pairs of an image on average, which answers imply: random pairs have one or two
 LEAST = 8  # must-links, and cannot-links, that a judge needs
+FEW_ANSWERS = 30  # an annotator with at least this many pairs gets an error rate of their own
 LEAST_TRIPLETS = 32  # or anchors of triplets: most triplets at random say little
 TRIPLETS_WRONG = 0.05  # the share of the triplets that is expected to be wrong
 CAUTION = 0.5  # standard errors by which a trained network must be better: of equals the less trained one is kept
@@ -106,6 +107,15 @@ def doubts(same: Floats, link: Floats, rates: Rates) -> Floats:
     """The probability that each link is wrong."""
     truly = _truly_same(same, link, rates)
     return np.asarray(link * (1 - truly) + (1 - link) * truly)
+
+
+def trust_annotators(constraints: Constraints, wrong: Floats) -> NDArray[np.float32]:
+    """Weights of the pairs: less for annotators whose pairs are wrong more often than those of others."""
+    who, number = np.unique(np.array(constraints.annotator), return_inverse=True)
+    count = np.bincount(number, minlength=len(who))
+    rate = np.where(count >= FEW_ANSWERS, np.bincount(number, wrong) / np.maximum(count, 1), wrong.mean())
+    trust = np.maximum(1 - 2 * rate, 0.05) ** 2
+    return np.asarray(constraints.weight * trust[number] / trust.max(), np.float32)
 
 
 def hide_images(
@@ -199,6 +209,15 @@ class Judge:
     def rates(self, probabilities: NDArray[np.float32]) -> Rates:
         """How often the pairs are wrong, as far as the model can tell."""
         return self._fitted(probabilities)[1]
+
+    def contradicts(self, probabilities: NDArray[np.float32]) -> bool:
+        """Whether a model finds the images of cannot-links clearly more alike than those of must-links."""
+        same = self.same(probabilities)
+        must, cannot = same[self.pairs.link > 0.5], same[self.pairs.link < 0.5]
+        if min(len(must), len(cannot)) < LEAST:
+            return False
+        error = np.sqrt(must.var() / len(must) + cannot.var() / len(cannot))
+        return bool(must.mean() - cannot.mean() < -2 * error)
 
     def doubts(self, probabilities: NDArray[np.float32]) -> Floats:
         """The probability that each pair is wrong, as sure as the model is or as the links make it: the larger one."""

@@ -29,6 +29,7 @@ from constraintmatch.evaluation.judge import (
     hide_images,
     pool,
     repeat_rate,
+    trust_annotators,
 )
 from constraintmatch.evaluation.metrics import predict
 from constraintmatch.methods.angular import angular_head
@@ -53,7 +54,7 @@ TAUGHT = 1.0  # standard errors by which the head alone must be better than the 
 LEADING = -2.0  # the same where the answers lead: they are cross-checked, so refuse only a clearly worse head
 IMPLIED = 0.5  # pairs are answers to questions if they have at least this share of the must-links that groups imply
 EACH = 2  # or this many must-links for each known image: a draw of a large closure has them, pairs at random have not
-KNOWN_EACH = 8  # known images for each cluster from which on answers train the network
+KNOWN_EACH = 8  # known images for each cluster from which on answers train the network: few hold out few, and alike
 ALIKE = 0.9  # one head may replace another if they agree on at least this share of the images
 AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
 SURER = 2.0  # standard errors by which a head that pairs train, without views, must be better
@@ -64,7 +65,6 @@ RELIABLE, NEAR = 0.8, 20  # the share of each cluster that teaches the network: 
 CLEARER = 0.01  # by how much it must rise where held-out pairs do not decide: on CIFAR by 0.08, on digits it falls
 UNDECIDED = -1.0  # standard errors by which they may be against such a network
 DOUBTED = 12  # pairs that the verdict lists for a second look
-FEW_ANSWERS = 30  # an annotator with at least this many pairs gets an error rate of their own
 
 
 def train_pairs(
@@ -78,14 +78,12 @@ def train_pairs(
         model = begin(model, images, task, settings, context)
         return Trained(model, build_training(model, images, task, settings, views, context)())
     start = begin(model, images, task, settings, replace(context, run=None))  # again if resumed: it is a candidate
-    safe = _SafeTraining(start, images, task, settings, context)
+    safe = _SafeTraining(start, images, task, settings, views, context)
     if (kept := safe.choose_before()) is not None:
         return kept
-    if safe.is_taught:
-        return safe.choose_after(safe.repeat_head(views))
-    if images.embedded and safe.first is safe.start:
-        return safe.cross_check(views)
-    return safe.choose_after(safe.train_network(views))
+    if images.embedded:
+        return safe.choose_head()
+    return safe.choose_after(safe.repeat_head() if safe.is_taught else safe.train_network())
 
 
 class _SafeTraining:
@@ -97,11 +95,12 @@ class _SafeTraining:
         images: ImageSet,
         task: PairTask,
         settings: TrainSettings,
+        views: ViewChoice,
         context: Context,
         *,
         hide: bool = True,
     ) -> None:
-        self.images, self.settings, self.context = images, settings, context
+        self.images, self.settings, self.views, self.context = images, settings, views, context
         self.device = choose_device(settings.device)
         self.start = start.to(self.device)
         self.pairs = task.constraints.merged()
@@ -110,10 +109,11 @@ class _SafeTraining:
         self.task, self.judge = replace(task, constraints=training), Judge(held_out)
         self.repeated = repeat_rate(task.constraints)
         self._teacher: Teacher = self._teach  # of `first`
+        self._judged, self._log = "no head", list[dict[str, Any]]()  # of the best head, or of the last one tried
 
     def choose_before(self) -> Trained | None:
         """What to keep without a training of the network; None if the network should be trained."""
-        if self._is_opposite():
+        if self.all_pairs.contradicts(self._predict(self.start, self.all_pairs.rows)):
             why = "the pairs say the opposite of what the images show; are same and different mixed up?"
             return self._keep(self.start, "the start", why)
         pairs = self.task.constraints
@@ -123,8 +123,9 @@ class _SafeTraining:
             why = f"{held}; to judge a training takes {LEAST} of each, so nothing more was trained"
             model = self._teach(self.pairs) if self.leads else self.start
             return self._keep(model, self._name(model), why)
-        if self.leads and (self.images.embedded or self._know_little):
-            refused = self._compare(self._teach(self.task.constraints)).surely(LEADING) < 0
+        if self.leads and (self.images.embedded or self._n_known < KNOWN_EACH * self.start.config.n_clusters):
+            worse = self._compare(self._teach(self.task.constraints)).surely(LEADING) < 0
+            refused = worse and 2 * self._n_known < len(self.images)  # most images known: they are right in any case
             model = self.start if refused else self._teach(self.pairs)
             said = "do not place known images better" if model is self.start else "separate the kinds"
             return self._keep(model, self._name(model), f"the answers {said}")
@@ -134,40 +135,21 @@ class _SafeTraining:
             return self._keep(model, self._name(model), why)
         return None
 
-    def cross_check(self, views: ViewChoice) -> Trained:
-        """The head that all pairs train, if heads that parts of them train place hidden images better; or the start.
-
-        Each part hides other images, so most pairs judge. A fifth of them alone cannot tell a gain from chance
-        (decision 054).
-        """
-        alone, found, count = replace(self.context, run=None), [], 0
-        for part in range(PARTS):
-            training, hidden = hide_images(self.pairs, seed=self.settings.seed, part=part)
-            judge, trained = Judge(hidden), self._with_pairs(training, alone)
-            log = trained.train_network(views)
-            losses = (judge.losses(self._predict(model, judge.rows)) for model in (self.start, trained.network))
-            found.append(judge.compare(*losses))
-            verdict, count = pool(found), count + len(hidden)
-            if part and verdict.gain < 0:
-                break
-        said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {count:,} pairs that were held out in turn"
-        if verdict.surely(SURER) <= LEAST_GAIN:
-            return self._keep(self.start, "the start", f"a trained head was not surely better ({said})", log)
+    def choose_head(self) -> Trained:
+        """What to keep on embeddings: a head that all pairs teach or train, if it is better than the start."""
+        if self.first is self.start:
+            return self._keep(self.start, "the start", f"no head is surely better ({self._judged})", self._log)
+        why = f"better than the start by {self._judged}"
+        if self._teacher != self._train_head:
+            return self._keep(self._refine(self.first), "the head alone", why)
         trained = self._with_pairs(self.pairs, self.context)
-        log = trained.train_network(views)
-        step = next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"])
-        return self._keep(trained.network, f"the head of step {step:,}", f"better than the start by {said}", log, step)
+        log = trained.train_network()
+        step = _kept_step(log)
+        return self._keep(trained.network, f"the head of step {step:,}", why, log, step)
 
-    def _with_pairs(self, pairs: Constraints, context: Context) -> "_SafeTraining":
-        """A training of the start on all of these pairs; none are hidden."""
-        task = replace(self.task, constraints=pairs)
-        training = _SafeTraining(self.start, self.images, task, self.settings, context, hide=False)
-        training.first = self.start
-        return training
-
-    def train_network(self, views: ViewChoice) -> list[dict[str, Any]]:
+    def train_network(self) -> list[dict[str, Any]]:
         """Train the network on the pairs, and return the log."""
-        around = self.weigh_annotators(), self.adapt_settings(), views, self.guard()
+        around = self.weigh_annotators(), self.adapt_settings(), self.views, self.guard()
         return build_training(self.network, self.images, *around)()
 
     def choose_after(self, log: list[dict[str, Any]]) -> Trained:
@@ -177,9 +159,8 @@ class _SafeTraining:
         verdict = self.judge.compare(self.network_losses, after)
         said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {self.judge.count}"
         beginning = verdict if first is self.start else self._compare(self.network)
-        caution = SURER if self.images.embedded else CAUTION
-        better = min(verdict.surely(caution), beginning.surely(caution)) > LEAST_GAIN
-        step = next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"])
+        better = min(verdict.surely(CAUTION), beginning.surely(CAUTION)) > LEAST_GAIN
+        step = _kept_step(log)
         if better or (self.is_taught and repeats_well(verdict, log, step)):
             why = f"better than {name} by {said}" if better else f"it repeats {name} on strong views ({said})"
             return self._keep(self.network, f"the network of step {step:,}", why, log, step)
@@ -205,27 +186,47 @@ class _SafeTraining:
         """The model that the network begins with: the start, or the start with the best of the taught heads."""
         best, found = 0.0, self.start
         for teach in self._teachers:
-            taught = teach(self.task.constraints)
-            verdict = self._compare(taught)
-            caution = SURER if teach == self._teach_angles else TAUGHT
-            better = verdict.surely(LEADING) > 0 if self.leads else verdict.surely(caution) > LEAST_GAIN
+            caution = LEADING if self.leads else TAUGHT if teach == self._teach else SURER
+            taught, verdict, judged = self._judge_teacher(teach, caution)
+            better = verdict.surely(caution) > (0 if self.leads else LEAST_GAIN)
+            if found is self.start or (better and verdict.gain > best):
+                self._judged = judged
             if better and (found is self.start or verdict.gain > best):
                 best, found, self._teacher = verdict.gain, taught, teach
         return found
 
+    def _judge_teacher(self, teach: Teacher, caution: float) -> tuple[ClusterModel, Verdict, str]:
+        """The head of the training pairs, by how much such heads are better than the start, and that in words.
+
+        A fifth of the pairs often cannot tell a gain from chance. For a head that takes seconds, other images are then
+        hidden in turn (decision 054).
+        """
+        taught, seed, count = teach(self.task.constraints), self.settings.seed, len(self.judge.pairs)
+        found = [self._compare(taught)]
+        for part in range(1, PARTS if teach == self._train_head else 1):
+            training, hidden = hide_images(self.pairs, seed=seed, part=part)
+            sofar = pool(found)
+            if sofar.surely(caution) > LEAST_GAIN or sofar.surely(UNDECIDED) < 0 or not len(hidden):
+                break
+            judge, model = Judge(hidden), teach(training)
+            found.append(judge.compare(*(judge.losses(self._predict(one, judge.rows)) for one in (self.start, model))))
+            count += len(hidden)
+        verdict = pool(found)
+        return taught, verdict, f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {count:,} held-out pairs"
+
     @cached_property
     def _teachers(self) -> list[Teacher]:
-        """The ways to teach a head with these pairs: along neighbours what groups say, or through angles."""
+        """The ways to teach a head with these pairs: along neighbours what groups say, through angles, by the loss."""
         pairs = self.task.constraints
         groups = len(known_groups(pairs)) > 1 and (self.leads or not self._are_doubtful())
-        angles = self._are_many(pairs) and not self.leads and not self._are_chosen
-        ways: dict[Teacher, bool] = {self._teach: groups, self._teach_angles: angles}
+        random = not self.leads and not self._are_chosen
+        angles, trains = random and self._are_many(pairs), random and self.images.embedded
+        ways: dict[Teacher, bool] = {self._teach: groups, self._train_head: trains, self._teach_angles: angles}
         return [teach for teach, use in ways.items() if use]
 
-    @property
-    def _know_little(self) -> bool:
-        """Whether the answers are about too few images to train a network: held-out ones are as few, and alike."""
-        return sum(map(len, known_groups(self.pairs))) < KNOWN_EACH * self.start.config.n_clusters
+    @cached_property
+    def _n_known(self) -> int:
+        return sum(map(len, known_groups(self.pairs)))
 
     def _are_many(self, pairs: Constraints) -> bool:
         """Whether there are enough pairs, of both kinds and with a weight, to teach a head through angles."""
@@ -234,15 +235,6 @@ class _SafeTraining:
 
     def _name(self, model: ClusterModel) -> str:
         return "the start" if model is self.start else "the head alone"
-
-    def _is_opposite(self) -> bool:
-        """Whether the start finds the images of cannot-links clearly more alike than those of must-links."""
-        same = self.all_pairs.same(self._predict(self.start, self.all_pairs.rows))
-        must, cannot = same[self.pairs.link > 0.5], same[self.pairs.link < 0.5]
-        if min(len(must), len(cannot)) < LEAST:
-            return False
-        error = np.sqrt(must.var() / len(must) + cannot.var() / len(cannot))
-        return bool(must.mean() - cannot.mean() < -2 * error)
 
     @cached_property
     def _are_chosen(self) -> bool:
@@ -280,7 +272,7 @@ class _SafeTraining:
         """The model that is trained."""
         return calm_head(copy.deepcopy(self.first), self.images, SUREST)
 
-    def repeat_head(self, views: ViewChoice) -> list[dict[str, Any]]:
+    def repeat_head(self) -> list[dict[str, Any]]:
         """Train the network on the clusters that the first head gives, and return the log (decision 052).
 
         Strong views of the images whose neighbours agree, and of the known ones, learn their clusters; pairs that are
@@ -290,9 +282,8 @@ class _SafeTraining:
         near = find_neighbours(self._frozen.features, NEAR, seen.shape[1], self.device)
         known = known_groups(self.task.constraints) if self.leads else ()
         labels = agree(reliable_labels(seen, near, RELIABLE, known))
-        task, settings = self.weigh_annotators(), self.adapt_settings()
-        given = self.network, self.images, labels, task, settings, views, context
-        return repeat_labels(*given, from_pairs=not self.leads)
+        given = self.weigh_annotators(), self.adapt_settings(), self.views, context
+        return repeat_labels(self.network, self.images, labels, *given, from_pairs=not self.leads)
 
     @cached_property
     def network_losses(self) -> NDArray[np.float64]:
@@ -313,12 +304,7 @@ class _SafeTraining:
         if pairs.annotator is None or len(set(pairs.annotator)) < 2 or self.task.error_rate:
             return self.task
         judge = Judge(pairs)
-        wrong = judge.doubts(self._predict(self.network, judge.rows))
-        who, number = np.unique(np.array(pairs.annotator), return_inverse=True)
-        count = np.bincount(number, minlength=len(who))
-        rate = np.where(count >= FEW_ANSWERS, np.bincount(number, wrong) / np.maximum(count, 1), wrong.mean())
-        trust = np.maximum(1 - 2 * rate, 0.05) ** 2
-        weight = (pairs.weight * trust[number] / trust.max()).astype(np.float32)
+        weight = trust_annotators(pairs, judge.doubts(self._predict(self.network, judge.rows)))
         return replace(self.task, constraints=replace(pairs, weight=weight))
 
     def adapt_settings(self) -> TrainSettings:
@@ -339,6 +325,18 @@ class _SafeTraining:
         before = frozen.probabilities(self.start).argmax(1)
         head = angular_head(frozen.features, pairs, before, k, seed=derive_seed(self.settings.seed, "angles"))
         return self.start if head is None else with_head(self.start, *head).to(self.device)
+
+    def _train_head(self, pairs: Constraints) -> ClusterModel:
+        training = self._with_pairs(pairs, replace(self.context, run=None))
+        self._log = training.train_network()
+        return training.network
+
+    def _with_pairs(self, pairs: Constraints, context: Context) -> "_SafeTraining":
+        """A training of the head of the start on all of these pairs; embeddings have no strong views."""
+        task = replace(self.task, constraints=pairs, loss=None)
+        training = _SafeTraining(self.start, self.images, task, self.settings, self.views, context, hide=False)
+        training.first = self.start
+        return training
 
     def _predict(self, model: ClusterModel, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """What the model says of some images; with several ranks what rank 0 finds, so that all keep the same."""
@@ -389,6 +387,10 @@ def repeats_well(verdict: Verdict, log: Sequence[dict[str, Any]], step: int) -> 
     quality = {entry["step"]: entry["quality"] for entry in log if "quality" in entry}
     clearer = step in quality and quality[step] > quality[min(quality)] + CLEARER
     return verdict.gain > LEAST_GAIN or (clearer and verdict.surely(UNDECIDED) > 0)
+
+
+def _kept_step(log: Sequence[dict[str, Any]]) -> int:
+    return int(next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"]))
 
 
 def _share(wrong: NDArray[np.float64], kind: NDArray[np.bool_]) -> float | None:
