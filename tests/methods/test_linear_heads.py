@@ -18,6 +18,7 @@ from constraintmatch.methods.heads import (
     agreed_clusters,
     best_linear_head,
     head_losses,
+    regression_head,
     steady_head,
 )
 from constraintmatch.models.cluster_model import build_model
@@ -199,3 +200,20 @@ def test_sure_heads_give_no_subnormal_numbers_and_the_same_probabilities() -> No
     torch.testing.assert_close(bounded, plain, rtol=1e-6, atol=1e-33)
     ours, theirs = (torch.autograd.grad((p * torch.arange(400)).sum(), logits)[0] for p in (bounded, plain))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-30)
+
+
+def test_images_that_count_little_hardly_change_a_head() -> None:
+    rng, kinds = np.random.default_rng(0), np.arange(90) % 3
+    features = (4 * np.eye(3, 6)[kinds] + rng.normal(size=(90, 6))).astype(np.float32)
+    wrong = np.arange(90) >= 60
+    given = np.where(wrong, (kinds + 1) % 3, kinds)
+
+    def right(sure: np.ndarray | None) -> float:
+        weight, bias = regression_head(features, given, 3, sure)
+        return float(((torch.from_numpy(features) @ weight.T + bias).argmax(1).numpy() == kinds).mean())
+
+    assert right(np.where(wrong, 0.0, 1.0)) == 1
+    assert right(np.where(wrong, 1.0, 0.0)) == 0
+    same = (regression_head(features, given, 3, sure) for sure in (None, np.full(90, 0.3)))
+    one, other = (weight.numpy() for weight, _ in same)
+    np.testing.assert_allclose(one, other, atol=1e-4)

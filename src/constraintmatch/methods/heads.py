@@ -172,19 +172,24 @@ def _bound(logits: Tensor) -> Tensor:
 
 
 def regression_head(
-    features: NDArray[np.float32], clusters: NDArray[np.int64], n_clusters: int
+    features: NDArray[np.float32],
+    clusters: NDArray[np.int64],
+    n_clusters: int,
+    sure: NDArray[np.float64] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weights (k, d) and biases (k,) that repeat the clusters of the features, by logistic regression.
 
-    Every cluster must have an image. The regression is regularised, so that the head stays right while the network
-    moves; the head that found the clusters may depend on features that hardly vary (docs/findings.md).
+    Every cluster must have an image; `sure` (n,) says how much each of them counts. The regression is regularised, so
+    that the head stays right while the network moves; the head that found the clusters may depend on features that
+    hardly vary (docs/findings.md).
     """
     from sklearn.linear_model import LogisticRegression
 
     mean, scale = features.mean(0), features.std(0) + 1e-6
     with warnings.catch_warnings():  # many clusters for few images, or a fit that could be closer: both are good enough
         warnings.simplefilter("ignore", UserWarning)
-        fitted = LogisticRegression(C=0.1, max_iter=200, tol=1e-3).fit((features - mean) / scale, clusters)
+        counts = None if sure is None else np.maximum(sure / sure.mean(), 1e-3)
+        fitted = LogisticRegression(C=0.1, max_iter=200, tol=1e-3).fit((features - mean) / scale, clusters, counts)
     weight, bias = fitted.coef_, fitted.intercept_
     if n_clusters == 2:  # scikit-learn has one row for two classes; half of it on each side is the same softmax
         weight, bias = np.concatenate((-weight, weight)) / 2, np.concatenate((-bias, bias)) / 2

@@ -37,6 +37,8 @@ NEVER = -1e3  # bias of a cluster that stays empty
 NEARER = 5  # the shorter reach has this many times fewer steps
 JUDGED = 10_000  # both reaches are tried up to this many images; with more it takes minutes
 PARTS, FEW = 5, 2  # parts of the images by how sure the model is, and images of each for which the model is believed
+MANY_EACH, SLACK = 8, 0.03  # known images for each cluster from which on the gain may look like a loss of this share:
+# questions are about hard images, and hidden ones miss what they know themselves; all images gain more (decision 054)
 LEAST_NEAR = 5  # neighbours of an image in a small set
 
 
@@ -130,8 +132,9 @@ def teach_groups(
 ) -> ClusterModel:
     """The model with a head that repeats what two groups or more say about the images, spread along neighbours.
 
-    A cluster without answers and without images stays empty. With `cautious` the model comes back unchanged if it
-    places images as well as the known ones, hidden in turn, place each other (`_gain`).
+    A known image counts fully, any other one by how clearly its neighbours place it: between two kinds, what was spread
+    is a guess. A cluster without answers and without images stays empty. With `cautious` the model comes back unchanged
+    if it places images as well as the known ones, hidden in turn, place each other (`_gain`).
     """
     rows, k = _choose_rows(groups, len(frozen), most_images), model.config.n_clusters
     part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
@@ -149,7 +152,8 @@ def teach_groups(
         reach = max(found, key=lambda one: int(found[one].sum()))
         hits = found[reach]
     shares = spread_labels(graph, first, reach=reach)
-    if cautious and _gain(probabilities, shares, known, hits, first[known].argmax(1)) <= 0:
+    slack = SLACK if len(known) >= MANY_EACH * k else 0.0
+    if cautious and _gain(probabilities, shares, known, hits, first[known].argmax(1)) <= -slack:
         return model
     if 2 * len(known) > len(rows):  # most answers are given; with few, neighbours mend what a group has wrong
         shares[known] = first[known]
@@ -159,8 +163,15 @@ def teach_groups(
     if len(used) < 2:  # a start without clusters of its own, and groups that all went to one
         return model
     weight, bias = torch.zeros(k, part.features.shape[1]), torch.full((k,), NEVER)
-    weight[used], bias[used] = regression_head(part.features[chosen], clusters.astype(np.int64), len(used))
+    sure = np.where(np.isin(chosen, known), 1.0, _margins(shares[chosen]))
+    weight[used], bias[used] = regression_head(part.features[chosen], clusters.astype(np.int64), len(used), sure)
     return with_head(model, weight, bias)
+
+
+def _margins(shares: NDArray[np.float32]) -> NDArray[np.float64]:
+    """By how much the largest share of each image (n, k) is above the next one, of all its shares."""
+    second, first = np.sort(shares / shares.sum(1, keepdims=True), axis=1)[:, -2:].T
+    return np.asarray(first - second, np.float64)
 
 
 def _gain(
