@@ -132,9 +132,9 @@ def teach_groups(
 ) -> ClusterModel:
     """The model with a head that repeats what two groups or more say about the images, spread along neighbours.
 
-    A known image counts fully, any other one by how clearly its neighbours place it: between two kinds, what was spread
-    is a guess. A cluster without answers and without images stays empty. With `cautious` the model comes back unchanged
-    if it places images as well as the known ones, hidden in turn, place each other (`_gain`).
+    A known image counts as much as others on average, and each of them by how clearly its neighbours place it: between
+    two kinds, what was spread is a guess. A cluster without answers and without images stays empty. With `cautious` the
+    model comes back unchanged if it places images as well as the known ones, hidden in turn, place each other (`_gain`).
     """
     rows, k = _choose_rows(groups, len(frozen), most_images), model.config.n_clusters
     part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
@@ -163,7 +163,10 @@ def teach_groups(
     if len(used) < 2:  # a start without clusters of its own, and groups that all went to one
         return model
     weight, bias = torch.zeros(k, part.features.shape[1]), torch.full((k,), NEVER)
-    sure = np.where(np.isin(chosen, known), 1.0, _margins(shares[chosen]))
+    sure, told = _margins(shares[chosen]), np.isin(chosen, known)
+    if not told.all():
+        sure /= max(float(sure[~told].mean()), 1e-9)
+    sure[told] = 1.0
     weight[used], bias[used] = regression_head(part.features[chosen], clusters.astype(np.int64), len(used), sure)
     return with_head(model, weight, bias)
 
