@@ -134,7 +134,7 @@ def teach_groups(
 
     A known image counts as much as others on average, and each of them by how clearly its neighbours place it: between
     two kinds, what was spread is a guess. A cluster without answers and without images stays empty. With `cautious` the
-    model comes back unchanged if it places images as well as the known ones, hidden in turn, place each other (`_gain`).
+    model comes back unchanged if it places images as well as known ones, hidden in turn, place each other (`_gain`).
     """
     rows, k = _choose_rows(groups, len(frozen), most_images), model.config.n_clusters
     part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
