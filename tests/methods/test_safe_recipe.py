@@ -381,6 +381,20 @@ def test_a_repeated_head_is_kept_if_held_out_pairs_or_clearer_clusters_favour_it
     assert repeats_well(Verdict(gain, 0.01), log, 50) is kept
 
 
+def test_a_network_that_repeats_the_start_is_kept_only_if_held_out_answers_favour_it(
+    pictures: ImageSet, fresh: ClusterModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safe_recipe._SafeTraining, "first", property(lambda self: self.start))
+    monkeypatch.setattr(
+        safe_recipe, "repeats_well", lambda *_: True
+    )  # it would keep a network that repeats a taught head
+    short = replace(SETTINGS, steps=5)
+    for least, kept in ((100.0, "the start"), (-100.0, "the network of step")):
+        monkeypatch.setattr(safe_recipe, "LEAST_GAIN", least)
+        log = train(fresh, pictures, known_images(60), "constraintmatch", views=UPRIGHT, settings=short).log
+        assert log[-1]["kept"].startswith(kept)
+
+
 def test_a_network_that_forgets_its_head_is_not_kept(
     pictures: ImageSet, fresh: ClusterModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ class Verdict(NamedTuple):
 
 
 def pool(verdicts: Sequence[Verdict]) -> Verdict:
-    """The verdict of several judges whose errors are independent."""
+    """The verdict of several judges, as if their errors were independent."""
     gains, errors = zip(*verdicts, strict=True)
     return Verdict(float(np.mean(gains)), float(np.linalg.norm(errors) / len(errors)))
 

@@ -155,7 +155,7 @@ def teach_groups(
     slack = SLACK if len(known) >= MANY_EACH * k else 0.0
     if cautious and _gain(probabilities, shares, known, hits, first[known].argmax(1)) <= -slack:
         return model
-    if 2 * len(known) > len(rows):  # most answers are given; with few, neighbours mend what a group has wrong
+    if 2 * len(known) > len(rows):  # most answers are given; with few, neighbours correct a wrong group
         shares[known] = first[known]
     reached = np.flatnonzero(shares.max(1) > 0)
     chosen = np.union1d(known, reached[spread(len(reached), REPEATED)])
@@ -163,10 +163,10 @@ def teach_groups(
     if len(used) < 2:  # a start without clusters of its own, and groups that all went to one
         return model
     weight, bias = torch.zeros(k, part.features.shape[1]), torch.full((k,), NEVER)
-    sure, told = _margins(shares[chosen]), np.isin(chosen, known)
-    if not told.all():
-        sure /= max(float(sure[~told].mean()), 1e-9)
-    sure[told] = 1.0
+    sure, given = _margins(shares[chosen]), np.isin(chosen, known)
+    if not given.all():
+        sure /= max(float(sure[~given].mean()), 1e-9)
+    sure[given] = 1.0
     weight[used], bias[used] = regression_head(part.features[chosen], clusters.astype(np.int64), len(used), sure)
     return with_head(model, weight, bias)
 

@@ -161,7 +161,7 @@ class _SafeTraining:
         beginning = verdict if first is self.start else self._compare(self.network)
         better = min(verdict.surely(CAUTION), beginning.surely(CAUTION)) > LEAST_GAIN
         step = _kept_step(log)
-        if better or (self.is_taught and repeats_well(verdict, log, step)):
+        if better or (first is not self.start and self.is_taught and repeats_well(verdict, log, step)):
             why = f"better than {name} by {said}" if better else f"it repeats {name} on strong views ({said})"
             return self._keep(self.network, f"the network of step {step:,}", why, log, step)
         kept = first if first is self.start else self._refine(first)
@@ -184,15 +184,14 @@ class _SafeTraining:
     @cached_property
     def first(self) -> ClusterModel:
         """The model that the network begins with: the start, or the start with the best of the taught heads."""
-        best, found = 0.0, self.start
+        best, found = -np.inf, self.start
         for teach in self._teachers:
             caution = LEADING if self.leads else TAUGHT if teach == self._teach else SURER
             taught, verdict, judged = self._judge_teacher(teach, caution)
-            better = verdict.surely(caution) > (0 if self.leads else LEAST_GAIN)
-            if found is self.start or (better and verdict.gain > best):
+            if verdict.surely(caution) > (0 if self.leads else LEAST_GAIN) and verdict.gain > best:
+                best, found, self._teacher, self._judged = verdict.gain, taught, teach, judged
+            elif found is self.start:
                 self._judged = judged
-            if better and (found is self.start or verdict.gain > best):
-                best, found, self._teacher = verdict.gain, taught, teach
         return found
 
     def _judge_teacher(self, teach: Teacher, caution: float) -> tuple[ClusterModel, Verdict, str]:
@@ -204,9 +203,11 @@ class _SafeTraining:
         taught, seed, count = teach(self.task.constraints), self.settings.seed, len(self.judge.pairs)
         found = [self._compare(taught)]
         for part in range(1, PARTS if teach == self._train_head else 1):
-            training, hidden = hide_images(self.pairs, seed=seed, part=part)
             sofar = pool(found)
-            if sofar.surely(caution) > LEAST_GAIN or sofar.surely(UNDECIDED) < 0 or not len(hidden):
+            if sofar.surely(caution) > LEAST_GAIN or sofar.surely(UNDECIDED) < 0:
+                break
+            training, hidden = hide_images(self.pairs, seed=seed, part=part)
+            if not len(hidden):
                 break
             judge, model = Judge(hidden), teach(training)
             found.append(judge.compare(*(judge.losses(self._predict(one, judge.rows)) for one in (self.start, model))))
@@ -216,7 +217,7 @@ class _SafeTraining:
 
     @cached_property
     def _teachers(self) -> list[Teacher]:
-        """The ways to teach a head with these pairs: along neighbours what groups say, through angles, by the loss."""
+        """The ways to teach a head with these pairs: along neighbours what groups say, by the loss, through angles."""
         pairs = self.task.constraints
         groups = len(known_groups(pairs)) > 1 and (self.leads or not self._are_doubtful())
         random = not self.leads and not self._are_chosen
