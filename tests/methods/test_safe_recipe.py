@@ -17,7 +17,10 @@ from constraintmatch.evaluation.judge import Judge, Verdict, hide_images
 from constraintmatch.evaluation.metrics import predict, scores
 from constraintmatch.methods import METHODS, Context, Trained, ViewChoice, safe_recipe
 from constraintmatch.methods.heads import calm_head
-from constraintmatch.methods.safe_recipe import PARTS, SUREST, TAUGHT, repeats_well
+from constraintmatch.methods.pair_training import PairTask
+from constraintmatch.methods.propagate import Frozen
+from constraintmatch.methods.safe_recipe import PARTS, SUREST, TAUGHT
+from constraintmatch.methods.self_label import repeats_well
 from constraintmatch.models.cluster_model import ClusterModel, build_model
 from constraintmatch.training.loop import TrainSettings
 from constraintmatch.training.run_folder import open_run, read_log
@@ -351,16 +354,29 @@ def test_the_network_repeats_a_head_that_answers_have_taught(
         return fit(model, next_batch, loss, *rest)
 
     monkeypatch.setattr(SELF_LABEL, "fit", spy)
-    monkeypatch.setattr(safe_recipe, "build_training", None)  # it would be called
     before = acc(fresh, pictures)
     monkeypatch.setattr(safe_recipe, "LEAST_GAIN", -1.0)  # the head is right everywhere: the network gains nothing
-    found, log = train(fresh, pictures, known_images(60), "constraintmatch", views=UPRIGHT)
+    with monkeypatch.context() as only:
+        only.setattr(safe_recipe, "build_training", None)  # it would be called
+        found, log = train(fresh, pictures, known_images(60), "constraintmatch", views=UPRIGHT)
     assert terms == [{"taught", "rest"}]
     assert log[-1]["kept"].startswith("the network of step")
     assert acc(found, pictures) > before + 0.2
     with pytest.raises(StopIteration):
         train(fresh, pictures, Constraints.sample(LABELS, 600, seed=3), "constraintmatch", views=UPRIGHT)
     assert terms[1] == {"taught", "rest", "constrained"}
+
+
+def test_pairs_at_random_train_a_head_on_the_features_of_images(pictures: ImageSet, fresh: ClusterModel) -> None:
+    """The network begins with it if hidden images favour it; its backbone is that of the start."""
+    pairs = Constraints.sample(LABELS, 600, seed=3)
+    task = PairTask("constrained", pairs, "safe", 0.0, 50, merge=False, head_steps=0)
+    safe = safe_recipe._SafeTraining(fresh, pictures, task, TrainSettings(steps=40, lr=0.1), UPRIGHT, Context())
+    assert safe._train_head in safe._teachers
+    taught = safe._train_head(pairs)
+    assert acc(taught, pictures) > acc(fresh, pictures) + 0.1
+    one, other = (Frozen.of(model, pictures).features for model in (fresh, taught))
+    assert np.array_equal(one, other)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ FEW_ANSWERS = 30  # an annotator with at least this many pairs gets an error rat
 LEAST_TRIPLETS = 32  # or anchors of triplets: most triplets at random say little
 TRIPLETS_WRONG = 0.05  # the share of the triplets that is expected to be wrong
 CAUTION = 0.5  # standard errors by which a trained network must be better: of equals the less trained one is kept
+UNDECIDED = -1.0  # standard errors by which held-out pairs may be against what other reasons favour
 LEAST_GAIN = 0.001  # nats: less is no reason to change anything
 FALLEN = 2.0  # standard errors by which a model must be worse for a training to go back
 MOST_WRONG = 0.4  # of either kind: answers of which half are wrong say nothing

@@ -37,8 +37,8 @@ NEVER = -1e3  # bias of a cluster that stays empty
 NEARER = 5  # the shorter reach has this many times fewer steps
 JUDGED = 10_000  # both reaches are tried up to this many images; with more it takes minutes
 PARTS, FEW = 5, 2  # parts of the images by how sure the model is, and images of each for which the model is believed
-MANY_EACH, SLACK = 8, 0.03  # known images for each cluster from which on the gain may look like a loss of this share:
-# questions are about hard images, and hidden ones miss what they know themselves; all images gain more (decision 054)
+MANY_EACH = 5  # known images for each cluster from which on the gain may look like a loss: questions are about hard
+SLACK, CHANGED = 0.03, 0.1  # images; at most this share of all, and this share of those that change (decision 054)
 LEAST_NEAR = 5  # neighbours of an image in a small set
 
 
@@ -152,7 +152,8 @@ def teach_groups(
         reach = max(found, key=lambda one: int(found[one].sum()))
         hits = found[reach]
     shares = spread_labels(graph, first, reach=reach)
-    slack = SLACK if len(known) >= MANY_EACH * k else 0.0
+    slack = min(SLACK, CHANGED * float((shares.argmax(1) != probabilities.argmax(1)).mean()))
+    slack = slack if len(known) >= MANY_EACH * k else 0.0
     if cautious and _gain(probabilities, shares, known, hits, first[known].argmax(1)) <= -slack:
         return model
     if 2 * len(known) > len(rows):  # most answers are given; with few, neighbours correct a wrong group

@@ -22,6 +22,7 @@ from constraintmatch.evaluation.judge import (
     CAUTION,
     LEAST,
     LEAST_GAIN,
+    UNDECIDED,
     Guard,
     Judge,
     Rates,
@@ -33,11 +34,11 @@ from constraintmatch.evaluation.judge import (
 )
 from constraintmatch.evaluation.metrics import predict
 from constraintmatch.methods.angular import angular_head
-from constraintmatch.methods.heads import calm_head
+from constraintmatch.methods.heads import attach_head, calm_head, detach_head
 from constraintmatch.methods.pair_training import PairTask, begin, build_training, check_task
 from constraintmatch.methods.preparation import Context, Trained, ViewChoice, find_neighbours
 from constraintmatch.methods.propagate import Frozen, teach_groups
-from constraintmatch.methods.self_label import reliable_labels, repeat_labels
+from constraintmatch.methods.self_label import reliable_labels, repeat_labels, repeats_well
 from constraintmatch.models.cluster_model import ClusterModel, with_head
 from constraintmatch.training.batches import derive_seed
 from constraintmatch.training.loop import TrainSettings, choose_device
@@ -58,12 +59,11 @@ KNOWN_EACH = 8  # known images for each cluster from which on answers train the 
 ALIKE = 0.9  # one head may replace another if they agree on at least this share of the images
 AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
 SURER = 2.0  # standard errors by which a head that pairs train, without views, must be better
+HEAD_STEPS = 1_000  # at most, of a head that pairs train
 PARTS = 5  # of the images, hidden in turn to judge a head
 CHOSEN = 3.0  # standard errors by which pairs must look more alike than pairs at random to count as chosen
 PER_CLUSTER = 5  # must-links for each cluster from which on pairs at random may teach a head through angles
 RELIABLE, NEAR = 0.8, 20  # the share of each cluster that teaches the network: those whose neighbours agree most
-CLEARER = 0.01  # by how much it must rise where held-out pairs do not decide: on CIFAR by 0.08, on digits it falls
-UNDECIDED = -1.0  # standard errors by which they may be against such a network
 DOUBTED = 12  # pairs that the verdict lists for a second look
 
 
@@ -221,8 +221,8 @@ class _SafeTraining:
         pairs = self.task.constraints
         groups = len(known_groups(pairs)) > 1 and (self.leads or not self._are_doubtful())
         random = not self.leads and not self._are_chosen
-        angles, trains = random and self._are_many(pairs), random and self.images.embedded
-        ways: dict[Teacher, bool] = {self._teach: groups, self._train_head: trains, self._teach_angles: angles}
+        angles = random and self._are_many(pairs)
+        ways: dict[Teacher, bool] = {self._teach: groups, self._train_head: random, self._teach_angles: angles}
         return [teach for teach, use in ways.items() if use]
 
     @cached_property
@@ -330,14 +330,24 @@ class _SafeTraining:
     def _train_head(self, pairs: Constraints) -> ClusterModel:
         training = self._with_pairs(pairs, replace(self.context, run=None))
         self._log = training.train_network()
-        return training.network
+        return training.network if self.images.embedded else attach_head(self.start, training.network)
 
     def _with_pairs(self, pairs: Constraints, context: Context) -> "_SafeTraining":
         """A training of the head of the start on all of these pairs; embeddings have no strong views."""
         task = replace(self.task, constraints=pairs, loss=None)
-        training = _SafeTraining(self.start, self.images, task, self.settings, self.views, context, hide=False)
-        training.first = self.start
+        head, seen, settings = self._on_features
+        training = _SafeTraining(head, seen, task, settings, self.views, context, hide=False)
+        training.first = training.start
         return training
+
+    @cached_property
+    def _on_features(self) -> tuple[ClusterModel, ImageSet, TrainSettings]:
+        """The head of the start alone, the embeddings that it sees, and the settings of its training."""
+        if self.images.embedded:
+            return self.start, self.images, self.settings
+        seen, steps = ImageSet.from_arrays(self._frozen.features), min(self.settings.steps, HEAD_STEPS)
+        plain: dict[str, Any] = {"compile": False, "cuda_graph": False, "bf16": False}  # no gain for a small head
+        return detach_head(self.start, seen), seen, replace(self.settings, steps=steps, **plain)
 
     def _predict(self, model: ClusterModel, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """What the model says of some images; with several ranks what rank 0 finds, so that all keep the same."""
@@ -377,17 +387,6 @@ class _SafeTraining:
         if run is not None and not any(line["kind"] == "verdict" for line in read_log(run.path)):  # resumed at its end
             run.log(entry)
         return Trained(model, [*log, entry])
-
-
-def repeats_well(verdict: Verdict, log: Sequence[dict[str, Any]], step: int) -> bool:
-    """Whether to keep a network that repeats the judged head: held-out pairs favour it, or they cannot tell.
-
-    Then its own neighbours must agree more on the clusters than at its first step. Views that cost more than they teach
-    do not bring that about.
-    """
-    quality = {entry["step"]: entry["quality"] for entry in log if "quality" in entry}
-    clearer = step in quality and quality[step] > quality[min(quality)] + CLEARER
-    return verdict.gain > LEAST_GAIN or (clearer and verdict.surely(UNDECIDED) > 0)
 
 
 def _kept_step(log: Sequence[dict[str, Any]]) -> int:
