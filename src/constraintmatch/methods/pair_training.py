@@ -17,7 +17,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json, write_json
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.evaluation.judge import TRIPLETS_WRONG, Guard
+from constraintmatch.evaluation.judge import FALLEN, TRIPLETS_WRONG, Guard
 from constraintmatch.evaluation.metrics import predict, pseudo_quality
 from constraintmatch.methods.heads import attach_head, detach_head, embed_images, merge_clusters
 from constraintmatch.methods.preparation import (
@@ -231,7 +231,8 @@ def judge_step(model: ClusterModel, images: ImageSet, guard: Guard | None) -> di
     both = guard.beliefs[rows], predict(model, images.take(rows)).probabilities
     before, now = (np.bincount(each.argmax(1), minlength=k) for each in both)
     lost = (before >= len(rows) / (4 * k)) & (now < LOST * before)  # clusters of some size
-    return {"held_out": verdict.gain, "held_out_slack": slack, "fallen": verdict.has_fallen or bool(lost.any())}
+    fallen = verdict.has_fallen or bool(lost.any() and verdict.surely(FALLEN) < 0)  # some clusters are rightly lost
+    return {"held_out": verdict.gain, "held_out_slack": slack, "fallen": fallen}
 
 
 def _build_batches(

@@ -37,8 +37,11 @@ NEVER = -1e3  # bias of a cluster that stays empty
 NEARER = 5  # the shorter reach has this many times fewer steps
 JUDGED = 10_000  # both reaches are tried up to this many images; with more it takes minutes
 PARTS, FEW = 5, 2  # parts of the images by how sure the model is, and images of each for which the model is believed
-MANY_EACH = 5  # known images for each cluster from which on the gain may look like a loss: questions are about hard
-SLACK, CHANGED = 0.03, 0.1  # images; at most this share of all, and this share of those that change (decision 054)
+SLACK, CHANGED = 0.045, 0.15  # by how much the gain may look like a loss: shares of all images, and of changed ones
+MANY_EACH = 10  # known images for each cluster from which on by that much; questions are about hard ones (decision 054)
+KNOWN = 0.5  # the answers lead if they separate at least this share of the kinds
+IMPLIED = 0.5  # pairs are answers to questions if they have at least this share of the must-links that groups imply
+EACH = 2  # or this many must-links for each known image: a draw of a large closure has them, pairs at random have not
 LEAST_NEAR = 5  # neighbours of an image in a small set
 
 
@@ -153,7 +156,7 @@ def teach_groups(
         hits = found[reach]
     shares = spread_labels(graph, first, reach=reach)
     slack = min(SLACK, CHANGED * float((shares.argmax(1) != probabilities.argmax(1)).mean()))
-    slack = slack if len(known) >= MANY_EACH * k else 0.0
+    slack *= min(1.0, len(known) / (MANY_EACH * k))
     if cautious and _gain(probabilities, shares, known, hits, first[known].argmax(1)) <= -slack:
         return model
     if 2 * len(known) > len(rows):  # most answers are given; with few, neighbours correct a wrong group
@@ -170,6 +173,20 @@ def teach_groups(
     sure[given] = 1.0
     weight[used], bias[used] = regression_head(part.features[chosen], clusters.astype(np.int64), len(used), sure)
     return with_head(model, weight, bias)
+
+
+def answers_lead(pairs: Constraints, n_clusters: int) -> bool:
+    """Whether the pairs are answers that separate enough kinds to teach a head.
+
+    Answers to questions come with all that they imply. Pairs at random do not, and teach a head less.
+    """
+    groups = known_groups(pairs)
+    if len(groups) < max(2, KNOWN * n_clusters):
+        return False
+    known = np.concatenate(groups)
+    inside = np.isin(pairs.left, known) & (pairs.link > 0.5)
+    implied = sum(len(rows) * (len(rows) - 1) // 2 for rows in groups)
+    return bool(inside.sum() >= min(IMPLIED * implied, EACH * len(known)))
 
 
 def _margins(shares: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -37,7 +37,7 @@ from constraintmatch.methods.angular import angular_head
 from constraintmatch.methods.heads import attach_head, calm_head, detach_head
 from constraintmatch.methods.pair_training import PairTask, begin, build_training, check_task
 from constraintmatch.methods.preparation import Context, Trained, ViewChoice, find_neighbours
-from constraintmatch.methods.propagate import Frozen, teach_groups
+from constraintmatch.methods.propagate import Frozen, answers_lead, teach_groups
 from constraintmatch.methods.self_label import reliable_labels, repeat_labels, repeats_well
 from constraintmatch.models.cluster_model import ClusterModel, with_head
 from constraintmatch.training.batches import derive_seed
@@ -50,14 +50,13 @@ Teacher = Callable[[Constraints], ClusterModel]
 RECIPES = ("safe", "paper")
 SUREST = 0.85  # highest mean confidence at the first step: the gradients of a surer head ruin the features
 AVERAGED = 0.1  # the share of the steps, at the end, whose weights are averaged
-KNOWN = 0.5  # the answers lead if they separate at least this share of the kinds
 TAUGHT = 1.0  # standard errors by which the head alone must be better than the start
 LEADING = -2.0  # the same where the answers lead: they are cross-checked, so refuse only a clearly worse head
-IMPLIED = 0.5  # pairs are answers to questions if they have at least this share of the must-links that groups imply
-EACH = 2  # or this many must-links for each known image: a draw of a large closure has them, pairs at random have not
 KNOWN_EACH = 8  # known images for each cluster from which on answers train the network: few hold out few, and alike
 ALIKE = 0.9  # one head may replace another if they agree on at least this share of the images
 AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
+HEAD_AS_MANY = 450  # the same for a head alone: few pairs lead it anywhere, and many need no start (decision 054)
+FOR_A_NETWORK = 12  # images with a must-link, held out, that it takes to judge one that pairs at random train
 SURER = 2.0  # standard errors by which a head that pairs train, without views, must be better
 HEAD_STEPS = 1_000  # at most, of a head that pairs train
 PARTS = 5  # of the images, hidden in turn to judge a head
@@ -81,7 +80,7 @@ def train_pairs(
     safe = _SafeTraining(start, images, task, settings, views, context)
     if (kept := safe.choose_before()) is not None:
         return kept
-    if images.embedded:
+    if images.embedded or (not safe.leads and safe.judge.n_must_links < FOR_A_NETWORK):
         return safe.choose_head()
     return safe.choose_after(safe.repeat_head() if safe.is_taught else safe.train_network())
 
@@ -136,11 +135,11 @@ class _SafeTraining:
         return None
 
     def choose_head(self) -> Trained:
-        """What to keep on embeddings: a head that all pairs teach or train, if it is better than the start."""
+        """What to keep of heads alone: one that all pairs teach or train, if it is better than the start."""
         if self.first is self.start:
             return self._keep(self.start, "the start", f"no head is surely better ({self._judged})", self._log)
         why = f"better than the start by {self._judged}"
-        if self._teacher != self._train_head:
+        if self._teacher != self._train_head or not self.images.embedded:
             return self._keep(self._refine(self.first), "the head alone", why)
         trained = self._with_pairs(self.pairs, self.context)
         log = trained.train_network()
@@ -169,17 +168,8 @@ class _SafeTraining:
 
     @cached_property
     def leads(self) -> bool:
-        """Whether the pairs are answers that separate enough kinds to teach the head.
-
-        Answers to questions come with all that they imply. Pairs at random do not, and teach a head less.
-        """
-        groups = known_groups(self.pairs)
-        if len(groups) < max(2, KNOWN * self.start.config.n_clusters):
-            return False
-        known = np.concatenate(groups)
-        inside = np.isin(self.pairs.left, known) & (self.pairs.link > 0.5)
-        implied = sum(len(rows) * (len(rows) - 1) // 2 for rows in groups)
-        return bool(inside.sum() >= min(IMPLIED * implied, EACH * len(known)))
+        """Whether the pairs are answers that separate enough kinds to teach the head."""
+        return answers_lead(self.pairs, self.start.config.n_clusters)
 
     @cached_property
     def first(self) -> ClusterModel:
@@ -201,19 +191,31 @@ class _SafeTraining:
         hidden in turn (decision 054).
         """
         taught, seed, count = teach(self.task.constraints), self.settings.seed, len(self.judge.pairs)
-        found = [self._compare(taught)]
-        for part in range(1, PARTS if teach == self._train_head else 1):
+        trained = teach == self._train_head
+        others = [self.start, self._calm] if trained else [self.start]  # to be less sure of everything is no merit
+        found = [self._against(others, taught, self.judge)]
+        for part in range(1, PARTS if trained else 1):
             sofar = pool(found)
             if sofar.surely(caution) > LEAST_GAIN or sofar.surely(UNDECIDED) < 0:
                 break
             training, hidden = hide_images(self.pairs, seed=seed, part=part)
             if not len(hidden):
                 break
-            judge, model = Judge(hidden), teach(training)
-            found.append(judge.compare(*(judge.losses(self._predict(one, judge.rows)) for one in (self.start, model))))
+            found.append(self._against(others, teach(training), Judge(hidden)))
             count += len(hidden)
         verdict = pool(found)
         return taught, verdict, f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {count:,} held-out pairs"
+
+    def _against(self, others: Sequence[ClusterModel], model: ClusterModel, judge: Judge) -> Verdict:
+        """By how much the model is better on the pairs of the judge than the best of the others."""
+        after = judge.losses(self._predict(model, judge.rows))
+        verdicts = [judge.compare(judge.losses(self._predict(one, judge.rows)), after) for one in others]
+        return min(verdicts, key=lambda verdict: verdict.gain)
+
+    @cached_property
+    def _calm(self) -> ClusterModel:
+        """The start, but not as sure."""
+        return calm_head(copy.deepcopy(self.start), self.images, SUREST)
 
     @cached_property
     def _teachers(self) -> list[Teacher]:
@@ -296,7 +298,8 @@ class _SafeTraining:
         net, rate = self.network, self.repeated  # the rate of wrong answers, by pairs that have two
         rates = Rates(rate, rate) if rate is not None else self.all_pairs.rates(self._predict(net, self.all_pairs.rows))
         beliefs = self._predict(net, np.arange(len(self.images)))
-        hold = min(1.0, AS_MANY / max(len(self.task.constraints), len(self.task.constraints.triplets)))
+        n = max(len(self.task.constraints), len(self.task.constraints.triplets))
+        hold = min(1.0, (HEAD_AS_MANY / n) ** 1.5 if self.images.embedded else AS_MANY / n)
         return replace(self.context, guard=Guard(rates, self.judge, self.network_losses, beliefs, hold))
 
     def weigh_annotators(self) -> PairTask:
@@ -358,7 +361,7 @@ class _SafeTraining:
 
     def _compare(self, model: ClusterModel) -> Verdict:
         """How much better than the start a model is on held-out pairs."""
-        return self.judge.compare(self._losses(self.start), self._losses(model))
+        return self._against([self.start], model, self.judge)
 
     def _doubts(self, model: ClusterModel) -> NDArray[np.float64]:
         return self.all_pairs.doubts(self._predict(model, self.all_pairs.rows))
