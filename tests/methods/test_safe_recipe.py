@@ -371,7 +371,8 @@ def test_pairs_at_random_train_a_head_on_the_features_of_images(pictures: ImageS
     """The network begins with it if hidden images favour it; its backbone is that of the start."""
     pairs = Constraints.sample(LABELS, 600, seed=3)
     task = PairTask("constrained", pairs, "safe", 0.0, 50, merge=False, head_steps=0)
-    safe = safe_recipe._SafeTraining(fresh, pictures, task, TrainSettings(steps=40, lr=0.1), UPRIGHT, Context())
+    around = TrainSettings(steps=40, lr=0.1), UPRIGHT, Context(held_out=pictures)
+    safe = safe_recipe._SafeTraining(fresh, pictures, task, *around)
     assert safe._train_head in safe._teachers
     taught = safe._train_head(pairs)
     assert acc(taught, pictures) > acc(fresh, pictures) + 0.1

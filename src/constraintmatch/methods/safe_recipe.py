@@ -331,13 +331,13 @@ class _SafeTraining:
         return self.start if head is None else with_head(self.start, *head).to(self.device)
 
     def _train_head(self, pairs: Constraints) -> ClusterModel:
-        training = self._with_pairs(pairs, replace(self.context, run=None))
+        training = self._with_pairs(pairs, Context(reporter=self.context.reporter, stop=self.context.stop))
         self._log = training.train_network()
         return training.network if self.images.embedded else attach_head(self.start, training.network)
 
     def _with_pairs(self, pairs: Constraints, context: Context) -> "_SafeTraining":
         """A training of the head of the start on all of these pairs; embeddings have no strong views."""
-        task = replace(self.task, constraints=pairs, loss=None)
+        task = replace(self.task, title=f"{self.task.title}, head alone", constraints=pairs, loss=None)
         head, seen, settings = self._on_features
         training = _SafeTraining(head, seen, task, settings, self.views, context, hide=False)
         training.first = training.start
