@@ -272,7 +272,7 @@ def test_only_a_clear_loss_is_a_fall(gain: float, fallen: bool) -> None:
 def test_a_judge_needs_pairs_of_both_kinds(must: int, cannot: int, can: bool) -> None:
     links = [(i, i + 1) for i in range(0, 160, 2)]
     pairs = Constraints.from_lists(n_images=160, must_link=links[:must], cannot_link=links[must : must + cannot])
-    assert Judge(pairs).can_judge == can
+    assert Judge(pairs).can_judge() == can
 
 
 def test_the_pairs_of_one_image_are_one_piece_of_evidence() -> None:
@@ -280,14 +280,15 @@ def test_the_pairs_of_one_image_are_one_piece_of_evidence() -> None:
     few = [(i, i + 1) for i in range(50, 66, 2)]
     by = Judge(Constraints.from_lists(n_images=70, must_link=few, cannot_link=star))
     assert (by.n_must_links, by.n_cannot_links) == (8, 1)
-    assert not by.can_judge
+    assert not by.can_judge()
     gains = np.concatenate([np.ones(8), np.full(40, -1.0)])
     assert by.compare(gains, np.zeros(48)).gain == pytest.approx((8 - 1) / 9)
 
 
 def test_triplets_alone_tell_a_right_model_from_one_that_mixes_kinds_up() -> None:
     only = Judge(replace(Constraints.from_lists(n_images=300), triplets=TRIPLETS))
-    assert only.can_judge
+    assert only.can_judge()
+    assert only.can_judge(1_000)  # pairs are not asked for
     mixed = LABELS.copy()
     mixed[:100] = np.random.default_rng(0).permutation(mixed[:100])
     right, wrong = (only.losses(sure(kinds)[only.rows]) for kinds in (LABELS, mixed))

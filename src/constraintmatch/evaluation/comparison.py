@@ -52,7 +52,7 @@ def advise(rows: Sequence[Row], judge: Judge) -> list[str]:
         said = [f"Take {best['method']}: it has the best mean of ACC and NMI on images with labels ({found})."]
     else:
         said = [f"Take {best['method']}: held-out pairs are likeliest by it ({best['loss']:.3f} nats a pair)."]
-    if not judge.can_judge:
+    if not judge.can_judge():
         said.append("There are too few held-out pairs to judge by: take the numbers as a hint.")
     losses = np.array(best["losses"])
     near = [row["method"] for row in others if judge.compare(np.array(row["losses"]), losses).surely(TIED) <= 0]

@@ -197,10 +197,9 @@ class Judge:
         """What it judges by, in words."""
         return f"{len(self.pairs):,} held-out pairs" + (f" and {n:,} triplets" if (n := len(self.triplets)) else "")
 
-    @property
-    def can_judge(self) -> bool:
+    def can_judge(self, least: int = LEAST) -> bool:
         """Whether there are enough pairs of both kinds, of different images, or enough triplets."""
-        pairs = min(self.n_must_links, self.n_cannot_links) >= LEAST
+        pairs = min(self.n_must_links, self.n_cannot_links) >= least
         return pairs or len(np.unique(self.triplets[:, 0])) >= LEAST_TRIPLETS
 
     def losses(self, probabilities: NDArray[np.float32]) -> Floats:

@@ -56,7 +56,7 @@ KNOWN_EACH = 8  # known images for each cluster from which on answers train the 
 ALIKE = 0.9  # one head may replace another if they agree on at least this share of the images
 AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
 HEAD_AS_MANY = 450  # the same for a head alone: few pairs lead it anywhere, and many need no start (decision 054)
-FOR_A_NETWORK = 12  # images with a must-link, held out, that it takes to judge one that pairs at random train
+FOR_A_NETWORK = 12  # held-out images of either kind of link that it takes to judge one that pairs at random train
 SURER = 2.0  # standard errors by which a head that pairs train, without views, must be better
 HEAD_STEPS = 1_000  # at most, of a head that pairs train
 PARTS = 5  # of the images, hidden in turn to judge a head
@@ -80,7 +80,7 @@ def train_pairs(
     safe = _SafeTraining(start, images, task, settings, views, context)
     if (kept := safe.choose_before()) is not None:
         return kept
-    if images.embedded or (not safe.leads and safe.judge.n_must_links < FOR_A_NETWORK):
+    if images.embedded or not (safe.leads or safe.judge.can_judge(FOR_A_NETWORK)):
         return safe.choose_head()
     return safe.choose_after(safe.repeat_head() if safe.is_taught else safe.train_network())
 
@@ -116,7 +116,7 @@ class _SafeTraining:
             why = "the pairs say the opposite of what the images show; are same and different mixed up?"
             return self._keep(self.start, "the start", why)
         pairs = self.task.constraints
-        if not (self.judge.can_judge and (pairs.weight.any() or pairs.triplets.weight.any())):
+        if not (self.judge.can_judge() and (pairs.weight.any() or pairs.triplets.weight.any())):
             must, cannot = self.judge.n_must_links, self.judge.n_cannot_links
             held = f"held out are {must:,} images with a must-link, {cannot:,} with a cannot-link"
             why = f"{held}; to judge a training takes {LEAST} of each, so nothing more was trained"
