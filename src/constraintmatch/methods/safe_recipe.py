@@ -137,7 +137,8 @@ class _SafeTraining:
     def choose_head(self) -> Trained:
         """What to keep of heads alone: one that all pairs teach or train, if it is better than the start."""
         if self.first is self.start:
-            return self._keep(self.start, "the start", f"no head is surely better ({self._judged})", self._log)
+            few = "" if self.images.embedded else ", and too few pairs are held out to judge a network"
+            return self._keep(self.start, "the start", f"no head is surely better ({self._judged}){few}", self._log)
         why = f"better than the start by {self._judged}"
         if self._teacher != self._train_head or not self.images.embedded:
             return self._keep(self._refine(self.first), "the head alone", why)
@@ -223,8 +224,7 @@ class _SafeTraining:
         pairs = self.task.constraints
         groups = len(known_groups(pairs)) > 1 and (self.leads or not self._are_doubtful())
         random = not self.leads and not self._are_chosen
-        angles = random and self._are_many(pairs)
-        ways: dict[Teacher, bool] = {self._teach: groups, self._train_head: random, self._teach_angles: angles}
+        ways = {self._teach: groups, self._train_head: random, self._teach_angles: random and self._are_many(pairs)}
         return [teach for teach, use in ways.items() if use]
 
     @cached_property
