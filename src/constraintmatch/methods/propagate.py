@@ -38,7 +38,7 @@ NEARER = 5  # the shorter reach has this many times fewer steps
 JUDGED = 10_000  # both reaches are tried up to this many images; with more it takes minutes
 PARTS, FEW = 5, 2  # parts of the images by how sure the model is, and images of each for which the model is believed
 SLACK, CHANGED = 0.045, 0.15  # by how much the gain may look like a loss: shares of all images, and of changed ones
-MANY_EACH = 10  # known images for each cluster from which on by that much; questions are about hard ones (decision 054)
+MANY = 100  # known images from which on by that much: questions are about hard ones, and few say little (decision 054)
 KNOWN = 0.5  # the answers lead if they separate at least this share of the kinds
 IMPLIED = 0.5  # pairs are answers to questions if they have at least this share of the must-links that groups imply
 EACH = 2  # or this many must-links for each known image: a draw of a large closure has them, pairs at random have not
@@ -156,7 +156,7 @@ def teach_groups(
         hits = found[reach]
     shares = spread_labels(graph, first, reach=reach)
     slack = min(SLACK, CHANGED * float((shares.argmax(1) != probabilities.argmax(1)).mean()))
-    slack *= min(1.0, len(known) / (MANY_EACH * k))
+    slack *= min(1.0, len(known) / MANY) ** 2
     if cautious and _gain(probabilities, shares, known, hits, first[known].argmax(1)) <= -slack:
         return model
     if 2 * len(known) > len(rows):  # most answers are given; with few, neighbours correct a wrong group
