@@ -26,6 +26,7 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import predict, scores
+from constraintmatch.methods import Context
 from constraintmatch.methods.heads import detach_head, embed_images
 from constraintmatch.methods.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel, load_model
@@ -73,12 +74,14 @@ def main() -> None:
 def curve(task: Task, job: Curve, budgets: list[int]) -> dict[str, Any]:
     """The points of one row of the grid: for each number of answers the accuracy and what was kept."""
     (start, images, test), (way, wrong, sample) = task, job
-    began, kept = time.monotonic(), [""]
+    began, kept, rounds = time.monotonic(), [""], list[ClusterModel]()
 
     def learn(pairs: Constraints) -> ClusterModel:
         options = {**training_size(len(images), cpu=True), "recipe": "safe", "device": "cpu"}
-        model, log = train(images, pairs, make_config("constraintmatch", options, start=start))
+        around = Context(before=rounds[-1] if rounds and way != "random" else None)
+        model, log = train(images, pairs, make_config("constraintmatch", options, start=start), around)
         kept[0] = log[-1].get("kept", "")
+        rounds.append(model)
         return model
 
     models = (

@@ -37,6 +37,7 @@ from constraintmatch.data.datasets import load_dataset
 from constraintmatch.data.decoding import fit_squares
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import accuracy, predict
+from constraintmatch.methods import Context
 from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models.backbones import ENCODER, made_for_side
 from constraintmatch.models.cluster_model import ClusterModel, build_model
@@ -118,7 +119,8 @@ def in_rounds(start: ClusterModel, seen: ImageSet) -> Iterator[tuple[list[Answer
         first = round_start(start, frozen, seen, answers, CPU, before)
         first = copy.deepcopy(start) if start.config.n_clusters else first
         config = make_config("constraintmatch", {"recipe": "safe", **size, **CPU}, start=first)
-        newest = train(seen, closure_pairs(answers, len(seen)), config).model
+        around = Context(before=newest if start.config.n_clusters else None)
+        newest = train(seen, closure_pairs(answers, len(seen)), config, around).model
         return newest
 
     oracle = LabelOracle(seen.labels, error=0.0, seed=0)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -9,8 +10,8 @@ from numpy.typing import NDArray
 from constraintmatch.annotate.background_training import cluster_numbers, round_start
 from constraintmatch.data.datasets import load_dataset
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.methods.propagate import Frozen
-from constraintmatch.models.cluster_model import ClusterModel, build_model
+from constraintmatch.methods.propagate import Frozen, teach_groups
+from constraintmatch.models.cluster_model import ClusterModel, build_model, with_head
 from constraintmatch.pipeline.train import weights_hash
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question, n_kinds
 from constraintmatch.questions.rounds import LabelOracle, image_belief
@@ -100,3 +101,20 @@ def test_a_start_without_clusters_grows_with_the_answers_and_keeps_their_numbers
     kept = image_belief(again, digits).probabilities
     assert kept is not None
     assert np.array_equal(kept.argmax(1), said[:, order].argmax(1))
+
+
+@pytest.mark.parametrize("rare", [True, False])
+def test_a_small_group_gets_a_cluster_if_hidden_images_favour_it(rare: bool) -> None:
+    """The start has no cluster for the rare kind, and two for the first one."""
+    rng, kinds = np.random.default_rng(0), np.repeat([0, 1, 2, 3], [150, 100, 100, 40])
+    features = (4 * np.eye(4, 8)[kinds] + rng.normal(size=(len(kinds), 8))).astype(np.float32)
+    start = build_model(n_clusters=4, side=1, channels=8)
+    weight = 3 * torch.eye(4, 8)
+    weight[2, 3], weight[3, 3], weight[3, 0], weight[3, 7], weight[0, 7] = 3, 0, 3, 3, -3
+    start = with_head(start, weight, torch.zeros(4))
+    groups = [np.flatnonzero(kinds == kind)[:30] for kind in range(3)]
+    small = np.flatnonzero(kinds == 3)[:10] if rare else np.flatnonzero(kinds == 0)[100:110]
+    taught = teach_groups(start, Frozen(features), [*groups, small])
+    clusters = Frozen(features).probabilities(taught).argmax(1)
+    own = np.bincount(clusters[kinds == 3], minlength=4).argmax()
+    assert bool((kinds[clusters == own] == 3).mean() > 0.8) == rare

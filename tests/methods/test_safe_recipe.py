@@ -113,6 +113,16 @@ def test_answers_at_random_do_no_harm(blobs: ImageSet) -> None:
     assert acc(train(begun, blobs, RIGHT.flip(0.5, seed=1)).model, blobs) >= acc(begun, blobs) - 0.01
 
 
+def test_the_model_of_the_round_before_stays_where_the_start_would(blobs: ImageSet) -> None:
+    begun, better = start(blobs, wrong=1.0), start(blobs)
+    found, log = train(begun, blobs, RIGHT.take(np.arange(20)), context=Context(before=better))
+    assert_unchanged(found, better)
+    assert log[-1]["kept"] == "the model of the round before"
+    found, log = train(better, blobs, RIGHT.take(np.arange(20)), context=Context(before=begun))
+    assert_unchanged(found, better)  # the pairs favour the start
+    assert log[-1]["kept"] == "the start"
+
+
 # Trainings that ruin
 
 

@@ -181,7 +181,8 @@ class Learner:
         """One round; a stopped one continues from its checkpoint, unless answers have changed since."""
         place, options = self._round(reporter.n_answers), {"recipe": "safe", **self.learning.arguments, **settings}
         config = make_config("constraintmatch", options, start=first, views=self.views)
-        context = Context(place, resume=True, reporter=reporter, held_out=self.held_out, stop=self._is_stopped)
+        before = self._newest if self.n_learned and self.start_model.config.n_clusters else None
+        context = Context(place, True, reporter, held_out=self.held_out, stop=self._is_stopped, before=before)
         old = place.with_name(f"{place.name}-old")
         try:
             train(self.images, pairs, config, context)

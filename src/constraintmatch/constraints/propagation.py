@@ -65,16 +65,16 @@ def known_groups(constraints: Constraints, hints: Constraints | None = None) -> 
     return [np.flatnonzero(component == group) for group in order if group in taken]
 
 
-def seeds(groups: Sequence[Rows], probabilities: Floats) -> Floats:
+def seeds(groups: Sequence[Rows], probabilities: Floats, chosen: Rows | None = None) -> Floats:
     """The share (n, k) of each cluster that begins at each image; the columns sum to 1.
 
-    A group gets the cluster that its images are likeliest in, one group for each cluster; if there are more groups than
-    clusters, some get none. The quarter of a cluster's images that the model is surest of, without those of groups,
-    take part too: alone in a cluster without a group, else with less weight the larger the group is. The model is more
-    often right than two or three known images.
+    A group gets the cluster that its images are likeliest in, one group for each cluster. If there are more groups than
+    clusters, some get none; `chosen` are the numbers of those that may get one. The quarter of a cluster's images that
+    the model is surest of, without those of groups, take part too: alone in a cluster without a group, else with less
+    weight the larger the group is. The model is more often right than two or three known images.
     """
     n, k = probabilities.shape
-    numbers = _clusters_of(groups, probabilities)
+    numbers = _clusters_of(groups, probabilities, chosen)
     clusters, free = probabilities.argmax(1), np.ones(n, bool)
     for rows in groups:
         free[rows] = False
@@ -90,21 +90,23 @@ def seeds(groups: Sequence[Rows], probabilities: Floats) -> Floats:
     return first
 
 
-def _clusters_of(groups: Sequence[Rows], probabilities: Floats) -> dict[int, int]:
+def _clusters_of(groups: Sequence[Rows], probabilities: Floats, chosen: Rows | None) -> dict[int, int]:
     """The number of the group that each cluster gets.
 
     Groups count by the root of their size: a larger one counts more, and two small ones count more than a large one.
     A wrong "different" begins a second group of a kind, and it would take the cluster of a kind that no answer is about
-    yet. So a small group that the model sees in the cluster of another group gets no cluster until it grows.
+    yet. So a small group that the model sees in the cluster of another group gets none, unless it was `chosen`.
     """
     k, size = probabilities.shape[1], np.array([len(rows) for rows in groups])
     seen = np.array([probabilities[rows].mean(0) for rows in groups]).reshape(-1, k)
-    pairs = zip(*linear_sum_assignment(seen * np.sqrt(size)[:, None], maximize=True), strict=True)
-    return {
-        int(cluster): int(group)
-        for group, cluster in pairs
-        if seen[group, cluster] >= SEEN * seen[group].max() or size[group] >= SMALL * size.mean()
-    }
+    weight, left, going = seen * np.sqrt(size)[:, None], np.arange(len(groups)) if chosen is None else chosen, True
+    while going:  # those that are left out make room for others
+        found, clusters = linear_sum_assignment(weight[left], maximize=True)
+        numbers = left[found]
+        elsewhere = seen[numbers, clusters] < SEEN * seen[numbers].max(1)
+        mistakes = numbers[elsewhere & (size[numbers] < SMALL * size.mean())]
+        left, going = np.setdiff1d(left, mistakes), len(mistakes) > 0 and chosen is None
+    return dict(zip(clusters.tolist(), numbers.tolist(), strict=True))
 
 
 def neighbour_graph(features: Floats, near: Rows) -> sp.csr_array:

@@ -8,7 +8,7 @@ rates are separate: of 20 kinds, one wrong answer in twenty cannot-links outnumb
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,7 @@ LEAST_GAIN = 0.001  # nats: less is no reason to change anything
 FALLEN = 2.0  # standard errors by which a model must be worse for a training to go back
 MOST_WRONG = 0.4  # of either kind: answers of which half are wrong say nothing
 USUAL = 0.02, 50.0  # the rate of wrong answers that is expected before any is seen, and how many answers that weighs
+DOUBTED = 12  # pairs that a verdict lists for a second look
 TEMPERATURES = (8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.12)  # of the logits: how sure a model is of itself is not judged
 
 
@@ -274,6 +275,16 @@ class Guard:
     begun: Floats
     beliefs: NDArray[np.float32]
     hold: float
+
+
+def describe_doubts(pairs: Constraints, wrong: Floats) -> dict[str, Any]:
+    """For the log: how likely each kind of link is wrong, from each pair's probability of it, and pairs to look at."""
+    order = np.argsort(-wrong, kind="stable")[:DOUBTED]
+    doubtful = pairs.take(order[wrong[order] > 0.5])
+    columns = {name: getattr(doubtful, name).tolist() for name in ("left", "right", "link")}
+    kinds = {"wrong_must_links": pairs.link > 0.5, "wrong_cannot_links": pairs.link < 0.5}
+    shares = {name: float(wrong[kind].mean()) if kind.any() else None for name, kind in kinds.items()}
+    return {**shares, "doubtful": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]}
 
 
 def _truly_same(same: Floats, link: Floats, rates: Rates) -> Floats:

@@ -89,6 +89,7 @@ class Context:
     stop: Callable[[], bool] = lambda: False  # asked after every step: True ends the training with a checkpoint
     run: RunFolder | None = None  # the open run folder
     guard: Guard | None = None  # of the safe recipe; None: train as published
+    before: ClusterModel | None = None  # of the round before: the safe recipe keeps it instead of the start
 
     def within(self, folder: str) -> "Context":
         """The same, one folder deeper."""

@@ -42,6 +42,7 @@ MANY = 100  # known images from which on by that much: questions are about hard 
 KNOWN = 0.5  # the answers lead if they separate at least this share of the kinds
 IMPLIED = 0.5  # pairs are answers to questions if they have at least this share of the must-links that groups imply
 EACH = 2  # or this many must-links for each known image: a draw of a large closure has them, pairs at random have not
+SURER = 1.0  # times the root of the images in question, by which more must be found by firm groups than by clusters
 LEAST_NEAR = 5  # neighbours of an image in a small set
 
 
@@ -144,16 +145,16 @@ def teach_groups(
     # A tenth of a cluster, or five if a quarter is as much: more neighbours lead to other kinds (docs/findings.md).
     most = max(1, min(int(len(rows) / k / 4), max(LEAST_NEAR, int(len(rows) / k / 10))))
     probabilities = part.probabilities(model)
-    graph, first = part.graph(min(n_neighbours, most)), seeds(inside, probabilities)
-    known = np.concatenate(inside)
-    known = known[first[known].max(1) > 0]  # with more groups than clusters, some have no cluster
-    nearer = 1 - NEARER * (1 - reach)
+    graph, nearer = part.graph(min(n_neighbours, most)), 1 - NEARER * (1 - reach)
+    begun = [seeds(inside, probabilities)]
+    if not begun[0][np.concatenate(inside)].any(1).all():  # a group without a cluster: a mistake, or a rare kind
+        begun.append(seeds(inside, probabilities, _firmest(graph, inside, k, nearer if nearer >= 0 else reach)))
     reaches = (nearer, reach) if len(rows) <= JUDGED and nearer >= 0 else (reach,)
-    hits = np.empty(0, bool)
-    if cautious or len(reaches) > 1:
-        found = {one: find_hidden(graph, first, known, one) for one in reaches}
-        reach = max(found, key=lambda one: int(found[one].sum()))
-        hits = found[reach]
+    ways = [(first, _placed(first, inside), one) for first in begun for one in reaches]
+    tried = [find_hidden(graph, *way) for way in ways] if cautious or len(ways) > 1 else [np.empty(0, bool)]
+    doubt = [SURER * np.sqrt(len(np.setxor1d(way[1], ways[0][1]))) for way in ways]
+    best = int(np.argmax([hits.sum() - less for hits, less in zip(tried, doubt, strict=True)]))
+    (first, known, reach), hits = ways[best], tried[best]
     shares = spread_labels(graph, first, reach=reach)
     slack = min(SLACK, CHANGED * float((shares.argmax(1) != probabilities.argmax(1)).mean()))
     slack *= min(1.0, len(known) / MANY) ** 2
@@ -173,6 +174,21 @@ def teach_groups(
     sure[given] = 1.0
     weight[used], bias[used] = regression_head(part.features[chosen], clusters.astype(np.int64), len(used), sure)
     return with_head(model, weight, bias)
+
+
+def _firmest(graph: csr_array, groups: Sequence[NDArray[np.int64]], k: int, reach: float) -> NDArray[np.int64]:
+    """The numbers of the k groups of which most images, hidden in turn, are found by the rest of their group."""
+    number, alone = np.repeat(np.arange(len(groups)), [len(rows) for rows in groups]), np.concatenate(groups)
+    first = np.zeros((graph.shape[0], len(groups)), np.float32)
+    first[alone, number] = 1 / np.bincount(number)[number]
+    found = np.bincount(number, find_hidden(graph, first, alone, reach), minlength=len(groups))
+    return np.sort(np.argsort(-found, kind="stable")[:k])
+
+
+def _placed(first: NDArray[np.float32], groups: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """The images of the groups that have a cluster in `first` (n, k): of more groups than clusters, some have none."""
+    known: NDArray[np.int64] = np.concatenate(groups)
+    return np.asarray(known[first[known].max(1) > 0])
 
 
 def answers_lead(pairs: Constraints, n_clusters: int) -> bool:

@@ -27,6 +27,7 @@ from constraintmatch.evaluation.judge import (
     Judge,
     Rates,
     Verdict,
+    describe_doubts,
     hide_images,
     pool,
     repeat_rate,
@@ -63,7 +64,6 @@ PARTS = 5  # of the images, hidden in turn to judge a head
 CHOSEN = 3.0  # standard errors by which pairs must look more alike than pairs at random to count as chosen
 PER_CLUSTER = 5  # must-links for each cluster from which on pairs at random may teach a head through angles
 RELIABLE, NEAR = 0.8, 20  # the share of each cluster that teaches the network: those whose neighbours agree most
-DOUBTED = 12  # pairs that the verdict lists for a second look
 
 
 def train_pairs(
@@ -251,7 +251,7 @@ class _SafeTraining:
 
     def _are_doubtful(self) -> bool:
         """Whether most must-links look wrong to the start: then the groups that they join say nothing."""
-        wrong = _share(self._doubts(self.start), self.pairs.link > 0.5)
+        wrong = describe_doubts(self.pairs, self._doubts(self.start))["wrong_must_links"]
         return wrong is not None and wrong > 0.5
 
     def _refine(self, first: ClusterModel) -> ClusterModel:
@@ -369,20 +369,20 @@ class _SafeTraining:
     def _keep(
         self, model: ClusterModel, what: str, why: str, log: Sequence[dict[str, Any]] = (), step: int = 0
     ) -> Trained:
-        """The model, and the log with the verdict, which also goes to the run folder and the reporter."""
-        wrong = self._doubts(model)
-        order = np.argsort(-wrong, kind="stable")[:DOUBTED]
-        doubtful = self.pairs.take(order[wrong[order] > 0.5])
-        columns = (doubtful.left.tolist(), doubtful.right.tolist(), doubtful.link.tolist())
+        """The model, and the log with the verdict, which also goes to the run folder and the reporter.
+
+        The model of the round before stays instead of the start, unless the pairs favour the start (decision 055).
+        """
+        before = self.context.before
+        if model is self.start and before is not None and self._against([model], before, self.all_pairs).gain > 0:
+            model, what = before.to(self.device), "the model of the round before"
         entry = {
             "step": log[-1]["step"] if log else 0,
             "kind": "verdict",
             "kept": what,
             "kept_step": step,
             "why": why,
-            "wrong_must_links": _share(wrong, self.pairs.link > 0.5),
-            "wrong_cannot_links": _share(wrong, self.pairs.link < 0.5),
-            "doubtful": [dict(zip(("left", "right", "link"), row, strict=True)) for row in zip(*columns, strict=True)],
+            **describe_doubts(self.pairs, self._doubts(model)),
             "seconds": log[-1]["seconds"] if log else 0.0,
         }
         self.context.reporter.say(f"kept {what}: {why}")
@@ -394,7 +394,3 @@ class _SafeTraining:
 
 def _kept_step(log: Sequence[dict[str, Any]]) -> int:
     return int(next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"]))
-
-
-def _share(wrong: NDArray[np.float64], kind: NDArray[np.bool_]) -> float | None:
-    return float(wrong[kind].mean()) if kind.any() else None
