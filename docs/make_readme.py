@@ -22,6 +22,11 @@ GRIDS = {  # files of results/, by how they begin
     "cifar100-20-propos": "CIFAR-100-20, ProPos",
     "stl10": "STL-10 photographs, the own chain of `pretrain`",
 }
+OTHERS = {  # made by research/other_sets.py
+    "fine-15": "15 classes, 100 to 500 images each, by `weights/scan-cifar100-20`",
+    "fine-10": "10 classes, 450 images each, by `weights/byol-cifar10`",
+    "fine-8": "8 classes, 250 to 500 images each, by `weights/scan-cifar10`",
+}
 NETWORKS = {name: title for name, title in GRIDS.items() if name != "stl10"}
 ASKED = {"random": "random pairs", "pair": "chosen pairs", "which": "which of these?"}
 WRONG_KINDS = {"all": " of all", "both": ", alike in both kinds", "same": ', only "same"'}
@@ -365,19 +370,21 @@ def networks_table() -> str:
     columns = ((1_000, "none"), (10_000, "none"), (10_000, "all:0.1"))
     lines = ["| | the start | 1,000 pairs | 10,000 pairs | a tenth of 10,000 wrong |", "|---|--:|--:|--:|--:|"]
     for name, title in NETWORKS.items():
-        found = json.loads((ROOT / "results" / f"safety-{name}-network.json").read_text(encoding="utf-8"))
-        row = []
-        for n, wrong in columns:
-            cells = [100 * cell["acc"] for cell in found["cells"] if (cell["pairs"], cell["wrong"]) == (n, wrong)]
-            row.append(_mean(cells) if cells else "–")
+        row = ["–"] * len(columns)
+        paths = (ROOT / "results").glob(f"safety-{name}-network*.json")
+        for path in sorted(paths, key=lambda path: len(path.name)):  # a part that was run again has the longer name
+            found = json.loads(path.read_text(encoding="utf-8"))
+            for at, key in enumerate(columns):
+                cells = [100 * cell["acc"] for cell in found["cells"] if (cell["pairs"], cell["wrong"]) == key]
+                row[at] = _mean(cells) if cells else row[at]
         lines.append(f"| {title} | {100 * found['start']:.1f} | {' | '.join(row)} |")
     return "\n".join(lines)
 
 
-def grid_tables() -> str:
+def grid_tables(names: Mapping[str, str] = GRIDS) -> str:
     """Test ACC of a head on frozen features for every way of asking, coloured by its distance from the start."""
     parts = []
-    for name, title in GRIDS.items():
+    for name, title in names.items():
         found = [
             json.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "results").glob(f"grid-{name}*"))
         ]
@@ -624,6 +631,7 @@ def filled(text: str) -> str:
         "photographs table": photographs_table,
         "networks table": networks_table,
         "grid": grid_tables,
+        "other sets": lambda: grid_tables(OTHERS),
         "uneven table": uneven_table,
         "wrong table": wrong_table,
         "merging table": merging_table,

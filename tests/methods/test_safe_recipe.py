@@ -377,6 +377,21 @@ def test_the_network_repeats_a_head_that_answers_have_taught(
     assert terms[1] == {"taught", "rest", "constrained"}
 
 
+def test_where_few_pairs_are_held_out_a_network_is_trained_only_to_repeat_a_head(
+    pictures: ImageSet, fresh: ClusterModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = Constraints.sample(LABELS, 600, seed=3)
+    monkeypatch.setattr(safe_recipe, "FOR_A_NETWORK", N)
+    with monkeypatch.context() as only:
+        only.setattr(safe_recipe, "repeat_labels", None)  # a head is surely better: it would be called
+        with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+            train(fresh, pictures, pairs, views=UPRIGHT)
+    monkeypatch.setattr(safe_recipe._SafeTraining, "_teachers", [])
+    found, log = train(fresh, pictures, pairs, views=UPRIGHT)
+    assert_unchanged(found, fresh)
+    assert "too few pairs are held out to judge a network" in log[-1]["why"]
+
+
 def test_pairs_at_random_train_a_head_on_the_features_of_images(pictures: ImageSet, fresh: ClusterModel) -> None:
     """The network begins with it if hidden images favour it; its backbone is that of the start."""
     pairs = Constraints.sample(LABELS, 600, seed=3)

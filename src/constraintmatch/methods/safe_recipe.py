@@ -57,7 +57,7 @@ KNOWN_EACH = 8  # known images for each cluster from which on answers train the 
 ALIKE = 0.9  # one head may replace another if they agree on at least this share of the images
 AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
 HEAD_AS_MANY = 450  # the same for a head alone: few pairs lead it anywhere, and many need no start (decision 054)
-FOR_A_NETWORK = 12  # held-out images of either kind of link that it takes to judge one that pairs at random train
+FOR_A_NETWORK = 12  # held-out images of either kind of link that it takes to judge one that pairs alone train
 SURER = 2.0  # standard errors by which a head that pairs train, without views, must be better
 HEAD_STEPS = 1_000  # at most, of a head that pairs train
 PARTS = 5  # of the images, hidden in turn to judge a head
@@ -80,7 +80,7 @@ def train_pairs(
     safe = _SafeTraining(start, images, task, settings, views, context)
     if (kept := safe.choose_before()) is not None:
         return kept
-    if images.embedded or not (safe.leads or safe.judge.can_judge(FOR_A_NETWORK)):
+    if images.embedded or not (safe.is_taught or safe.judge.can_judge(FOR_A_NETWORK)):
         return safe.choose_head()
     return safe.choose_after(safe.repeat_head() if safe.is_taught else safe.train_network())
 
@@ -140,7 +140,7 @@ class _SafeTraining:
             few = "" if self.images.embedded else ", and too few pairs are held out to judge a network"
             return self._keep(self.start, "the start", f"no head is surely better ({self._judged}){few}", self._log)
         why = f"better than the start by {self._judged}"
-        if self._teacher != self._train_head or not self.images.embedded:
+        if self._teacher != self._train_head:
             return self._keep(self._refine(self.first), "the head alone", why)
         trained = self._with_pairs(self.pairs, self.context)
         log = trained.train_network()
