@@ -120,7 +120,8 @@ def in_rounds(start: ClusterModel, seen: ImageSet) -> Iterator[tuple[list[Answer
         first = copy.deepcopy(start) if start.config.n_clusters else first
         config = make_config("constraintmatch", {"recipe": "safe", **size, **CPU}, start=first)
         around = Context(before=newest if start.config.n_clusters else None)
-        newest = train(seen, closure_pairs(answers, len(seen)), config, around).model
+        beliefs = frozen.probabilities(start) if start.config.n_clusters else None
+        newest = train(seen, closure_pairs(answers, len(seen), beliefs), config, around).model
         return newest
 
     oracle = LabelOracle(seen.labels, error=0.0, seed=0)
