@@ -21,8 +21,17 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.cache import user_cache
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed, predict
+from constraintmatch.methods import Context
+from constraintmatch.methods.heads import regression_head
 from constraintmatch.models import backbones
-from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, save_model, with_clusters
+from constraintmatch.models.cluster_model import (
+    ClusterModel,
+    build_model,
+    load_model,
+    save_model,
+    with_clusters,
+    with_head,
+)
 from constraintmatch.pipeline import embedding
 from constraintmatch.pipeline.config import make_config
 from constraintmatch.pipeline.embedding import DEFAULT, choose_encoder, encode, open_photos
@@ -61,6 +70,20 @@ def test_a_model_takes_its_own_embeddings_in_place_of_the_images(stripes: ImageS
     np.testing.assert_allclose(np.linalg.norm(seen.images.reshape(60, -1), axis=1), 1, atol=1e-5)
     np.testing.assert_array_equal(seen.images.reshape(60, -1), encode(model, stripes).images.reshape(60, -1))
     np.testing.assert_allclose(predict(model, seen).probabilities, predict(model, stripes).probabilities, atol=1e-5)
+
+
+def test_the_model_of_the_round_before_stays_on_its_encoder(stripes: ImageSet) -> None:
+    start = small_encoder(3)
+    seen = encode(start, stripes)
+    assert stripes.labels is not None
+    before = with_head(start, *regression_head(seen.images.reshape(60, -1), stripes.labels, 3))
+    known, few = before.config.trained, Constraints.sample(stripes.labels, 12, seed=0)
+    config = make_config("constraintmatch", {"recipe": "safe", "device": "cpu"}, start=start)
+    found, log = train(seen, few, config, Context(before=before))
+    assert log[-1]["kept"] == "the model of the round before"
+    both = (predict(model, stripes).probabilities for model in (found, before))
+    np.testing.assert_allclose(*both, atol=1e-5)
+    assert before.config.trained == known
 
 
 def test_an_image_is_embedded_once_wherever_it_is(stripes: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:

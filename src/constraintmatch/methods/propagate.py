@@ -146,12 +146,12 @@ def teach_groups(
     most = max(1, min(int(len(rows) / k / 4), max(LEAST_NEAR, int(len(rows) / k / 10))))
     probabilities = part.probabilities(model)
     graph, nearer = part.graph(min(n_neighbours, most)), 1 - NEARER * (1 - reach)
-    begun = [seeds(inside, probabilities)]
-    if not begun[0][np.concatenate(inside)].any(1).all():  # a group without a cluster: a mistake, or a rare kind
+    begun, hide = [seeds(inside, probabilities)], cautious or len(rows) <= JUDGED
+    if hide and not begun[0][np.concatenate(inside)].any(1).all():  # a group without a cluster: mistaken, or rare
         begun.append(seeds(inside, probabilities, _firmest(graph, inside, k, nearer if nearer >= 0 else reach)))
     reaches = (nearer, reach) if len(rows) <= JUDGED and nearer >= 0 else (reach,)
     ways = [(first, _placed(first, inside), one) for first in begun for one in reaches]
-    tried = [find_hidden(graph, *way) for way in ways] if cautious or len(ways) > 1 else [np.empty(0, bool)]
+    tried = [find_hidden(graph, *way) for way in ways] if hide else [np.empty(0, bool)]
     doubt = [SURER * np.sqrt(len(np.setxor1d(way[1], ways[0][1]))) for way in ways]
     best = int(np.argmax([hits.sum() - less for hits, less in zip(tried, doubt, strict=True)]))
     (first, known, reach), hits = ways[best], tried[best]

@@ -375,7 +375,7 @@ class _SafeTraining:
         """
         before = self.context.before
         if model is self.start and before is not None and self._against([model], before, self.all_pairs).gain > 0:
-            model, what = before.to(self.device), "the model of the round before"
+            model, what = copy.deepcopy(before).to(self.device), "the model of the round before"
         entry = {
             "step": log[-1]["step"] if log else 0,
             "kind": "verdict",

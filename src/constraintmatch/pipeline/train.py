@@ -52,6 +52,8 @@ def train(images: ImageSet, constraints: Constraints | None, config: TrainConfig
     _check_ranks(request)
     whole = config.start if images.embedded and config.start.config.side > 1 else None
     start = config.start if whole is None else detach_head(whole, images)
+    if (before := context.before) is not None and images.embedded and before.config.side > 1:
+        context = replace(context, before=detach_head(before, images))
 
     def keep_sizes(model: ClusterModel) -> ClusterModel:
         return model if sizes is None else bound_sizes(model, images, sizes, device=config.settings.device)
