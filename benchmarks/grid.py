@@ -29,13 +29,14 @@ from constraintmatch.evaluation.metrics import predict, scores
 from constraintmatch.methods import Context
 from constraintmatch.methods.heads import detach_head, embed_images
 from constraintmatch.methods.preparation import spread
+from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models.cluster_model import ClusterModel, load_model
 from constraintmatch.pipeline.config import make_config, training_size
 from constraintmatch.pipeline.train import train
 from constraintmatch.questions.answers import Answer
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Kind
-from constraintmatch.questions.rounds import Asking, closure_pairs, image_belief, simulate
+from constraintmatch.questions.rounds import Asking, closure_pairs, favour, image_belief, simulate
 from constraintmatch.training.loop import choose_device
 from constraintmatch.training.run_folder import write_result
 
@@ -74,14 +75,13 @@ def main() -> None:
 def curve(task: Task, job: Curve, budgets: list[int]) -> dict[str, Any]:
     """The points of one row of the grid: for each number of answers the accuracy and what was kept."""
     (start, images, test), (way, wrong, sample) = task, job
-    began, kept, rounds = time.monotonic(), [""], list[ClusterModel]()
+    began, kept = time.monotonic(), [""]
 
-    def learn(pairs: Constraints) -> ClusterModel:
+    def learn(pairs: Constraints, before: ClusterModel | None = None) -> ClusterModel:
         options = {**training_size(len(images), cpu=True), "recipe": "safe", "device": "cpu"}
-        around = Context(before=rounds[-1] if rounds and way != "random" else None)
-        model, log = train(images, pairs, make_config("constraintmatch", options, start=start), around)
+        config = make_config("constraintmatch", options, start=start)
+        model, log = train(images, pairs, config, Context(before=before))
         kept[0] = log[-1].get("kept", "")
-        rounds.append(model)
         return model
 
     models = (
@@ -106,7 +106,7 @@ def drawn_models(
 
 
 def asked_models(
-    task: Task, job: Curve, budgets: list[int], learn: Callable[[Constraints], ClusterModel]
+    task: Task, job: Curve, budgets: list[int], learn: Callable[..., ClusterModel]
 ) -> Iterator[tuple[int, ClusterModel, dict[str, float]]]:
     """The model after each number of answers to chosen questions, and the share of them that is wrong."""
     (start, images, _), (way, wrong, sample) = task, job
@@ -115,10 +115,13 @@ def asked_models(
     def believe(model: ClusterModel) -> Belief:
         return image_belief(model, images)
 
-    beliefs = predict(start, images).probabilities
+    beliefs, frozen, newest = predict(start, images).probabilities, Frozen.of(start, images), start
 
     def learn_answers(answers: tuple[Answer, ...]) -> ClusterModel:
-        return learn(closure_pairs(answers, len(images), beliefs))
+        nonlocal newest
+        stays = favour(answers, beliefs, predict(newest, images).probabilities)
+        newest = learn(closure_pairs(answers, len(images), beliefs, frozen), newest if stays else None)
+        return newest
 
     some = np.random.default_rng(sample).permutation(len(images))[len(images) // 10 :]  # so that samples differ
     kind: Kind = "which" if way == "which" else "pair"

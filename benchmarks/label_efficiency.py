@@ -132,7 +132,9 @@ class WholeNetwork:
         plain = asked.plain or asked.safe
         begun = load_model(asked.model) if plain else inform_start(self.start, self.frozen, answers)
         pairs = (
-            closure_pairs(answers, len(self.frozen), self.frozen.probabilities(self.start), seed=asked.seed)
+            closure_pairs(
+                answers, len(self.frozen), self.frozen.probabilities(self.start), self.frozen, seed=asked.seed
+            )
             if asked.safe
             else pairs_of(asked, answers, self.frozen, begun)
         )

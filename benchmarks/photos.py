@@ -45,7 +45,7 @@ from constraintmatch.pipeline.config import SHORT_STAGES, make_config, round_siz
 from constraintmatch.pipeline.embedding import DEFAULT, encode
 from constraintmatch.pipeline.train import pretrain, train
 from constraintmatch.questions.answers import Answer
-from constraintmatch.questions.rounds import Asking, LabelOracle, closure_pairs, head_belief, simulate
+from constraintmatch.questions.rounds import Asking, LabelOracle, closure_pairs, favour, head_belief, simulate
 from constraintmatch.training.run_folder import write_result
 
 Split = tuple[ImageSet, ImageSet]  # to learn from, and others for scores
@@ -119,9 +119,9 @@ def in_rounds(start: ClusterModel, seen: ImageSet) -> Iterator[tuple[list[Answer
         first = round_start(start, frozen, seen, answers, CPU, before)
         first = copy.deepcopy(start) if start.config.n_clusters else first
         config = make_config("constraintmatch", {"recipe": "safe", **size, **CPU}, start=first)
-        around = Context(before=newest if start.config.n_clusters else None)
         beliefs = frozen.probabilities(start) if start.config.n_clusters else None
-        newest = train(seen, closure_pairs(answers, len(seen), beliefs), config, around).model
+        around = Context(before=newest if beliefs is not None and favour(answers, beliefs, before) else None)
+        newest = train(seen, closure_pairs(answers, len(seen), beliefs, frozen), config, around).model
         return newest
 
     oracle = LabelOracle(seen.labels, error=0.0, seed=0)

@@ -12,16 +12,20 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import load_dataset
 from constraintmatch.evaluation.metrics import predict
+from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models.cluster_model import build_model
-from constraintmatch.questions.answers import UNSURE, Answer, Question, stated_constraints
+from constraintmatch.questions.answers import UNSURE, Answer, Question, confirm_merges, stated_constraints
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.rounds import (
     Asking,
     LabelOracle,
     ask_until,
     closure_pairs,
+    favour,
     image_belief,
+    predict_each_other,
     simulate,
+    trusted_constraints,
 )
 
 RNG = np.random.Generator(np.random.Philox(0))
@@ -43,6 +47,32 @@ def test_a_small_closure_is_taken_whole() -> None:
     assert np.array_equal(pairs.left, whole.left)
     assert np.array_equal(pairs.link, whole.link)
     assert len(pairs) > len(answers)
+
+
+@pytest.mark.parametrize(("error", "know_better"), [(0.0, True), (0.5, False)])
+def test_hidden_answers_decide_whether_answers_about_pairs_know_better(error: float, know_better: bool) -> None:
+    """The start takes two kinds for one, and is right about the other two."""
+    mixed = np.where(LABELS == 3, 2, LABELS)
+    beliefs = np.full((120, 4), 0.02, np.float32)
+    beliefs[np.arange(120), mixed] = 0.94
+    ends = RNG.integers(0, 120, (400, 2))
+    oracle = LabelOracle(LABELS, error=error)
+    answers = [oracle.answer(Question(int(one), (int(other),))) for one, other in ends if one != other]
+    assert predict_each_other(answers, beliefs, Frozen(FEATURES)) == know_better
+    found = trusted_constraints(answers, 120, beliefs, Frozen(FEATURES))
+    stated = confirm_merges(stated_constraints(answers, 120))
+    assert np.array_equal(found.components(), stated.components()) == know_better
+
+
+def test_answers_favour_the_model_that_agrees_with_them() -> None:
+    right = np.full((120, 4), 0.02, np.float32)
+    right[np.arange(120), LABELS] = 0.94
+    wrong = np.roll(right, 1, axis=0)
+    assert favour(answered(40), wrong, right)
+    assert not favour(answered(40), right, wrong)
+    assert not favour(answered(40), right, right)
+    assert not favour(answered(40), wrong, right[:, :3])  # another number of clusters
+    assert not favour([], wrong, right)
 
 
 @pytest.mark.parametrize("most", [50, 10**6])

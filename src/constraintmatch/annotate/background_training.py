@@ -39,7 +39,7 @@ from constraintmatch.pipeline.config import SHORT_STAGES, make_config
 from constraintmatch.pipeline.train import train
 from constraintmatch.questions.answers import Answer, n_kinds
 from constraintmatch.questions.belief import Belief
-from constraintmatch.questions.rounds import closure_pairs, head_belief, image_belief, inform_start
+from constraintmatch.questions.rounds import closure_pairs, favour, head_belief, image_belief, inform_start
 from constraintmatch.training.loop import Interrupted
 from constraintmatch.training.run_folder import OtherRequest, is_finished
 
@@ -154,7 +154,7 @@ class Learner:
         answers, settings = list(self.answers()), dict(self.learning.settings)
         start = self.start_model
         beliefs = self.frozen.probabilities(start) if start.config.n_clusters else None
-        pairs = closure_pairs(answers, len(self.images), beliefs)
+        pairs = closure_pairs(answers, len(self.images), beliefs, self.frozen)
         if not len(pairs) and not len(pairs.triplets):
             return False
         self._training = watched = Watched(reporter, len(answers))
@@ -166,7 +166,8 @@ class Learner:
             self._ahead = head_belief(first, self.frozen)  # better questions while the network is trained
             if self.start_model.config.n_clusters:  # the start is judged by answers that it does not know
                 first = copy.deepcopy(self.start_model)
-            model = self._train(first, pairs, settings, watched)
+            stays = beliefs is not None and favour(answers, beliefs, before)
+            model = self._train(first, self._newest if stays else None, pairs, settings, watched)
             self._belief = image_belief(model.to(self.start_model.device), self.images)
             self._newest, self.n_learned, self._steps = model, len(answers), int(settings.get("steps", 0))
             self.run = self._round(len(answers))
@@ -176,12 +177,16 @@ class Learner:
         return True
 
     def _train(
-        self, first: ClusterModel, pairs: Constraints, settings: Mapping[str, Any], reporter: Watched
+        self,
+        first: ClusterModel,
+        before: ClusterModel | None,
+        pairs: Constraints,
+        settings: Mapping[str, Any],
+        reporter: Watched,
     ) -> ClusterModel:
         """One round; a stopped one continues from its checkpoint, unless answers have changed since."""
         place, options = self._round(reporter.n_answers), {"recipe": "safe", **self.learning.arguments, **settings}
         config = make_config("constraintmatch", options, start=first, views=self.views)
-        before = self._newest if self.n_learned and self.start_model.config.n_clusters else None
         context = Context(place, True, reporter, held_out=self.held_out, stop=self._is_stopped, before=before)
         old = place.with_name(f"{place.name}-old")
         try:

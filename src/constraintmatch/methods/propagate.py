@@ -35,6 +35,7 @@ from constraintmatch.training.loop import TrainSettings
 
 NEVER = -1e3  # bias of a cluster that stays empty
 NEARER = 5  # the shorter reach has this many times fewer steps
+SHORT = 0.95  # a reach for a first look
 JUDGED = 10_000  # both reaches are tried up to this many images; with more it takes minutes
 PARTS, FEW = 5, 2  # parts of the images by how sure the model is, and images of each for which the model is believed
 SLACK, CHANGED = 0.045, 0.15  # by how much the gain may look like a loss: shares of all images, and of changed ones
@@ -115,6 +116,13 @@ class Frozen:
             self._graph = n_neighbours, neighbour_graph(self.features, near)
         return self._graph[1]
 
+    def spread(self, groups: Sequence[NDArray[np.int64]], probabilities: NDArray[np.float32]) -> NDArray[np.float32]:
+        """What groups say about all images (n, k), along neighbours; what the model says where they do not reach."""
+        graph = self.graph(_count_neighbours(*probabilities.shape))
+        shares = spread_labels(graph, seeds(groups, probabilities), reach=SHORT)
+        total = shares.sum(1, keepdims=True)
+        return np.where(total > 0, shares / np.maximum(total, 1e-30), probabilities).astype(np.float32)
+
     def take(self, rows: NDArray[np.int64]) -> "Frozen":
         """Some of the images, in rising order."""
         if len(rows) == len(self):
@@ -142,10 +150,8 @@ def teach_groups(
     """
     rows, k = _choose_rows(groups, len(frozen), most_images), model.config.n_clusters
     part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
-    # A tenth of a cluster, or five if a quarter is as much: more neighbours lead to other kinds (docs/findings.md).
-    most = max(1, min(int(len(rows) / k / 4), max(LEAST_NEAR, int(len(rows) / k / 10))))
     probabilities = part.probabilities(model)
-    graph, nearer = part.graph(min(n_neighbours, most)), 1 - NEARER * (1 - reach)
+    graph, nearer = part.graph(_count_neighbours(len(rows), k, n_neighbours)), 1 - NEARER * (1 - reach)
     begun, hide = [seeds(inside, probabilities)], cautious or len(rows) <= JUDGED
     if hide and not begun[0][np.concatenate(inside)].any(1).all():  # a group without a cluster: mistaken, or rare
         begun.append(seeds(inside, probabilities, _firmest(graph, inside, k, nearer if nearer >= 0 else reach)))
@@ -174,6 +180,14 @@ def teach_groups(
     sure[given] = 1.0
     weight[used], bias[used] = regression_head(part.features[chosen], clusters.astype(np.int64), len(used), sure)
     return with_head(model, weight, bias)
+
+
+def _count_neighbours(n: int, k: int, most: int = 20) -> int:
+    """The neighbours of an image: a tenth of a cluster, or five if a quarter is as much.
+
+    More of them lead to other kinds (docs/findings.md).
+    """
+    return min(most, max(1, min(int(n / k / 4), max(LEAST_NEAR, int(n / k / 10)))))
 
 
 def _firmest(graph: csr_array, groups: Sequence[NDArray[np.int64]], k: int, reach: float) -> NDArray[np.int64]:

@@ -371,10 +371,10 @@ class _SafeTraining:
     ) -> Trained:
         """The model, and the log with the verdict, which also goes to the run folder and the reporter.
 
-        The model of the round before stays instead of the start, unless the pairs favour the start (decision 055).
+        The model of the round before, if there is one, stays instead of the start (decision 055).
         """
         before = self.context.before
-        if model is self.start and before is not None and self._against([model], before, self.all_pairs).gain > 0:
+        if model is self.start and before is not None:
             model, what = copy.deepcopy(before).to(self.device), "the model of the round before"
         entry = {
             "step": log[-1]["step"] if log else 0,

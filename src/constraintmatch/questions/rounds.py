@@ -43,6 +43,9 @@ Rows = NDArray[np.int64]
 MOSTLY = 0.5  # the start is right about most known images; a kind has most of the probability
 COIN = 0.5  # the most that an annotator errs who does not err everywhere
 DOUBTFUL = 0.03  # a rate of wrong answers that 500 right ones do not reach
+PARTS = 5  # of the images, hidden in turn
+LIKELIER = 1.0  # standard errors by which hidden answers must be likelier by the others than by the start
+COMPARED = 10_000  # images up to which that is found out; with more it takes minutes
 MOST_PAIRS = 1_000_000  # of the closure in one training; 1,400 images that are all settled have as many
 
 
@@ -144,21 +147,26 @@ class Asking:
     candidates: Rows | None = None  # the images that a question may be about; None: all
 
 
-def trusted_constraints(answers: Sequence[Answer], n_images: int, beliefs: NDArray[np.float32] | None) -> Constraints:
+def trusted_constraints(
+    answers: Sequence[Answer], n_images: int, beliefs: NDArray[np.float32] | None, frozen: "Frozen | None" = None
+) -> Constraints:
     """What to learn from the answers: what they state or, if some of them seem wrong, what is likeliest.
 
     `beliefs` (n, k) are the start's. If it agrees with most of the images that the answers put into groups, one that
     contradicts it may be a wrong answer, and both are weighed (`likely_kinds`). If it does not, or if hardly any answer
-    seems wrong then, the answers know better.
+    seems wrong then, the answers know better. Of answers about pairs, with `frozen`, other answers decide that.
     """
     said = confirm_merges(stated_constraints(answers, n_images))
     groups = [] if beliefs is None else known_groups(said)
     if beliefs is None or len(groups) < 2:
         return said
-    placed = seeds(groups, beliefs)
-    known = np.concatenate(groups)
-    known = known[placed[known].max(1) > 0]
-    if (placed[known].argmax(1) == beliefs[known].argmax(1)).sum() <= MOSTLY * len(known):
+    if frozen is not None and n_images <= COMPARED and all(len(one.question.shown) == 1 for one in answers):
+        know_better = predict_each_other(answers, beliefs, frozen)
+    else:
+        placed, known = seeds(groups, beliefs), np.concatenate(groups)
+        known = known[placed[known].max(1) > 0]
+        know_better = (placed[known].argmax(1) == beliefs[known].argmax(1)).sum() <= MOSTLY * len(known)
+    if know_better:
         return said
     left, right, link = links_of(answers)
     rows, kinds, wrong = likely_kinds(Constraints.from_arrays(left, right, link, n_images=n_images), beliefs)
@@ -174,10 +182,46 @@ def trusted_constraints(answers: Sequence[Answer], n_images: int, beliefs: NDArr
     return Constraints.from_arrays(rows[left], rows[right], same, n_images=n_images)
 
 
+def predict_each_other(answers: Sequence[Answer], beliefs: NDArray[np.float32], frozen: "Frozen") -> bool:
+    """Whether answers, with the images hidden that they are about, are likelier by the others than by the beliefs.
+
+    A fifth of the images is hidden at a time, with all answers about them (decision 056).
+    """
+    from constraintmatch.evaluation.judge import Judge, pool
+
+    n, found = len(frozen), []
+    ends = np.array([(one.question.image, one.question.shown[0]) for one in answers])
+    part = np.random.default_rng(0).integers(0, PARTS, n)
+    for number in range(PARTS):
+        hidden = (part[ends] == number).any(1)
+        some, rest = (
+            [one for one, hide in zip(answers, hidden, strict=True) if hide == which] for which in (True, False)
+        )
+        groups = known_groups(confirm_merges(stated_constraints(rest, n)))
+        left, right, link = links_of(some)
+        if len(groups) > 1 and len(link):
+            judge = Judge(Constraints.from_arrays(left, right, link, n_images=n).merged())
+            both = (judge.losses(said[judge.rows]) for said in (beliefs, frozen.spread(groups, beliefs)))
+            found.append(judge.compare(*both))
+    return bool(found) and pool(found).surely(LIKELIER) > 0
+
+
+def favour(answers: Sequence[Answer], beliefs: NDArray[np.float32], before: NDArray[np.float32] | None) -> bool:
+    """Whether what the answers state is likelier by another model (n, k) than by these beliefs (n, k)."""
+    from constraintmatch.evaluation.judge import Judge
+
+    left, right, link = links_of(answers)
+    if before is None or before.shape != beliefs.shape or not len(link):
+        return False
+    judge = Judge(Constraints.from_arrays(left, right, link, n_images=len(beliefs)).merged())
+    return judge.compare(*(judge.losses(one[judge.rows]) for one in (beliefs, before))).gain > 0
+
+
 def closure_pairs(
     answers: Sequence[Answer],
     n_images: int,
     beliefs: NDArray[np.float32] | None = None,
+    frozen: "Frozen | None" = None,
     *,
     most: int = MOST_PAIRS,
     seed: int = 0,
@@ -188,7 +232,7 @@ def closure_pairs(
     groups. Must-links keep their natural share: with half must-links the pair loss merges clusters (docs/findings.md).
     Triplets come along, without those that contradict each other.
     """
-    said = trusted_constraints(answers, n_images, beliefs)
+    said = trusted_constraints(answers, n_images, beliefs, frozen)
     component, cannot = said.component_constraints()
     sizes = np.bincount(component, minlength=1)
     within, between = sizes * (sizes - 1) // 2, sizes[cannot].prod(axis=1)
@@ -273,7 +317,8 @@ def inform_start(start: "ClusterModel", frozen: "Frozen", answers: Sequence[Answ
     from constraintmatch.methods.propagate import teach_groups
 
     n = len(frozen)
-    groups = known_groups(trusted_constraints(answers, n, frozen.probabilities(start)), constraints_of(answers, n))
+    said = trusted_constraints(answers, n, frozen.probabilities(start), frozen)
+    groups = known_groups(said, constraints_of(answers, n))
     return teach_groups(start, frozen, groups) if len(groups) > 1 else copy.deepcopy(start)
 
 
