@@ -385,23 +385,25 @@ def grid_tables(names: Mapping[str, str] = GRIDS) -> str:
     """Test ACC of a head on frozen features for every way of asking, coloured by its distance from the start."""
     parts = []
     for name, title in names.items():
-        found = [
-            json.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "results").glob(f"grid-{name}*"))
-        ]
+        paths = sorted((ROOT / "results").glob(f"grid-{name}*"), key=lambda path: len(path.name))
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
         if not found:
             continue
         start = 100 * found[0]["start"]
         cells: dict[tuple[str, str], dict[int, list[tuple[float, float]]]] = {}  # scores, and how far from the start
-        for begun, curve in ((grid["start"], curve) for grid in found for curve in grid["curves"]):
-            row = cells.setdefault((curve["way"], curve["wrong"]), {})
-            for point in curve["points"]:  # two files of a set may be scored on different numbers of test images
-                scored = 100 * point["acc"], 100 * (point["acc"] - begun)
-                row.setdefault(point["answers"], []).append(scored)
+        for grid in found:  # rows that were run again have the longer name
+            rows: dict[tuple[str, str], dict[int, list[tuple[float, float]]]] = {}
+            for curve in grid["curves"]:
+                row = rows.setdefault((curve["way"], curve["wrong"]), {})
+                for point in curve["points"]:
+                    scored = 100 * point["acc"], 100 * (point["acc"] - grid["start"])
+                    row.setdefault(point["answers"], []).append(scored)
+            cells |= rows
         sizes = sorted({n for row in cells.values() for n in row})
         head = "".join(f"<th>{n:,}</th>" for n in sizes)
-        rows = [_grid_row(key, cells[key], sizes) for key in sorted(cells, key=_grid_order)]
+        body = "\n".join(_grid_row(key, cells[key], sizes) for key in sorted(cells, key=_grid_order))
         parts.append(f"### {title}: the start has {start:.1f}\n")
-        parts.append(f'<table class="grid"><tr><th>answers</th>{head}</tr>\n' + "\n".join(rows) + "\n</table>\n")
+        parts.append(f'<table class="grid"><tr><th>answers</th>{head}</tr>\n{body}\n</table>\n')
     return "\n".join(parts)
 
 
