@@ -45,7 +45,7 @@ COIN = 0.5  # the most that an annotator errs who does not err everywhere
 DOUBTFUL = 0.03  # a rate of wrong answers that 500 right ones do not reach
 PARTS = 5  # of the images, hidden in turn
 LIKELIER = 1.0  # standard errors by which hidden answers must be likelier by the others than by the start
-COMPARED = 10_000  # images up to which that is found out; with more it takes minutes
+COMPARED = 10_000  # images up to which that is found out; with more a round would wait for it
 MOST_PAIRS = 1_000_000  # of the closure in one training; 1,400 images that are all settled have as many
 
 
