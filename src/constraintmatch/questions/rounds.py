@@ -18,7 +18,7 @@ from constraintmatch._internal import rng
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.rng import Purpose
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.constraints.propagation import known_groups, likely_kinds, seeds
+from constraintmatch.constraints.propagation import FOLDS, known_groups, likely_kinds, seeds
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import (
     NONE,
@@ -35,6 +35,7 @@ from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Choice, Kind, next_questions
 
 if TYPE_CHECKING:
+    from constraintmatch.evaluation.judge import Verdict
     from constraintmatch.methods.propagate import Frozen
     from constraintmatch.models.cluster_model import ClusterModel
 
@@ -43,8 +44,7 @@ Rows = NDArray[np.int64]
 MOSTLY = 0.5  # the start is right about most known images; a kind has most of the probability
 COIN = 0.5  # the most that an annotator errs who does not err everywhere
 DOUBTFUL = 0.03  # a rate of wrong answers that 500 right ones do not reach
-PARTS = 5  # of the images, hidden in turn
-LIKELIER = 1.0  # standard errors by which hidden answers must be likelier by the others than by the start
+LIKELIER = 1.0  # standard errors by which hidden answers must be likelier by the others as stated than otherwise
 COMPARED = 10_000  # images up to which that is found out; with more a round would wait for it
 MOST_PAIRS = 1_000_000  # of the closure in one training; 1,400 images that are all settled have as many
 
@@ -166,12 +166,15 @@ def trusted_constraints(
         placed, known = seeds(groups, beliefs), np.concatenate(groups)
         known = known[placed[known].max(1) > 0]
         know_better = (placed[known].argmax(1) == beliefs[known].argmax(1)).sum() <= MOSTLY * len(known)
-    if know_better:
-        return said
+    return said if know_better else _weigh(answers, n_images, beliefs)
+
+
+def _weigh(answers: Sequence[Answer], n_images: int, beliefs: NDArray[np.float32]) -> Constraints:
+    """The likeliest kinds of the images by answers and beliefs (n, k); as stated, if hardly any answer seems wrong."""
     left, right, link = links_of(answers)
     rows, kinds, wrong = likely_kinds(Constraints.from_arrays(left, right, link, n_images=n_images), beliefs)
     if wrong < DOUBTFUL:
-        return said
+        return confirm_merges(stated_constraints(answers, n_images))
     sure = kinds.max(1) > MOSTLY
     rows = rows[sure]
     _, first, number = np.unique(kinds.argmax(1)[sure], return_index=True, return_inverse=True)
@@ -183,27 +186,29 @@ def trusted_constraints(
 
 
 def predict_each_other(answers: Sequence[Answer], beliefs: NDArray[np.float32], frozen: "Frozen") -> bool:
-    """Whether answers, with the images hidden that they are about, are likelier by the others than by the beliefs.
+    """Whether hidden answers are likelier by the others as stated than by the beliefs, and than by both weighed.
 
     A fifth of the images is hidden at a time, with all answers about them (decision 056).
     """
     from constraintmatch.evaluation.judge import Judge, pool
 
-    n, found = len(frozen), []
+    n, found = len(frozen), list["tuple[Verdict, Verdict]"]()
     ends = np.array([(one.question.image, one.question.shown[0]) for one in answers])
-    part = np.random.default_rng(0).integers(0, PARTS, n)
-    for number in range(PARTS):
+    part = np.random.default_rng(0).integers(0, FOLDS, n)
+    for number in range(FOLDS):
         hidden = (part[ends] == number).any(1)
         some, rest = (
             [one for one, hide in zip(answers, hidden, strict=True) if hide == which] for which in (True, False)
         )
-        groups = known_groups(confirm_merges(stated_constraints(rest, n)))
+        said = known_groups(confirm_merges(stated_constraints(rest, n)))
         left, right, link = links_of(some)
-        if len(groups) > 1 and len(link):
+        if len(said) > 1 and len(link):
             judge = Judge(Constraints.from_arrays(left, right, link, n_images=n).merged())
-            both = (judge.losses(said[judge.rows]) for said in (beliefs, frozen.spread(groups, beliefs)))
-            found.append(judge.compare(*both))
-    return bool(found) and pool(found).surely(LIKELIER) > 0
+            weighed = known_groups(_weigh(rest, n, beliefs))
+            seen = frozen.spread(said, beliefs), beliefs, frozen.spread(weighed, beliefs) if weighed else beliefs
+            stated, *others = (judge.losses(one[judge.rows]) for one in seen)
+            found.append((judge.compare(others[0], stated), judge.compare(others[1], stated)))
+    return bool(found) and all(pool(some).surely(LIKELIER) > 0 for some in zip(*found, strict=True))
 
 
 def favour(answers: Sequence[Answer], beliefs: NDArray[np.float32], before: NDArray[np.float32] | None) -> bool:
