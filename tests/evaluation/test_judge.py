@@ -100,7 +100,7 @@ def test_planted_rates_are_found_each_kind_apart(rates: Rates) -> None:
     rng = np.random.default_rng(1)
     same = np.where(rng.random(4_000) < 0.4, 0.97, 0.03)
     truth = rng.random(4_000) < same
-    found = estimate_rates(same, answered(rng, truth, rates))
+    (found,) = estimate_rates(same[None], answered(rng, truth, rates))
     assert tuple(found) == pytest.approx(tuple(rates), abs=0.025)
 
 
@@ -109,14 +109,14 @@ def test_answers_of_no_weight_say_nothing_of_the_rates() -> None:
     link, weight = truth.astype(float), np.ones(1_000)
     link[:300], weight[:300] = 1 - link[:300], 0
     same = np.where(truth, 0.97, 0.03)
-    heavy = estimate_rates(same[300:], link[300:])
-    assert tuple(estimate_rates(same, link, weight)) == pytest.approx(tuple(heavy), abs=1e-6)
-    assert max(estimate_rates(same, link)) > 0.2
+    (heavy,) = estimate_rates(same[None, 300:], link[300:])
+    assert tuple(estimate_rates(same[None], link, weight)[0]) == pytest.approx(tuple(heavy), abs=1e-6)
+    assert max(estimate_rates(same[None], link)[0]) > 0.2
 
 
 def test_few_answers_leave_the_rates_that_are_usual_and_no_rate_reaches_a_half() -> None:
-    assert tuple(estimate_rates(np.zeros(0), np.zeros(0))) == pytest.approx((0.02, 0.02))
-    every_one_wrong = estimate_rates(np.repeat([0.97, 0.03], 2_000), np.repeat([0.0, 1.0], 2_000))
+    assert tuple(estimate_rates(np.zeros((1, 0)), np.zeros(0))[0]) == pytest.approx((0.02, 0.02))
+    (every_one_wrong,) = estimate_rates(np.repeat([[0.97, 0.03]], 2_000, 1), np.repeat([0.0, 1.0], 2_000))
     assert max(every_one_wrong) <= 0.4
 
 

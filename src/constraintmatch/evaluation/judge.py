@@ -73,20 +73,20 @@ def link_losses(same: Floats, link: Floats, rates: Rates) -> Floats:
     return -(link * np.log(says_same) + (1 - link) * np.log(1 - says_same))
 
 
-def estimate_rates(same: Floats, link: Floats, weight: Floats | None = None, *, steps: int = 30) -> Rates:
-    """The rates that make the links likeliest (EM), for pairs that are the same with these probabilities.
+def estimate_rates(same: Floats, link: Floats, weight: Floats | None = None) -> list[Rates]:
+    """The rates that make the links (n,) likeliest (EM), for each row of probabilities that pairs are the same (t, n).
 
     What a model has wrong counts as wrong answers too: on a weak model the rates come out too high, not too low.
     """
     weight = np.ones(len(link)) if weight is None else weight
     expected, strength = USUAL
-    rates = Rates(expected, expected)
-    for _ in range(steps):
-        truly = _truly_same(same, link, rates)
+    missed = invented = np.full((len(same), 1), expected)
+    for _ in range(30):
+        truly = _truly_same(same, link, missed, invented)
         kinds = ((1 - link) * truly, truly), (link * (1 - truly), 1 - truly)
-        shares = [(expected * strength + (weight * odd).sum()) / (strength + (weight * of).sum()) for odd, of in kinds]
-        rates = Rates(*(float(min(share, MOST_WRONG)) for share in shares))
-    return rates
+        sums = [[(weight * of).sum(1, keepdims=True) for of in kind] for kind in kinds]
+        missed, invented = (np.minimum((expected * strength + odd) / (strength + of), MOST_WRONG) for odd, of in sums)
+    return [Rates(*row) for row in np.hstack([missed, invented]).tolist()]
 
 
 def repeat_rate(constraints: Constraints, *, least: int = 10) -> float | None:
@@ -107,7 +107,7 @@ def repeat_rate(constraints: Constraints, *, least: int = 10) -> float | None:
 
 def doubts(same: Floats, link: Floats, rates: Rates) -> Floats:
     """The probability that each link is wrong."""
-    truly = _truly_same(same, link, rates)
+    truly = _truly_same(same, link, *rates)
     return np.asarray(link * (1 - truly) + (1 - link) * truly)
 
 
@@ -229,29 +229,27 @@ class Judge:
     def _fitted(self, probabilities: NDArray[np.float32]) -> tuple[Floats, Rates, Floats]:
         """Losses, rates and the probability of "same", with the sureness that makes the links likeliest."""
         link, found = self.pairs.link.astype(float), []
-        ends = np.concatenate([self._ends, self.triplets[:, :2].T, self.triplets[:, ::2].T], axis=1)
-        for temperature in TEMPERATURES:
-            every = self._same(probabilities, ends, temperature)
-            same, nearer, further = np.split(every, [len(link), len(link) + len(self.triplets)])
-            rates = estimate_rates(same, link, self.pairs.weight.astype(float))
+        pairs, triplets = (self.pairs.left, self.pairs.right), (self.triplets[:, :2].T, self.triplets[:, ::2].T)
+        ends = np.concatenate([pairs, *triplets], axis=1)
+        every = self._same(probabilities, ends, TEMPERATURES)
+        each = estimate_rates(every[:, : len(link)], link, self.pairs.weight.astype(float))
+        for row, rates in zip(every, each, strict=True):
+            same, nearer, further = np.split(row, [len(link), len(link) + len(self.triplets)])
             of_triplets = -np.log(0.5 + (0.5 - TRIPLETS_WRONG) * (nearer - further))  # see `losses.triplet_loss`
             found.append((np.concatenate([link_losses(same, link, rates), of_triplets]), rates, same))
         return min(found, key=lambda one: float(np.dot(one[0], self.weight)))
 
-    def same(self, probabilities: NDArray[np.float32], temperature: float = 1.0) -> Floats:
-        """The probability that each pair is the same, with the model's sureness at this temperature."""
-        return self._same(probabilities, self._ends, temperature)
+    def same(self, probabilities: NDArray[np.float32]) -> Floats:
+        """The probability that each pair is the same, as sure as the model is."""
+        ends = np.stack([self.pairs.left, self.pairs.right])
+        return np.asarray(self._same(probabilities, ends, (1.0,))[0])
 
-    @property
-    def _ends(self) -> NDArray[np.int64]:
-        return np.stack([self.pairs.left, self.pairs.right])
-
-    def _same(self, probabilities: NDArray[np.float32], ends: NDArray[np.int64], temperature: float) -> Floats:
-        """The same for any two of `rows`, of ends (2, n)."""
-        logs = temperature * np.log(np.maximum(np.asarray(probabilities, np.float64), 1e-30))
-        p = softmax(logs, axis=1)
+    def _same(self, probabilities: NDArray[np.float32], ends: NDArray[np.int64], at: Sequence[float]) -> Floats:
+        """The same for any two of `rows`, of ends (2, n), with a row for each temperature of the model's sureness."""
+        logs = np.log(np.maximum(np.asarray(probabilities, np.float64), 1e-30))
         left, right = np.searchsorted(self.rows, ends)
-        return np.asarray((p[left] * p[right]).sum(1))
+        found = (softmax(temperature * logs, axis=1) for temperature in at)
+        return np.stack([(p[left] * p[right]).sum(1) for p in found])
 
     def compare(self, before: Floats, after: Floats) -> Verdict:
         """How much better a model is than one before, from the losses of both."""
@@ -287,8 +285,8 @@ def describe_doubts(pairs: Constraints, wrong: Floats) -> dict[str, Any]:
     return {**shares, "doubtful": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]}
 
 
-def _truly_same(same: Floats, link: Floats, rates: Rates) -> Floats:
+def _truly_same(same: Floats, link: Floats, missed: Floats | float, invented: Floats | float) -> Floats:
     """The probability that the images of each pair are the same, now that the link is known."""
-    agree = link * (1 - rates.missed) + (1 - link) * rates.missed
-    other = link * rates.invented + (1 - link) * (1 - rates.invented)
+    agree = link * (1 - missed) + (1 - link) * missed
+    other = link * invented + (1 - link) * (1 - invented)
     return np.asarray(same * agree / np.maximum(same * agree + (1 - same) * other, 1e-300))

@@ -90,11 +90,14 @@ def spherical_k_means(points: Tensor, k: int, *, seed: int, begin: Tensor | None
 
 def _settle(points: Tensor, centres: Tensor) -> tuple[Tensor, float]:
     """The clusters (n,) that these centres (k, d) end with, and the sum of the points' cosines to their centres."""
+    before = points.new_empty(0, dtype=torch.long)
     for _ in range(TURNS):
         cosine, clusters = (points @ centres.mT).max(1)
         empty = torch.bincount(clusters, minlength=len(centres)) == 0
         clusters[cosine.argsort()[: int(empty.sum())]] = empty.nonzero()[:, 0]
-        centres = _centres(points, clusters, len(centres))
+        if torch.equal(clusters, before):  # and so will every later turn
+            break
+        before, centres = clusters, _centres(points, clusters, len(centres))
     cosine, clusters = (points @ centres.mT).max(1)
     return clusters, float(cosine.sum())
 
@@ -109,8 +112,7 @@ def _draw_centres(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
     chosen, far = points[first][None], 1 - points @ points[first]
     for _ in range(k - 1):
         upto = far.clamp(min=1e-9).double().cumsum(0)
-        at = int(
-            torch.searchsorted(upto, upto[-1] * float(torch.rand((), generator=generator))).clamp(max=len(far) - 1)
-        )
+        drawn = upto[-1] * float(torch.rand((), generator=generator))
+        at = int(torch.searchsorted(upto, drawn).clamp(max=len(far) - 1))
         chosen, far = torch.cat((chosen, points[at][None])), torch.minimum(far, 1 - points @ points[at])
     return chosen
