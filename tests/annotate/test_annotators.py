@@ -1,9 +1,11 @@
 """A vision-language model answers: a real server that speaks OpenAI's protocol, errs, is slow, and dies."""
 
 import base64
+import functools
 import io
 import json
 import sqlite3
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -97,6 +99,14 @@ def brightness(url: str) -> float:
     with Image.open(io.BytesIO(base64.b64decode(content))) as image:
         assert max(image.size) >= 224
         return float(np.asarray(image.convert("L")).mean())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def certificates_read_once() -> Iterator[None]:
+    """Each round has a client of its own, which reads the certificates of all authorities; none is used here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture
