@@ -29,6 +29,7 @@ N, K = 240, 4
 LABELS = np.arange(N) % K
 SELF_LABEL = sys.modules["constraintmatch.methods.self_label"]  # the package has a function of this name
 SETTINGS = TrainSettings(steps=30, lr=0.05, device="cpu", log_every=30, evaluate_every=10)
+SHORT = replace(SETTINGS, steps=12, evaluate_every=6)
 RIGHT = Constraints.sample(LABELS, 300, seed=0)
 
 
@@ -162,7 +163,9 @@ def test_enough_right_pairs_mend_a_bad_start(blobs: ImageSet, wrong: float, seed
     assert all(torch.equal(value, before[name]) for name, value in begun.state_dict().items())
 
 
-def test_the_pairs_that_are_held_out_are_never_trained_on(blobs: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def usual(blobs: ImageSet) -> tuple[list[Constraints], list[dict[str, Any]]]:
+    """A training on the right pairs: those of each training in it, and its log."""
     seen: list[Constraints] = []
     build = safe_recipe.build_training
 
@@ -170,8 +173,15 @@ def test_the_pairs_that_are_held_out_are_never_trained_on(blobs: ImageSet, monke
         seen.append(task.constraints)
         return build(model, images, task, *rest)
 
-    monkeypatch.setattr(safe_recipe, "build_training", spy)
-    train(start(blobs), blobs, RIGHT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safe_recipe, "build_training", spy)
+        return seen, train(start(blobs), blobs, RIGHT).log
+
+
+def test_the_pairs_that_are_held_out_are_never_trained_on(
+    usual: tuple[list[Constraints], list[dict[str, Any]]],
+) -> None:
+    seen = usual[0]
     training, held_out = hide_images(RIGHT.merged())
     assert len(held_out) > 40
     np.testing.assert_array_equal(seen[0].left, training.left)
@@ -239,8 +249,8 @@ def test_pairs_that_look_wrong_are_the_planted_ones(blobs: ImageSet) -> None:
     assert verdict["wrong_cannot_links"] == pytest.approx(share[0], abs=0.03)
 
 
-def test_right_pairs_do_not_look_wrong(blobs: ImageSet) -> None:
-    assert train(start(blobs), blobs, RIGHT).log[-1]["doubtful"] == []
+def test_right_pairs_do_not_look_wrong(usual: tuple[list[Constraints], list[dict[str, Any]]]) -> None:
+    assert usual[1][-1]["doubtful"] == []
 
 
 # The head that begins to learn
@@ -365,12 +375,13 @@ def test_the_network_repeats_a_head_that_answers_have_taught(
     monkeypatch.setattr(safe_recipe, "LEAST_GAIN", -1.0)  # the head is right everywhere: the network gains nothing
     with monkeypatch.context() as only:
         only.setattr(safe_recipe, "build_training", None)  # it would be called
-        found, log = train(fresh, pictures, known_images(60), "constraintmatch", views=UPRIGHT)
+        found, log = train(fresh, pictures, known_images(60), "constraintmatch", views=UPRIGHT, settings=SHORT)
     assert terms == [{"taught", "rest"}]
     assert log[-1]["kept"].startswith("the network of step")
     assert acc(found, pictures) > before + 0.2
+    pairs = Constraints.sample(LABELS, 600, seed=3)
     with pytest.raises(StopIteration):
-        train(fresh, pictures, Constraints.sample(LABELS, 600, seed=3), "constraintmatch", views=UPRIGHT)
+        train(fresh, pictures, pairs, "constraintmatch", views=UPRIGHT, settings=SHORT)
     assert terms[1] == {"taught", "rest", "constrained"}
 
 
@@ -450,7 +461,7 @@ def test_a_network_that_repeats_its_head_goes_on_where_it_was_stopped(
     how: dict[str, Any] = {
         "method": "constraintmatch",
         "views": UPRIGHT,
-        "settings": replace(SETTINGS, steps=12, evaluate_every=6),
+        "settings": SHORT,
     }
     whole = train(fresh, pictures, pairs, **how).model
     steps = iter([False] * 8 + [True])
