@@ -17,7 +17,6 @@ from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.estimator_checks import check_estimator
 
 import constraintmatch
 from constraintmatch import ConstraintMatch, Constraints, ImageSet, InputError
@@ -67,6 +66,8 @@ def fitted(table: np.ndarray, pairs: Constraints) -> ConstraintMatch:
 
 
 def test_the_checks_of_scikit_learn_pass_on_embeddings() -> None:
+    from sklearn.utils.estimator_checks import check_estimator  # half a second, of one worker
+
     results = check_estimator(Paired(**FAST | {"n_clusters": 2}), expected_failed_checks=EXPECTED, on_skip=None)
     assert {result["check_name"] for result in results if result["status"] == "xfail"} == EXPECTED.keys()
     assert sum(result["status"] == "passed" for result in results) > 35
