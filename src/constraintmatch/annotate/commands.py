@@ -18,9 +18,10 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
 from constraintmatch._internal.progress import QUIET, Reporter, Watched
 from constraintmatch.annotate.background_training import Learner, Learning
+from constraintmatch.annotate.database import names_in
 from constraintmatch.annotate.import_export import open_answers, open_model
 from constraintmatch.annotate.question_queue import Chooser, Prompt, QuestionQueue, ask_one_by_one
-from constraintmatch.annotate.sitting import Door, Late, Rows, names_in, note_loop, open_port, serve
+from constraintmatch.annotate.sitting import Door, Late, Rows, note_loop, open_port, serve
 from constraintmatch.annotate.store import Store
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.image_set import ImageSet

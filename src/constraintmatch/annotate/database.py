@@ -1,12 +1,13 @@
 """What a store is made of: the file with its tables, the rows in Python, and the graph of the links they state."""
 
+import json
 import os
 import shlex
 import sqlite3
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -235,6 +236,15 @@ class Database:
         for (table, number), problem in tables.odd_rows(tables.read_tables(self.connection)).items():
             said = f"table {table} row {number}: {problem}".replace("{", "{{").replace("}", "}}")
             raise self._refusal(f"{said}; {_SAVE}")
+
+
+def names_in(path: Path) -> set[str]:
+    """The images that a database has questions about; none if there is no database yet."""
+    if not path.is_file() or not path.stat().st_size:
+        return set()
+    with closing(Database(path, read_only=True)) as database:
+        rows = database.select("SELECT image, shown FROM questions")
+    return {name for row in rows for name in (row["image"], *json.loads(row["shown"]))}
 
 
 class LinkGraph:
