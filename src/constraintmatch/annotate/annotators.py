@@ -34,6 +34,7 @@ from constraintmatch.questions.answers import UNSURE, Answer, Question
 from constraintmatch.questions.rounds import LabelOracle
 
 Said = Iterator[tuple[Question, int | None]]  # None: it said nothing that is understood
+Ask = Callable[[Sequence[Question]], Said]
 LABELS, PROTOCOL = "labels", "openai:"  # names of annotators begin with them
 AT_ONCE = 4  # questions on their way to an endpoint; a killed program loses no more answers than these
 SHARED = 10  # one question in ten may be compared with what a person answered
@@ -92,13 +93,7 @@ def ask_vision_model(loop: Loop, model: "VisionModel", reporter: Reporter = QUIE
 
 
 def _ask_in_rounds(
-    loop: Loop,
-    data: Data,
-    queue: QuestionQueue,
-    learner: Learner,
-    who: str,
-    ask: Callable[[Sequence[Question]], Said],
-    reporter: Reporter,
+    loop: Loop, data: Data, queue: QuestionQueue, learner: Learner, who: str, ask: Ask, reporter: Reporter
 ) -> None:
     skipped: list[Question] = []
     while True:
@@ -112,14 +107,7 @@ def _ask_in_rounds(
         reporter.say(f"{learner.n_learned:,} answers" + (f": {scores}" if scores else ""))
 
 
-def _answer(
-    queue: QuestionQueue,
-    learner: Learner,
-    until: int,
-    who: str,
-    ask: Callable[[Sequence[Question]], Said],
-    skipped: list[Question],
-) -> None:
+def _answer(queue: QuestionQueue, learner: Learner, until: int, who: str, ask: Ask, skipped: list[Question]) -> None:
     """Answer until there are `until` answers, nothing is left to ask, or the annotator says no more."""
     store = queue.store
     while (n := len(store.answers())) < until:

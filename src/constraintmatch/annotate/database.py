@@ -76,7 +76,6 @@ class StoredAnswer:
     annotator: str
     milliseconds: int | None
     time: str
-    model: str
     weight: float
     origin: str
     nearer: int
@@ -136,9 +135,8 @@ class Database:
             if not read_only:
                 self._hold(stack)
             new = not path.exists()
-            self.connection = sqlite3.connect(address, uri=True, isolation_level=None, check_same_thread=False)
+            self.connection = tables.connect(address)
             stack.callback(self.connection.close)
-            self.connection.text_factory = tables.decode_text
             try:
                 self._prepare()
             except BaseException:
@@ -177,22 +175,14 @@ class Database:
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """One transaction: on the disk when the block ends, undone when it fails."""
-        with self.access():
+        with self.access(), self.connection:  # which commits, or rolls back what is not rolled back already
             self.connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield self.connection
-                self.connection.execute("COMMIT")
-            except BaseException:
-                if self.connection.in_transaction:  # a full disk may have rolled it back already
-                    self.connection.execute("ROLLBACK")
-                raise
+            yield self.connection
 
     def select(self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[dict[str, Any]]:
         """The rows that a query finds, by column name."""
         with self.access():
-            cursor = self.connection.cursor()
-            cursor.row_factory = sqlite3.Row
-            return [dict(row) for row in cursor.execute(query, values)]
+            return [dict(row) for row in self.connection.execute(query, values)]
 
     def number(self, query: str, values: Sequence[Any] = ()) -> int:
         """The one number that a query finds."""

@@ -21,6 +21,14 @@ LOOK_BYTES = 16  # of the thumbnail of one image
 Row = Mapping[str, Any]
 
 
+def connect(address: str) -> sqlite3.Connection:
+    """An open database; bytes in a text that are no UTF-8 become lone surrogates, which `odd_rows` finds."""
+    connection = sqlite3.connect(address, uri=True, isolation_level=None, check_same_thread=False)
+    connection.row_factory = sqlite3.Row
+    connection.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+    return connection
+
+
 def create_tables(connection: sqlite3.Connection) -> None:
     """Make the tables, inside a transaction of the caller's."""
     for statement in (files("constraintmatch.annotate") / "schema.sql").read_text("utf-8").split(";"):
@@ -38,11 +46,6 @@ def upgrade_tables(connection: sqlite3.Connection, *, read_only: bool) -> None:
     else:
         connection.execute("ALTER TABLE questions ADD COLUMN nearer INTEGER NOT NULL DEFAULT 0")
         connection.execute(f"PRAGMA user_version = {VERSION}")
-
-
-def decode_text(raw: bytes) -> str:
-    """A text of the file; bytes that are no UTF-8 become lone surrogates, which `odd_rows` finds."""
-    return raw.decode("utf-8", "surrogateescape")
 
 
 def _text(value: Any) -> bool:
@@ -166,7 +169,7 @@ def read_tables(connection: sqlite3.Connection, lost: list[str] | None = None) -
     tables = {}
     for table, number in _NUMBERS.items():
         try:
-            tables[table] = _select(connection, f"SELECT * FROM {table}")
+            tables[table] = list(map(dict, connection.execute(f"SELECT * FROM {table}")))
         except sqlite3.Error as error:
             if lost is None:
                 raise
@@ -175,20 +178,14 @@ def read_tables(connection: sqlite3.Connection, lost: list[str] | None = None) -
     return tables
 
 
-def _select(connection: sqlite3.Connection, query: str) -> list[dict[str, Any]]:
-    cursor = connection.execute(query)
-    names = [column[0] for column in cursor.description]
-    return [dict(zip(names, row, strict=True)) for row in cursor]
-
-
 def _read_one_by_one(connection: sqlite3.Connection, table: str, number: str, lost: list[str]) -> list[dict[str, Any]]:
-    last, rows = 0, []
+    last, rows = 0, list[dict[str, Any]]()
     for query in (f"SELECT seq FROM sqlite_sequence WHERE name = '{table}'", f"SELECT max({number}) FROM {table}"):
         with suppress(sqlite3.Error, TypeError, ValueError):
             last = max(last, int(connection.execute(query).fetchone()[0]))
     for at in range(1, min(last, 10_000_000) + 1):
         try:
-            rows += _select(connection, f"SELECT * FROM {table} WHERE {number} = {at}")
+            rows += map(dict, connection.execute(f"SELECT * FROM {table} WHERE {number} = {at}"))
         except sqlite3.Error as error:
             lost.append(f"table {table} row {at}: {one_line(error)}")
     return rows
@@ -210,8 +207,7 @@ def repair_answers(path: Path, out: Path) -> tuple[int, list[str]]:
             with read_errors(source):
                 if not end or source.is_file():
                     shutil.copyfile(source, copy.with_name(copy.name + end))
-        with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
-            connection.text_factory = decode_text
+        with closing(connect(copy.as_uri())) as connection:
             tables = read_tables(connection, lost)
     tables["questions"] = [{"nearer": 0, **row} for row in tables["questions"]]  # version 1
     for table, spare in _SPARE.items():
