@@ -242,10 +242,11 @@ class VisionModel:
         spent, said = 0, ""
         for _ in range(2):
             reply = await client.chat.completions.create(model=self.model, messages=messages)
+            usage = getattr(reply, "usage", None)
             try:
-                said, usage = str(reply.choices[0].message.content or ""), reply.usage
+                said = str(reply.choices[0].message.content or "")
             except (AttributeError, IndexError, TypeError):
-                said, usage = "", getattr(reply, "usage", None)
+                said = ""
             if usage is None and self.tokens is not None:
                 raise InputError("does not say how many tokens it uses", self.url, "leave --vlm-tokens out")
             spent += int(getattr(usage, "total_tokens", 0) or 0)

@@ -271,7 +271,7 @@ def _read_annotation(annotation: Any) -> Annotation | None:
     words = [word for value in chosen for word in _words(value)]
     if annotation.get("was_cancelled") or annotation.get("skipped") or not words:
         return None
-    return words, _circumstances(annotation, annotation.get("completed_by"))
+    return words, _circumstances(annotation)
 
 
 def _words(value: Any) -> list[str]:
@@ -280,16 +280,15 @@ def _words(value: Any) -> list[str]:
     return [word for word in listed if isinstance(word, str) and word.strip()]
 
 
-def _circumstances(record: Mapping[str, Any], who: Any) -> dict[str, Any]:
+def _circumstances(annotation: Mapping[str, Any]) -> dict[str, Any]:
     """Annotator, time and milliseconds. Users are numbers, addresses, or records of both."""
+    who, seconds, created = (annotation.get(name) for name in ("completed_by", "lead_time", "created_at"))
     if isinstance(who, dict):
         names = f"{who.get('first_name') or ''} {who.get('last_name') or ''}".strip()
         who = who.get("email") or names or who.get("id")
     if not isinstance(who, str) or not who.strip():
         who = f"Label Studio user {who}" if isinstance(who, int) else "Label Studio"
-    seconds, created = record.get("lead_time"), record.get("created_at")
-    known = isinstance(seconds, int | float) and math.isfinite(seconds)
-    spent = int(1000 * seconds) if seconds is not None and known else None
+    spent = int(1000 * seconds) if isinstance(seconds, int | float) and math.isfinite(seconds) else None
     return {"annotator": who.strip(), "time": created if isinstance(created, str) else "", "milliseconds": spent}
 
 
@@ -320,14 +319,11 @@ class _Finder:
             for known_as in {file, uploaded}:
                 self.by_file[known_as].append(row)
 
-    def is_image(self, text: str) -> bool:
-        """Whether a text refers to an image, known or not."""
-        return text in self.exact or PurePosixPath(_path(text)).suffix.lower() in SUFFIXES
-
     def two_images(self, data: Mapping[str, Any]) -> tuple[int, int]:
         """The rows of the two images in the data of a task, in the order of its fields."""
         values = [value for entry in data.values() for value in (entry if isinstance(entry, list) else [entry])]
-        found = [value for value in values if isinstance(value, str) and self.is_image(value)]
+        texts = [value for value in values if isinstance(value, str)]
+        found = [text for text in texts if text in self.exact or PurePosixPath(_path(text)).suffix.lower() in SUFFIXES]
         if len(found) != 2:
             raise InputError(f"its data names {len(found)} images, not two; export the project that compares two")
         return self.row(found[0]), self.row(found[1])
