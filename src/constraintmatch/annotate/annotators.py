@@ -25,6 +25,7 @@ from constraintmatch.annotate.background_training import Learner
 from constraintmatch.annotate.commands import Loop, end_loop, open_loop
 from constraintmatch.annotate.database import LONGEST, Given
 from constraintmatch.annotate.question_queue import QuestionQueue, read_choice
+from constraintmatch.annotate.sitting import Rows
 from constraintmatch.annotate.store import Store
 from constraintmatch.annotate.thumbnails import large_picture
 from constraintmatch.data.image_set import ImageSet
@@ -56,7 +57,7 @@ _FILLERS = {"the", "answer", "is", "image", "number", "final", "it"}
 # In rounds
 
 
-def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter = QUIET) -> list[tuple[str, str]]:
+def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter = QUIET) -> Rows:
     """Let the labels answer, some of them wrongly, and train after every `every` answers: for experiments and tests."""
 
     def oracle(data: Data) -> LabelOracle:
@@ -74,7 +75,7 @@ def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter = QUIET) -> li
         return end_loop(loop, data, queue.store, learner)
 
 
-def ask_vision_model(loop: Loop, model: "VisionModel", reporter: Reporter = QUIET) -> list[tuple[str, str]]:
+def ask_vision_model(loop: Loop, model: "VisionModel", reporter: Reporter = QUIET) -> Rows:
     """Let a vision-language model answer and train after every `every` answers, until its budget is spent.
 
     It first answers up to a tenth of all questions that a person has answered: these answers do not count, they show

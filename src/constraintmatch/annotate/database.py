@@ -125,31 +125,29 @@ class Database:
 
     def __init__(self, path: Path, *, flag: str = "--db", read_only: bool = False) -> None:
         self.path, self.flag, self.read_only, self.lock = path, flag, read_only, threading.RLock()
+        file = Path(os.path.realpath(path))
         if path.is_dir():
             raise InputError(f"{path}: is a folder; give the database in it, for example --db {path / 'answers.db'}")
         if read_only and not path.is_file():
             raise InputError(f"{path}: no such file; check {flag}")
-        address = f"{Path(os.path.realpath(path)).as_uri()}?mode={'rw' if read_only else 'rwc'}"
         with self.access(), ExitStack() as stack:
             if not read_only:
-                self._hold(stack)
+                check_target(path)
+                self._hold(file.with_name(f"{file.name}.lock"), stack)
             new = not path.exists()
-            self.connection = tables.connect(address)
+            self.connection = tables.connect(f"{file.as_uri()}?mode={'rw' if read_only else 'rwc'}")
             stack.callback(self.connection.close)
             try:
                 self._prepare()
             except BaseException:
                 self.connection.close()
                 if new:  # not left half made
-                    Path(os.path.realpath(path)).unlink(missing_ok=True)
+                    file.unlink(missing_ok=True)
                 raise
             self.close = stack.pop_all().close
 
-    def _hold(self, stack: ExitStack) -> None:
+    def _hold(self, lock: Path, stack: ExitStack) -> None:
         """Hold the file for this process; a second server gets an InputError. The kernel frees it after a crash."""
-        check_target(self.path)
-        target = Path(os.path.realpath(self.path))
-        lock = target.with_name(f"{target.name}.lock")
         try:
             stack.enter_context(folder_lock(lock))
         except InUse:

@@ -117,8 +117,7 @@ class QuestionQueue:
     def claim_first(self, question: Question, annotator: str, n: int) -> tuple[Asked | None, list[Asked]]:
         """This question for this annotator before all others, and all that the annotator holds now.
 
-        None if it is answered already. What the annotator held goes back first, because the store hands out held
-        questions before urgent ones.
+        None if it is answered already. What the annotator held goes back first: more than n of them are for others.
         """
         with self._claiming:
             self.store.add_questions([question], model=self.model() or "", urgent=True)
