@@ -5,10 +5,11 @@ import os
 import shlex
 import sqlite3
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -308,9 +309,13 @@ class LinkGraph:
     def contradictions(self, limit: int | None = 10) -> list[Contradiction]:
         """The open contradictions, in the order of the answers that keep apart, each pair of images once.
 
-        Each needs a search of its own: all of many (limit=None) may take long; `n_contradictions` is fast.
+        Each image needs a search of its own: all of many (limit=None) may take long; `n_contradictions` is fast.
         """
-        return [self._proof(_way(self._tree(i), j)[::-1], apart) for apart, i, j in self._find_torn()[:limit]]
+        torn = self._find_torn()[:limit]
+        often = Counter(image for _, i, j in torn for image in (i, j))
+        ways = [(j, i, apart) if often[i] < often[j] else (i, j, apart) for apart, i, j in torn]
+        tree = cache(self._tree)
+        return [self._proof(_way(tree(root), end)[::-1], apart) for root, end, apart in ways]
 
     def _find_torn(self) -> list[tuple[int, int, int]]:
         """(answer, i, j) of each cannot-link inside a group, sorted."""

@@ -104,14 +104,17 @@ def serve_page(sitting: Sitting, door: Door, reporter: Reporter = QUIET) -> Rows
                 reporter.say(f"{asked}; the others have answers already")
             late = Late(believe())
             if finish is not None:
-                late.progress = Watched(reporter)
+                late.progress, late.patience = Watched(reporter), 0.0
                 late.go_on = partial(_open_rest, late, late.progress, finish)
             late.close = lambda _: _next_steps(sitting, store, late.noted)
             chooser = Chooser(kind=sitting.kind, choose=sitting.choose, seed=sitting.seed)
             name = None if sitting.model is None else str(sitting.model)
             queue = QuestionQueue(store, late.belief, chooser, lambda: name)
-            serve(sock, door, reporter, data, queue, late.activity, late.begin)
-            return late.end(queue, LONGEST_STEP)
+            try:
+                serve(sock, door, reporter, data, queue, late.activity, late.begin)
+            finally:
+                rows = late.end(queue, LONGEST_STEP)
+            return rows
 
 
 def export_answers(sitting: Sitting, out: Path, reporter: Reporter = QUIET) -> str:
@@ -270,13 +273,13 @@ def serve_known_loop(
 class Late:
     """What is noted of the images, until a thread has found more: a learner, or the other photographs.
 
-    `go_on(page)` runs in the thread, once the first question is handed out. It gives the learner, if there is one, and
-    a function that ends the work. If it embeds photographs, `progress` is told how far it is, and an end interrupts it.
-    `order` then has the rows that the images of the page have among those of the learner.
+    `go_on(page)` runs in the thread, once the first question is handed out, or after `patience` seconds. It gives the
+    learner, if there is one, and a function that ends the work. If it embeds photographs, `progress` is told how far it
+    is, and an end interrupts it. `order` then has the rows that the images of the page have among those of the learner.
     """
 
     def __init__(self, noted: Belief, go_on: GoOn | None = None, progress: Watched | None = None) -> None:
-        self.noted, self.go_on, self.progress = noted, go_on, progress
+        self.noted, self.go_on, self.progress, self.patience = noted, go_on, progress, 10.0
         self.learner: Learner | None = None
         self.order: NDArray[np.int64] | None = None
         self.problem: str | None = None
@@ -319,7 +322,7 @@ class Late:
             self._thread.start()
 
     def _run(self, page: "Page", go_on: GoOn) -> None:
-        page.queue.asked.wait(10)  # the first question before the network
+        page.queue.asked.wait(self.patience)  # the first question before the network
         try:
             self.learner, self.close = go_on(page)
             page.queue.wake()

@@ -144,11 +144,12 @@ def _problem(table: str, row: Row, n_shown: Mapping[Any, tuple[int, bool]]) -> s
             return f"look has {len(row['look']):,} bytes for {len(images)} images"
         if row["nearer"] and len(images) != 3:
             return f"a triplet of {len(images)} images"
-    if table == "answers" and row["question"] not in n_shown:
-        return f"its question {row['question']} is not there, or damaged"
-    n, nearer = n_shown[row["question"]] if table == "answers" else (0, False)
-    if table == "answers" and (not UNSURE <= row["choice"] < n or (nearer and row["choice"] == NONE)):
-        return f"choice {row['choice']} was not shown"
+    if table == "answers":
+        if row["question"] not in n_shown:
+            return f"its question {row['question']} is not there, or damaged"
+        n, nearer = n_shown[row["question"]]
+        if not UNSURE <= row["choice"] < n or (nearer and row["choice"] == NONE):
+            return f"choice {row['choice']} was not shown"
     return ""
 
 
