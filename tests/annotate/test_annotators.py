@@ -26,7 +26,8 @@ from constraintmatch._internal.progress import QUIET
 from constraintmatch.annotate.annotators import VisionModel, ask_vision_model, disagreement, read_reply
 from constraintmatch.annotate.commands import Loop
 from constraintmatch.annotate.database import Given
-from constraintmatch.annotate.import_export import Sitting, open_answers, open_images
+from constraintmatch.annotate.import_export import open_answers
+from constraintmatch.annotate.sitting import Sitting, open_images
 from constraintmatch.annotate.store import open_store
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.pipeline.plan import Train

@@ -22,8 +22,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Reporter
 from constraintmatch.annotate import commands
 from constraintmatch.annotate.commands import Loop, ask_on_page
-from constraintmatch.annotate.import_export import Sitting, export_answers
-from constraintmatch.annotate.sitting import Door, Late, serve_known_loop, serve_page
+from constraintmatch.annotate.sitting import Door, Late, Sitting, export_answers, serve_known_loop, serve_page
 from constraintmatch.annotate.store import open_store
 from constraintmatch.data import cache
 from constraintmatch.data.image_set import ImageSet

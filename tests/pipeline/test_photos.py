@@ -268,8 +268,7 @@ def test_known_photographs_are_asked_about_again_without_a_network(tmp_path: Pat
 import sys, numpy
 from pathlib import Path
 from constraintmatch.annotate import sitting
-from constraintmatch.annotate.import_export import Sitting
-data, believe, _ = sitting._open(Sitting({str(photos)!r}, Path("answers.db")), sitting.QUIET)
+data, believe, _ = sitting._open(sitting.Sitting({str(photos)!r}, Path("answers.db")), sitting.QUIET)
 numpy.save({str(tmp_path / "again.npy")!r}, believe().features)
 print(*data.images.names, {{"torch", "sklearn", "timm", "pyarrow"}} & set(sys.modules))
 """

@@ -25,6 +25,7 @@ from constraintmatch.annotate.background_training import Learner
 from constraintmatch.annotate.commands import Loop, end_loop, open_loop
 from constraintmatch.annotate.database import LONGEST, Given
 from constraintmatch.annotate.question_queue import QuestionQueue, read_choice
+from constraintmatch.annotate.sitting import Rows
 from constraintmatch.annotate.store import Store
 from constraintmatch.annotate.thumbnails import large_picture
 from constraintmatch.data.image_set import ImageSet
@@ -34,6 +35,7 @@ from constraintmatch.questions.answers import UNSURE, Answer, Question
 from constraintmatch.questions.rounds import LabelOracle
 
 Said = Iterator[tuple[Question, int | None]]  # None: it said nothing that is understood
+Ask = Callable[[Sequence[Question]], Said]
 LABELS, PROTOCOL = "labels", "openai:"  # names of annotators begin with them
 AT_ONCE = 4  # questions on their way to an endpoint; a killed program loses no more answers than these
 SHARED = 10  # one question in ten may be compared with what a person answered
@@ -55,7 +57,7 @@ _FILLERS = {"the", "answer", "is", "image", "number", "final", "it"}
 # In rounds
 
 
-def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter = QUIET) -> list[tuple[str, str]]:
+def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter = QUIET) -> Rows:
     """Let the labels answer, some of them wrongly, and train after every `every` answers: for experiments and tests."""
 
     def oracle(data: Data) -> LabelOracle:
@@ -73,7 +75,7 @@ def ask_labels(loop: Loop, error: float = 0.0, reporter: Reporter = QUIET) -> li
         return end_loop(loop, data, queue.store, learner)
 
 
-def ask_vision_model(loop: Loop, model: "VisionModel", reporter: Reporter = QUIET) -> list[tuple[str, str]]:
+def ask_vision_model(loop: Loop, model: "VisionModel", reporter: Reporter = QUIET) -> Rows:
     """Let a vision-language model answer and train after every `every` answers, until its budget is spent.
 
     It first answers up to a tenth of all questions that a person has answered: these answers do not count, they show
@@ -92,13 +94,7 @@ def ask_vision_model(loop: Loop, model: "VisionModel", reporter: Reporter = QUIE
 
 
 def _ask_in_rounds(
-    loop: Loop,
-    data: Data,
-    queue: QuestionQueue,
-    learner: Learner,
-    who: str,
-    ask: Callable[[Sequence[Question]], Said],
-    reporter: Reporter,
+    loop: Loop, data: Data, queue: QuestionQueue, learner: Learner, who: str, ask: Ask, reporter: Reporter
 ) -> None:
     skipped: list[Question] = []
     while True:
@@ -112,14 +108,7 @@ def _ask_in_rounds(
         reporter.say(f"{learner.n_learned:,} answers" + (f": {scores}" if scores else ""))
 
 
-def _answer(
-    queue: QuestionQueue,
-    learner: Learner,
-    until: int,
-    who: str,
-    ask: Callable[[Sequence[Question]], Said],
-    skipped: list[Question],
-) -> None:
+def _answer(queue: QuestionQueue, learner: Learner, until: int, who: str, ask: Ask, skipped: list[Question]) -> None:
     """Answer until there are `until` answers, nothing is left to ask, or the annotator says no more."""
     store = queue.store
     while (n := len(store.answers())) < until:
@@ -254,10 +243,11 @@ class VisionModel:
         spent, said = 0, ""
         for _ in range(2):
             reply = await client.chat.completions.create(model=self.model, messages=messages)
+            usage = getattr(reply, "usage", None)
             try:
-                said, usage = str(reply.choices[0].message.content or ""), reply.usage
+                said = str(reply.choices[0].message.content or "")
             except (AttributeError, IndexError, TypeError):
-                said, usage = "", getattr(reply, "usage", None)
+                said = ""
             if usage is None and self.tokens is not None:
                 raise InputError("does not say how many tokens it uses", self.url, "leave --vlm-tokens out")
             spent += int(getattr(usage, "total_tokens", 0) or 0)

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -68,7 +68,7 @@ class Page:
     def __post_init__(self) -> None:
         self.store, self.belief = self.queue.store, self.queue.belief
         self.images.to_look_at()  # refused here, before anything is served
-        self._implied: tuple[tuple[int, int], Belief | None, float, int] | None = None
+        self._implied = lru_cache(maxsize=1)(self._imply)
 
     @cached_property
     def database(self) -> str:
@@ -80,11 +80,8 @@ class Page:
 
     def state(self) -> Json:
         """Where the work stands."""
-        counts, belief = self.store.counts(), self.belief()
-        key, known = (counts["answered"], counts["withdrawn"]), self._implied
-        if known is None or known[0] != key or known[1] is not belief:  # kept until an answer or the belief changes
-            certain = 0.0 if belief is None else certain_share(belief, self.store.answers())
-            self._implied = known = key, belief, certain, self.store.n_contradictions()
+        counts = self.store.counts()
+        certain, n_contradictions = self._implied(self.belief(), counts["answered"], counts["withdrawn"])
         return {
             "database": self.database,
             "source": self.source,
@@ -92,10 +89,15 @@ class Page:
             "images": len(self.images),
             "counts": counts,
             "wanted": self.queue.chooser.total,
-            "certain": known[2],
-            "contradictions": known[3],
+            "certain": certain,
+            "contradictions": n_contradictions,
             "activity": self.activity(),
         }
+
+    def _imply(self, belief: Belief | None, *_counts: int) -> tuple[float, int]:
+        """What follows from the answers; it is kept until the belief or the counts of answers change."""
+        certain = 0.0 if belief is None else certain_share(belief, self.store.answers())
+        return certain, self.store.n_contradictions()
 
     def claim(self, wanted: server.ClaimRequest) -> Json:
         """Hold questions: those held before come first, and nobody else gets them meanwhile."""
@@ -292,10 +294,9 @@ def create_app(page: Page, rules: server.Rules = LOCAL) -> FastAPI:
         openapi_url="/api/openapi.json",
         lifespan=lifespan,
         responses=PROBLEMS,
+        exception_handlers={InputError: _refuse, RequestValidationError: _explain},
     )
     server.protect(app, rules)
-    app.exception_handler(InputError)(_refuse)
-    app.exception_handler(RequestValidationError)(_explain)
     _add_routes(app, page)
     return app
 

@@ -78,12 +78,11 @@ class Learner:
         *,
         views: ViewChoice | None = None,
         held_out: ImageSet | None = None,
-        whole: Callable[[ClusterModel], ClusterModel] | None = None,
+        whole: Callable[[ClusterModel], ClusterModel] = lambda model: model,
     ) -> None:
         """`whole` turns a trained part of a model into the whole model, if only a part learns."""
         self.images, self.start_model, self.answers, self.folder = images, start, answers, folder
-        self.learning, self.views, self.held_out = learning, views, held_out
-        self.whole = whole or (lambda model: model)
+        self.learning, self.views, self.held_out, self.whole = learning, views, held_out, whole
         self.problem: str | None = None
         self.n_learned = 0  # answers that the newest model knows
         self.run: Path | None = None  # the folder of its round
@@ -151,8 +150,7 @@ class Learner:
         """Train one round on all answers so far; False if they say nothing to train on."""
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()  # after a stop: it ends with its current step
-        answers, settings = list(self.answers()), dict(self.learning.settings)
-        start = self.start_model
+        start, answers, settings = self.start_model, list(self.answers()), dict(self.learning.settings)
         beliefs = self.frozen.probabilities(start) if start.config.n_clusters else None
         pairs = closure_pairs(answers, len(self.images), beliefs, self.frozen)
         if not len(pairs) and not len(pairs.triplets):
@@ -162,13 +160,13 @@ class Learner:
             settings["steps"] = self.learning.last_steps
         try:
             before = self._of_newest().probabilities
-            first = round_start(self.start_model, self.frozen, self.images, answers, settings, before)
+            first = round_start(start, self.frozen, self.images, answers, settings, before)
             self._ahead = head_belief(first, self.frozen)  # better questions while the network is trained
-            if self.start_model.config.n_clusters:  # the start is judged by answers that it does not know
-                first = copy.deepcopy(self.start_model)
+            if start.config.n_clusters:  # the start is judged by answers that it does not know
+                first = copy.deepcopy(start)
             stays = beliefs is not None and favour(answers, beliefs, before)
             model = self._train(first, self._newest if stays else None, pairs, settings, watched)
-            self._belief = image_belief(model.to(self.start_model.device), self.images)
+            self._belief = image_belief(model.to(start.device), self.images)
             self._newest, self.n_learned, self._steps = model, len(answers), int(settings.get("steps", 0))
             self.run = self._round(len(answers))
             save_model(self.newest, self.folder / "model")

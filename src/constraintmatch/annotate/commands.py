@@ -18,9 +18,10 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
 from constraintmatch._internal.progress import QUIET, Reporter, Watched
 from constraintmatch.annotate.background_training import Learner, Learning
+from constraintmatch.annotate.database import names_in
 from constraintmatch.annotate.import_export import open_answers, open_model
 from constraintmatch.annotate.question_queue import Chooser, Prompt, QuestionQueue, ask_one_by_one
-from constraintmatch.annotate.sitting import Door, Late, Rows, names_in, note_loop, open_port, serve
+from constraintmatch.annotate.sitting import Door, Late, Rows, note_loop, open_port, serve
 from constraintmatch.annotate.store import Store
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.image_set import ImageSet
@@ -269,29 +270,28 @@ def _request(loop: Loop) -> tuple[Train, bool]:
 
     A start that is there already is used, even if images have come or gone since.
     """
-    place, model, images = loop.out / "start", loop.model, loop.images or Train()
+    place, images = loop.out / "start", loop.images or Train()
     features, clusters = (place / stage for stage in SHORT_STAGES)
-    if model is None and is_finished(clusters):
-        model = clusters
-        known = open_model(model).config.n_clusters
-        if loop.clusters not in (None, known):
-            raise InputError(f"{loop.out}: has {known} clusters already; leave --clusters out or choose another --out")
+    model = clusters if loop.model is None and is_finished(clusters) else loop.model
     row = DATASETS.get(loop.data)  # the images of a folder are brought to the size of the model
     size = None if row is None else (row.side, row.channels)
     known = 0 if model is None else open_model(model, size).config.n_clusters
+    if model is clusters and loop.clusters not in (None, known):
+        raise InputError(f"{loop.out}: has {known} clusters already; leave --clusters out or choose another --out")
     grows = loop.clusters is None and row is None and not known
     if grows and loop.kind == "triplet":
         raise InputError("triplets do not show how many kinds there are; add --clusters K, or ask with --kind which")
     if model is None and is_finished(features):
         model = features
+    begun = loop.model is None and model is not None
     request = replace(
         images,
         data=loop.data,
         clusters=2 if grows else loop.clusters,  # for a head that the start does not use
         model=model,
-        start=images.start if loop.model is not None or model is None else None,
+        start=None if begun else images.start,
         frozen=True,  # of a pretrained encoder: people wait for a round
-        backbone=images.backbone if loop.model is not None or model is None else None,
+        backbone=None if begun else images.backbone,
         out=place,
         settings={"seed": loop.seed, "device": loop.device},
     )

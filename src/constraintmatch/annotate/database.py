@@ -1,12 +1,13 @@
 """What a store is made of: the file with its tables, the rows in Python, and the graph of the links they state."""
 
+import json
 import os
 import shlex
 import sqlite3
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -75,7 +76,6 @@ class StoredAnswer:
     annotator: str
     milliseconds: int | None
     time: str
-    model: str
     weight: float
     origin: str
     nearer: int
@@ -126,32 +126,29 @@ class Database:
 
     def __init__(self, path: Path, *, flag: str = "--db", read_only: bool = False) -> None:
         self.path, self.flag, self.read_only, self.lock = path, flag, read_only, threading.RLock()
+        file = Path(os.path.realpath(path))
         if path.is_dir():
             raise InputError(f"{path}: is a folder; give the database in it, for example --db {path / 'answers.db'}")
         if read_only and not path.is_file():
             raise InputError(f"{path}: no such file; check {flag}")
-        address = f"{Path(os.path.realpath(path)).as_uri()}?mode={'rw' if read_only else 'rwc'}"
         with self.access(), ExitStack() as stack:
             if not read_only:
-                self._hold(stack)
+                check_target(path)
+                self._hold(file.with_name(f"{file.name}.lock"), stack)
             new = not path.exists()
-            self.connection = sqlite3.connect(address, uri=True, isolation_level=None, check_same_thread=False)
+            self.connection = tables.connect(f"{file.as_uri()}?mode={'rw' if read_only else 'rwc'}")
             stack.callback(self.connection.close)
-            self.connection.text_factory = tables.decode_text
             try:
                 self._prepare()
             except BaseException:
                 self.connection.close()
                 if new:  # not left half made
-                    Path(os.path.realpath(path)).unlink(missing_ok=True)
+                    file.unlink(missing_ok=True)
                 raise
             self.close = stack.pop_all().close
 
-    def _hold(self, stack: ExitStack) -> None:
+    def _hold(self, lock: Path, stack: ExitStack) -> None:
         """Hold the file for this process; a second server gets an InputError. The kernel frees it after a crash."""
-        check_target(self.path)
-        target = Path(os.path.realpath(self.path))
-        lock = target.with_name(f"{target.name}.lock")
         try:
             stack.enter_context(folder_lock(lock))
         except InUse:
@@ -176,22 +173,14 @@ class Database:
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """One transaction: on the disk when the block ends, undone when it fails."""
-        with self.access():
+        with self.access(), self.connection:  # which commits, or rolls back what is not rolled back already
             self.connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield self.connection
-                self.connection.execute("COMMIT")
-            except BaseException:
-                if self.connection.in_transaction:  # a full disk may have rolled it back already
-                    self.connection.execute("ROLLBACK")
-                raise
+            yield self.connection
 
     def select(self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[dict[str, Any]]:
         """The rows that a query finds, by column name."""
         with self.access():
-            cursor = self.connection.cursor()
-            cursor.row_factory = sqlite3.Row
-            return [dict(row) for row in cursor.execute(query, values)]
+            return [dict(row) for row in self.connection.execute(query, values)]
 
     def number(self, query: str, values: Sequence[Any] = ()) -> int:
         """The one number that a query finds."""
@@ -235,6 +224,15 @@ class Database:
         for (table, number), problem in tables.odd_rows(tables.read_tables(self.connection)).items():
             said = f"table {table} row {number}: {problem}".replace("{", "{{").replace("}", "}}")
             raise self._refusal(f"{said}; {_SAVE}")
+
+
+def names_in(path: Path) -> set[str]:
+    """The images that a database has questions about; none if there is no database yet."""
+    if not path.is_file() or not path.stat().st_size:
+        return set()
+    with closing(Database(path, read_only=True)) as database:
+        rows = database.select("SELECT image, shown FROM questions")
+    return {name for row in rows for name in (row["image"], *json.loads(row["shown"]))}
 
 
 class LinkGraph:

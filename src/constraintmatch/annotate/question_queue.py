@@ -24,6 +24,7 @@ from constraintmatch.questions.next_question import Choice, Kind, next_questions
 Line = Callable[[], str | None]  # gives a line to show, or nothing
 LOW = 4  # new questions are chosen when fewer wait
 FRESH = 5  # answers after which waiting questions are chosen again: they know less than what was answered
+CELLS, COMPONENTS = 12, 48  # sides of a small copy of an image, and numbers that its pixels become
 BLOCK = 4_096  # images whose pixels become numbers at once
 log = logging.getLogger(__name__)
 
@@ -116,8 +117,7 @@ class QuestionQueue:
     def claim_first(self, question: Question, annotator: str, n: int) -> tuple[Asked | None, list[Asked]]:
         """This question for this annotator before all others, and all that the annotator holds now.
 
-        None if it is answered already. What the annotator held goes back first, because the store hands out held
-        questions before urgent ones.
+        None if it is answered already. What the annotator held goes back first: more than n of them are for others.
         """
         with self._claiming:
             self.store.add_questions([question], model=self.model() or "", urgent=True)
@@ -169,7 +169,7 @@ class QuestionQueue:
                 self.problem = "no new questions could be chosen; the output of the server says why"
 
 
-def pixel_belief(images: ImageSet, *, side: int = 12, width: int = 48) -> Belief:
+def pixel_belief(images: ImageSet) -> Belief:
     """Features without a model: the principal components of small copies of the images, rows of length 1.
 
     Good enough to find near-duplicates and the dense places; 50,000 images take a few seconds. Embeddings are features
@@ -179,18 +179,18 @@ def pixel_belief(images: ImageSet, *, side: int = 12, width: int = 48) -> Belief
         given = images.images.reshape(len(images), -1)
         features = given - given.mean(0)
     else:
-        blocks = [_shrink(images.images[at : at + BLOCK], side) for at in range(0, len(images), BLOCK)]
+        blocks = [_shrink(images.images[at : at + BLOCK]) for at in range(0, len(images), BLOCK)]
         cells = np.concatenate(blocks)
         cells -= cells.mean(0)
         directions = np.linalg.eigh(cells.T @ cells)[1][:, ::-1]
-        features = cells @ directions[:, :width].astype(np.float32)
+        features = cells @ directions[:, :COMPONENTS].astype(np.float32)
     features[:, 0] += 1e-6  # an image that is the mean of all has no direction of its own
     return Belief(np.asarray(features / np.linalg.norm(features, axis=1, keepdims=True), np.float32))
 
 
-def _shrink(images: NDArray[np.uint8], side: int) -> NDArray[np.float32]:
-    """Images (n, h, w, c) as means over at most side × side cells: (n, cells)."""
-    edges = np.linspace(0, images.shape[1], min(side, images.shape[1]) + 1).astype(np.int64)
+def _shrink(images: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Images (n, h, w, c) as means over at most CELLS × CELLS cells: (n, cells)."""
+    edges = np.linspace(0, images.shape[1], min(CELLS, images.shape[1]) + 1).astype(np.int64)
     sums = np.add.reduceat(np.add.reduceat(images.astype(np.float32), edges[:-1], axis=1), edges[:-1], axis=2)
     area = np.diff(edges)[:, None] * np.diff(edges)
     return np.asarray(sums / (255 * area[..., None]), np.float32).reshape(len(images), -1)

@@ -9,6 +9,7 @@ knows names only; a server also has addresses, and those of a router or a contai
 import errno
 import ipaddress
 import logging
+import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
@@ -214,15 +215,11 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError):
         raise InputError(f"--host {host}: no such host; use 127.0.0.1 (this machine) or 0.0.0.0 (all)") from None
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: takes IPv4 too
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(place)
-        sock.listen(128)
+        return socket.create_server(place, family=family, backlog=128, dualstack_ipv6=both)
     except OSError as error:
-        sock.close()
         raise InputError(_why_not(host, port, error)) from None
-    return sock
 
 
 def _why_not(host: str, port: int, error: OSError) -> str:
@@ -234,7 +231,7 @@ def _why_not(host: str, port: int, error: OSError) -> str:
         return f"port {port} needs more rights than you have; choose one above 1,023, for example --port 8765"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"--host {host}: not an address of this machine; use 127.0.0.1 or 0.0.0.0"
-    return f"--host {host} --port {port}: cannot listen there ({error.strerror}); choose another"
+    return f"--host {host} --port {port}: cannot listen there ({os.strerror(error.errno or 0)}); choose another"
 
 
 def address(sock: socket.socket, host: str, token: str | None = None) -> str:

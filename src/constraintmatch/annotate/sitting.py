@@ -1,4 +1,4 @@
-"""The command `annotate`, once its words are read: questions about images on a page, or as tasks for another tool.
+"""The command `annotate`, once its words are read: questions about images on a page, answers from and to files.
 
 Torch is imported only where a network has to look at the images: photographs that are known are asked about at once.
 fastapi and uvicorn, which may be missing, are imported only by what needs them.
@@ -11,7 +11,6 @@ import socket
 import threading
 import webbrowser
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -25,27 +24,57 @@ from numpy.typing import NDArray
 from constraintmatch._internal.errors import InputError, one_line
 from constraintmatch._internal.files import check_target, write_atomically
 from constraintmatch._internal.progress import QUIET, Reporter, Watched, watched
-from constraintmatch.annotate.database import Database
-from constraintmatch.annotate.import_export import Sitting, check_number, open_answers, open_images, open_model
-from constraintmatch.annotate.other_tools import write_tasks
+from constraintmatch.annotate.database import names_in
+from constraintmatch.annotate.import_export import (
+    check_file,
+    export_pairs,
+    import_answers,
+    open_answers,
+    open_model,
+    read_answers,
+    write_tasks,
+)
 from constraintmatch.annotate.question_queue import Chooser, Line, QuestionQueue, pixel_belief
 from constraintmatch.annotate.store import Store
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.decoding import is_photo
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.pipeline.photos import begin_with, embedded_photos, first_photos, known_photos, size_of
-from constraintmatch.pipeline.sources import Data, read_pairs
+from constraintmatch.pipeline.sources import Data, open_at, read_pairs
 from constraintmatch.questions.answers import Question
 from constraintmatch.questions.belief import Belief
+from constraintmatch.questions.next_question import Choice, Kind
 
-if TYPE_CHECKING:  # fastapi
+if TYPE_CHECKING:  # fastapi, torch
     from constraintmatch.annotate.api import Page
+    from constraintmatch.annotate.background_training import Learner
 
 log = logging.getLogger(__name__)
 Finish = Callable[..., tuple[Data, NDArray[np.float32]]]  # opens all photographs, with progress
 _FIRST_QUESTION = "first-question.npz"  # in a loop folder
 TASKS = 100  # questions for another tool at a time
+LONGEST_STEP = 10.0  # seconds that the end of a page waits for the encoder
 Rows = list[tuple[str, str]]  # of a table: what was answered, and what to do next
+Close = Callable[[QuestionQueue], Rows]
+GoOn = Callable[["Page"], tuple["Learner | None", Close]]
+
+
+@dataclass(frozen=True)
+class Sitting:
+    """What is asked about, and where the answers go."""
+
+    data: str
+    db: Path
+    model: Path | None = None
+    kind: Kind = "which"
+    choose: Choice = "recommended"
+    seed: int = 0
+    split: str | None = None
+    data_dir: Path | None = None
+    strict: bool = False
+    device: str | None = None
+    pictures: Path | None = None
+    again: Path | None = None  # a pairs file whose pairs are asked first
 
 
 @dataclass(frozen=True)
@@ -73,15 +102,37 @@ def serve_page(sitting: Sitting, door: Door, reporter: Reporter = QUIET) -> Rows
                 n = store.add_questions(questions, model=str(sitting.again), urgent=True)
                 asked = f"{n:,} of the {len(again):,} pairs of {sitting.again} are asked first"
                 reporter.say(f"{asked}; the others have answers already")
-            rest = _Rest(data.images, believe(), finish, reporter)
+            late = Late(believe())
+            if finish is not None:
+                late.progress, late.patience = Watched(reporter), 0.0
+                late.go_on = partial(_open_rest, late, late.progress, finish)
+            late.close = lambda _: _next_steps(sitting, store, late.noted)
             chooser = Chooser(kind=sitting.kind, choose=sitting.choose, seed=sitting.seed)
             name = None if sitting.model is None else str(sitting.model)
-            queue = QuestionQueue(store, rest.belief, chooser, lambda: name)
+            queue = QuestionQueue(store, late.belief, chooser, lambda: name)
             try:
-                serve(sock, door, reporter, data, queue, rest.activity, rest.begin)
+                serve(sock, door, reporter, data, queue, late.activity, late.begin)
             finally:
-                rest.stop()
-            return _next_steps(sitting, store, rest.now)
+                rows = late.end(queue, LONGEST_STEP)
+            return rows
+
+
+def export_answers(sitting: Sitting, out: Path, reporter: Reporter = QUIET) -> str:
+    """Write the answers as a pairs file, also while a server runs; an existing file is replaced."""
+    check_target(out)
+    data = open_images(sitting, reporter)
+    with open_answers(sitting.db, data, read_only=True) as store:
+        return export_pairs(store, out)
+
+
+def import_file(sitting: Sitting, file: Path, reporter: Reporter = QUIET, **how: str | None) -> str:
+    """Take the answers of a pairs file, or of Label Studio's export (.json), into the database (see `read_answers`)."""
+    check_file(file, **how)
+    check_target(sitting.db)
+    data = open_images(sitting, reporter)
+    given, n_left_out = read_answers(file, data.images.names, **how)
+    with open_answers(sitting.db, data, reporter) as store:
+        return import_answers(store, given, n_left_out)
 
 
 def export_tasks(sitting: Sitting, out: Path, reporter: Reporter = QUIET) -> str:
@@ -100,6 +151,25 @@ def export_tasks(sitting: Sitting, out: Path, reporter: Reporter = QUIET) -> str
         questions += found
     write_tasks(out, data.images.names, questions)
     return f"{len(questions):,} questions"
+
+
+def open_images(sitting: Sitting, reporter: Reporter) -> Data:
+    """The images, at the size of the model if there is a model."""
+    is_dataset, size = sitting.data in DATASETS, None
+    if sitting.split is not None and not is_dataset:
+        raise InputError(f"--split {sitting.split} goes with a data set ({', '.join(DATASETS)}), not with a folder")
+    if sitting.model is not None and not is_dataset:
+        config = open_model(sitting.model).config
+        size = config.side, config.channels
+    how = {name: getattr(sitting, name) for name in ("split", "data_dir", "strict", "pictures")}
+    return check_number(sitting, open_at(sitting.data, size, "train", reporter=reporter, **how))
+
+
+def check_number(sitting: Sitting, data: Data) -> Data:
+    """The images, if there are enough to ask about."""
+    if len(data.images) < 2:
+        raise InputError(f"{sitting.data}: has only one image; questions need two or more")
+    return data
 
 
 def _open(
@@ -129,66 +199,20 @@ def _open(
     return data, _believer(sitting, data.images, reporter), None
 
 
-def names_in(db: Path) -> set[str]:
-    """The images that a database has questions about."""
-    if not db.is_file() or not db.stat().st_size:
-        return set()
-    with closing(Database(db, read_only=True)) as database:
-        rows = database.select("SELECT image, shown FROM questions")
-    return {name for row in rows for name in (row["image"], *json.loads(row["shown"]))}
-
-
-class _Rest:
-    """Opens all photographs of a large folder in a thread, while people answer about the first ones."""
-
-    def __init__(self, first: ImageSet, belief: Belief, finish: Finish | None, reporter: Reporter) -> None:
-        self.first, self.now, self.finish = first, belief, finish
-        self.progress, self.problem = Watched(reporter), ""
-        self._thread = threading.Thread(target=lambda: None, daemon=True)
-
-    def belief(self) -> Belief:
-        """What is known of the photographs that are embedded: the first ones, then all."""
-        return self.now
-
-    def activity(self) -> str | None:
-        """A line for the page, while there is something to do."""
-        if self.problem or self.finish is None:
-            return self.problem or None
-        return _still(self.progress, len(self.first))
-
-    def begin(self, page: "Page") -> None:
-        """Start the thread, if there is something to do; the page goes on with all images."""
-        if self.finish is not None:
-            self._thread = threading.Thread(target=self._run, args=(page, self.finish), name="rest", daemon=True)
-            self._thread.start()
-
-    def _run(self, page: "Page", finish: Finish) -> None:
-        try:
-            data, features = finish(reporter=self.progress)
-            images, order = begin_with(self.first, data.images)
-            belief = Belief.of(features[order])
-            page.store.change_images(images)
-            page.images, self.now, self.finish = images, belief, None
-            page.queue.wake()
-            self.progress.say(f"all {len(images):,} images are embedded: questions are about all of them")
-        except KeyboardInterrupt:  # of `stop`
-            return
-        except Exception as error:
-            log.debug("the rest was not opened", exc_info=True)
-            self.problem = f"the other photographs are left out ({one_line(error)})"
-            self.progress.say(self.problem)
-
-    def stop(self) -> None:
-        """End the thread at its next step; what is embedded is kept."""
-        self.progress.ended = True
-        if self._thread.is_alive():
-            self._thread.join(timeout=10)
-
-
-def _still(now: Watched, n_first: int) -> str:
-    """How far the photographs are embedded, for the page."""
-    until = f"questions are about {n_first:,} until then"
-    return f"{now.title or 'opening all images'}, {now.done:,} of {now.total:,}; {until}"
+def _open_rest(late: "Late", progress: Watched, finish: Finish, page: "Page") -> tuple[None, Close]:
+    """Open all photographs of a large folder; the page goes on with them, or with the first ones if that fails."""
+    try:
+        data, features = finish(reporter=progress)
+        images, order = begin_with(page.images, data.images)
+        belief = Belief.of(features[order])
+        page.store.change_images(images)
+        page.images, late.noted, late.progress = images, belief, None
+        progress.say(f"all {len(images):,} images are embedded: questions are about all of them")
+    except Exception as error:
+        log.debug("the rest was not opened", exc_info=True)
+        late.problem = f"the other photographs are left out ({one_line(error)})"
+        progress.say(late.problem)
+    return None, late.close
 
 
 def _believer(sitting: Sitting, images: ImageSet, reporter: Reporter) -> Callable[[], Belief]:
@@ -215,14 +239,10 @@ def note_loop(
     out: Path, words: str, encoder: list[Any], chooser: dict[str, Any], probabilities: NDArray[np.float32] | None
 ) -> None:
     """Note what the first question of a loop needs: its words, side, channels and digest of the encoder, its belief."""
-    note = np.array(json.dumps({"words": words, "encoder": encoder, "chooser": chooser}))
-    arrays: dict[str, Any] = {"note": note} if probabilities is None else {"note": note, "probabilities": probabilities}
-
-    def write(temporary: Path) -> None:
-        with temporary.open("wb") as file:
-            np.savez(file, **arrays)
-
-    write_atomically(out / _FIRST_QUESTION, write)
+    arrays: dict[str, Any] = {"note": json.dumps({"words": words, "encoder": encoder, "chooser": chooser})}
+    if probabilities is not None:
+        arrays["probabilities"] = probabilities
+    write_atomically(out / _FIRST_QUESTION, lambda temporary: np.savez(temporary, **arrays))
 
 
 def serve_known_loop(
@@ -251,26 +271,28 @@ def serve_known_loop(
 
 
 class Late:
-    """A learner that is opened in a thread after the first question; until then, what is noted of the images.
+    """What is noted of the images, until a thread has found more: a learner, or the other photographs.
 
-    `go_on(page)` gives it, with a function that ends the loop. If it embeds photographs first, `progress` is told how
-    far it is, and an end does not wait. `order` then has the rows that the images of the page have in its own images.
+    `go_on(page)` runs in the thread, once the first question is handed out, or after `patience` seconds. It gives the
+    learner, if there is one, and a function that ends the work. If it embeds photographs, `progress` is told how far it
+    is, and an end interrupts it. `order` then has the rows that the images of the page have among those of the learner.
     """
 
-    def __init__(self, noted: Belief, go_on: Callable[["Page"], Any], progress: Watched | None = None) -> None:
-        self.noted, self.go_on, self.progress = noted, go_on, progress
-        self.learner: Any = None
+    def __init__(self, noted: Belief, go_on: GoOn | None = None, progress: Watched | None = None) -> None:
+        self.noted, self.go_on, self.progress, self.patience = noted, go_on, progress, 10.0
+        self.learner: Learner | None = None
         self.order: NDArray[np.int64] | None = None
-        self.error: Exception | None = None
-        self.close: Callable[[QuestionQueue], Rows] = lambda _: []
-        self._thread = threading.Thread(target=lambda: None)
+        self.problem: str | None = None
+        self.close: Close = lambda _: []
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
         self._known: tuple[Belief, Belief] = noted, noted  # of the learner, and in the order of the page
 
     def belief(self) -> Belief:
         """What the learner knows of the images, or what is noted of them."""
         if self.learner is None:
             return self.noted
-        own: Belief = self.learner.belief()
+        own = self.learner.belief()
         if self.order is None:
             return own
         if own is not self._known[0]:
@@ -280,38 +302,43 @@ class Late:
 
     def name(self) -> str:
         """The name of the newest model."""
-        return "start" if self.learner is None else str(self.learner.name())
+        return "start" if self.learner is None else self.learner.name()
 
     def activity(self) -> str | None:
-        """A line about the training, or why there is none."""
-        if self.error is not None:
-            return one_line(self.error)
+        """A line about the thread or the training, or why there is none."""
+        if self.problem is not None:
+            return self.problem
         if self.learner is not None:
-            return str(said) if (said := self.learner.activity()) else None
-        return None if self.progress is None else _still(self.progress, len(self.noted))
+            return self.learner.activity()
+        if (now := self.progress) is None:
+            return None
+        until = f"questions are about {len(self.noted):,} until then"
+        return f"{now.title or 'opening all images'}, {now.done:,} of {now.total:,}; {until}"
 
     def begin(self, page: "Page") -> None:
-        """Start the thread."""
-        self._thread = threading.Thread(target=self._run, args=(page,), name="late", daemon=True)
-        self._thread.start()
+        """Start the thread, if there is something to do."""
+        if self.go_on is not None:
+            self._thread = threading.Thread(target=self._run, args=(page, self.go_on), name="late", daemon=True)
+            self._thread.start()
 
-    def _run(self, page: "Page") -> None:
-        page.queue.asked.wait(10)  # the first question before the network
+    def _run(self, page: "Page", go_on: GoOn) -> None:
+        page.queue.asked.wait(self.patience)  # the first question before the network
         try:
-            self.learner, self.close = self.go_on(page)
+            self.learner, self.close = go_on(page)
             page.queue.wake()
         except KeyboardInterrupt:  # of `end`
             return
         except Exception as error:
-            self.error = error
+            self._error, self.problem = error, one_line(error)
 
-    def end(self, queue: QuestionQueue) -> Rows:
-        """What the end of the loop says; an error of the thread is raised here."""
+    def end(self, queue: QuestionQueue, seconds: float | None = None) -> Rows:
+        """What the end says, after a wait for the thread's current step; an error of the thread is raised here."""
         if self.progress is not None:
             self.progress.ended = True
-        self._thread.join()
-        if self.error is not None:
-            raise self.error
+        if self._thread is not None:
+            self._thread.join(seconds)
+        if self._error is not None:
+            raise self._error
         return self.close(queue)
 
 

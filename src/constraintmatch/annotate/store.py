@@ -37,8 +37,8 @@ _COUNTED = {"same": 0, "different": NONE, "nearer": 1, "unsure": UNSURE}  # 1: b
 _PAUSE = 60_000  # milliseconds; longer is a pause
 # Every answer with its question
 _ANSWERS = (
-    "SELECT answers.id, question, image, shown, look, choice, annotator, milliseconds, time, model, weight, origin, "
-    "nearer, withdrawn FROM answers JOIN questions ON questions.id = question"
+    "SELECT answers.id, question, image, shown, look, choice, annotator, milliseconds, time, weight, origin, nearer, "
+    "withdrawn FROM answers JOIN questions ON questions.id = question"
 )
 # The questions with a key that wait, or whose answer has another choice than the given one (unsure)
 _ALIKE = (
@@ -112,14 +112,19 @@ class Store:
         """Take the answers that stand from the file; the questions by number, and why some are set aside."""
         self._graph = LinkGraph()
         self._standing: dict[int, Given] = {}
-        questions, reason = self._identity.check(self._database)
-        here = {row["id"]: self._identity.question(row) for row in questions}
+        here, reason = self._identity.check(self._database)
         for row in self._database.select("SELECT * FROM answers WHERE withdrawn = '' ORDER BY id"):
             if (question := here[row["question"]]) is not None:
                 columns = {name: row[name] for name in ("annotator", "milliseconds", "origin", "question")}
-                self._standing[row["id"]] = given = Given(Answer(question, row["choice"]), **columns)
-                self._graph.add(row["id"], given.answer)
+                self._take_up(row["id"], Given(Answer(question, row["choice"]), **columns))
         return here, reason
+
+    def _take_up(self, number: int, given: Given) -> None:
+        self._standing[number] = given
+        self._graph.add(number, given.answer)
+
+    def _forget(self, number: int) -> None:
+        self._graph.remove(number, self._standing.pop(number).answer)
 
     def change_images(self, images: ImageSet) -> None:
         """Take more images, or the same in another order."""
@@ -220,8 +225,7 @@ class Store:
             with self._database.transaction() as connection:
                 number = self._insert_answer(given)
                 connection.execute("UPDATE questions SET state = 'answered', holder = NULL WHERE id = ?", (asked_id,))
-            self._standing[number] = given
-            self._graph.add(number, given.answer)
+            self._take_up(number, given)
             return number, self._graph.contradictions_of(number, given.answer)
 
     def _again(self, given: Given) -> tuple[int, list[Contradiction]]:
@@ -281,8 +285,7 @@ class Store:
                     self._withdraw(answer_id, who, "changed")
                     number = self._insert_answer(new, replaces=answer_id)
                 self._forget(answer_id)
-                self._standing[number] = new
-                self._graph.add(number, new.answer)
+                self._take_up(number, new)
             return number, self.contradictions()
 
     def _withdraw(self, answer_id: int, who: str, why: str) -> None:
@@ -290,9 +293,6 @@ class Store:
             "UPDATE answers SET withdrawn = ?, withdrawn_by = ?, withdrawn_at = ? WHERE id = ?",
             (why, who, self._now(), answer_id),
         )
-
-    def _forget(self, number: int) -> None:
-        self._graph.remove(number, self._standing.pop(number).answer)
 
     def take_in(self, given: Iterable[Given]) -> int:
         """Store answers that come from a file, all of them or none; how many were new.
@@ -315,9 +315,8 @@ class Store:
                     number = self._insert_question(asked, "", "answered")
                     new = replace(one, annotator=who, time=clean(one.time), origin=clean(one.origin), question=number)
                     taken[self._insert_answer(new)] = new
-            self._standing |= taken
             for number, new in taken.items():
-                self._graph.add(number, new.answer)
+                self._take_up(number, new)
             return len(taken)
 
     # Look

@@ -1,12 +1,14 @@
 """The tables of a database of answers: made, checked row by row, and saved from a damaged file as far as it is read."""
 
 import math
+import re
 import reprlib
 import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,16 @@ from constraintmatch.questions.answers import MAX_SHOWN, NONE, UNSURE
 APPLICATION = 0x434D4131  # "CMA1": sets our databases apart from those of other programs
 VERSION = 2
 LOOK_BYTES = 16  # of the thumbnail of one image
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 Row = Mapping[str, Any]
+
+
+def connect(address: str) -> sqlite3.Connection:
+    """An open database; bytes in a text that are no UTF-8 become lone surrogates, which `odd_rows` finds."""
+    connection = sqlite3.connect(address, uri=True, isolation_level=None, check_same_thread=False)
+    connection.row_factory = sqlite3.Row
+    connection.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+    return connection
 
 
 def create_tables(connection: sqlite3.Connection) -> None:
@@ -40,67 +51,17 @@ def upgrade_tables(connection: sqlite3.Connection, *, read_only: bool) -> None:
         connection.execute(f"PRAGMA user_version = {VERSION}")
 
 
-def decode_text(raw: bytes) -> str:
-    """A text of the file; bytes that are no UTF-8 become lone surrogates, which `odd_rows` finds."""
-    return raw.decode("utf-8", "surrogateescape")
-
-
-def _text(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and bool(value.encode() or True)
-    except UnicodeEncodeError:
-        return False
-
-
-def _word(value: Any) -> bool:
-    return _text(value) and value != ""
-
-
-def _whole(value: Any) -> bool:
-    return type(value) is int
-
-
-def _number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or fits(value)
-
-
-_COLUMNS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what each must hold
-    "about": {"key": _text, "value": _text},
-    "questions": {
-        "id": _whole,
-        "image": _word,
-        "shown": lambda value: bool(_names(value)),
-        "look": lambda value: isinstance(value, bytes),
-        "key": _text,
-        "model": _text,
-        "added": _text,
-        "urgent": _whole,
-        "state": lambda value: value in ("waiting", "answered", "retired"),
-        "holder": _or_none(_text),
-        "held_until": _or_none(_number),
-        "nearer": lambda value: value in (0, 1),
-    },
-    "answers": {
-        "id": _whole,
-        "question": _whole,
-        "choice": _whole,
-        "annotator": _word,
-        "milliseconds": _or_none(_whole),
-        "time": _text,
-        "weight": lambda value: _number(value) and value >= 0,
-        "origin": _text,
-        "replaces": _or_none(_whole),
-        "withdrawn": lambda value: value in ("", "undo", "withdrawn", "changed"),
-        "withdrawn_by": _or_none(_text),
-        "withdrawn_at": _or_none(_text),
-    },
-    "clusters": {"cluster": _whole, "name": _text},
-}
 _NUMBERS = {"about": "key", "questions": "id", "answers": "id", "clusters": "cluster"}
+_TYPES: dict[str, tuple[type, ...]] = {"TEXT": (str,), "INTEGER": (int,), "REAL": (int, float), "BLOB": (bytes,)}
+_ALSO: dict[str, Callable[[Any], bool]] = {  # what a column must hold beside a value of its type
+    "image": bool,
+    "shown": lambda value: bool(_names(value)),
+    "state": lambda value: value in ("waiting", "answered", "retired"),
+    "nearer": lambda value: value in (0, 1),
+    "annotator": bool,
+    "weight": lambda value: bool(value >= 0),
+    "withdrawn": lambda value: value in ("", "undo", "withdrawn", "changed"),
+}
 _SPARE: dict[str, dict[str, Any]] = {  # what can be lost without losing an answer, and what stands for it then
     "questions": {"key": "", "model": "", "added": "", "urgent": 0, "holder": None, "held_until": None},
     "answers": {"milliseconds": None, "time": "", "origin": "", "replaces": None}
@@ -108,18 +69,47 @@ _SPARE: dict[str, dict[str, Any]] = {  # what can be lost without losing an answ
 }
 
 
-def _names(shown: Any) -> list[str]:
+@cache
+def _columns() -> dict[str, dict[str, Callable[[Any], bool]]]:
+    """The columns of each table, as the schema has them, with what says whether a value may stand in it."""
+    with closing(connect(":memory:")) as connection:
+        create_tables(connection)
+        found = {table: connection.execute(f"PRAGMA table_info({table})").fetchall() for table in _NUMBERS}
+    return {table: {column["name"]: _check_of(column) for column in columns} for table, columns in found.items()}
+
+
+def _check_of(column: sqlite3.Row) -> Callable[[Any], bool]:
+    types, also = _TYPES[column["type"]], _ALSO.get(column["name"], lambda _: True)
+    needed = column["notnull"] or column["pk"]
+
+    def fits(value: Any) -> bool:
+        if value is None:
+            return not needed
+        return type(value) in types and not _is_broken(value) and also(value)
+
+    return fits
+
+
+def _is_broken(value: Any) -> bool:
+    """Whether it is a text that is no UTF-8, or no finite number."""
+    if type(value) is str:
+        return not value.isascii() and _SURROGATE.search(value) is not None
+    return type(value) is float and not math.isfinite(value)
+
+
+def _names(shown: str) -> list[str]:
     """The names in the column `shown`; none if it is no list of 1 to 5 names."""
     try:
-        found = parse_json(shown) if _text(shown) else None
+        found = parse_json(shown)
     except ValueError:
         return []
-    return found if isinstance(found, list) and len(found) <= MAX_SHOWN and all(map(_word, found)) else []
+    good = isinstance(found, list) and len(found) <= MAX_SHOWN
+    return found if good and all(isinstance(name, str) and name and not _is_broken(name) for name in found) else []
 
 
 def odd_columns(connection: sqlite3.Connection) -> str:
     """The table that is missing, or that lacks a column, in words; "" if all are there."""
-    for table, columns in _COLUMNS.items():
+    for table, columns in _columns().items():
         there = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
         if lacking := sorted(columns.keys() - there):
             return f"table {table} has no column {lacking[0]}" if there else f"there is no table {table}"
@@ -142,22 +132,24 @@ def odd_rows(tables: Mapping[str, Sequence[Row]]) -> dict[tuple[str, Any], str]:
 
 def _problem(table: str, row: Row, n_shown: Mapping[Any, tuple[int, bool]]) -> str:
     """What is wrong with a row, in words; "" if nothing is. Answers come after all questions."""
-    for name, fits in _COLUMNS[table].items():
+    for name, fits in _columns()[table].items():
         if not fits(row.get(name)):
             return f"{name} is {reprlib.repr(row.get(name))}"
     if table == "questions":
-        images = {row["image"], *_names(row["shown"])}
-        if len(images) != 1 + len(_names(row["shown"])):
+        shown = _names(row["shown"])
+        images = {row["image"], *shown}
+        if len(images) != 1 + len(shown):
             return "an image is in it twice"
         if len(row["look"]) != LOOK_BYTES * len(images):
             return f"look has {len(row['look']):,} bytes for {len(images)} images"
         if row["nearer"] and len(images) != 3:
             return f"a triplet of {len(images)} images"
-    if table == "answers" and row["question"] not in n_shown:
-        return f"its question {row['question']} is not there, or damaged"
-    n, nearer = n_shown[row["question"]] if table == "answers" else (0, False)
-    if table == "answers" and (not UNSURE <= row["choice"] < n or (nearer and row["choice"] == NONE)):
-        return f"choice {row['choice']} was not shown"
+    if table == "answers":
+        if row["question"] not in n_shown:
+            return f"its question {row['question']} is not there, or damaged"
+        n, nearer = n_shown[row["question"]]
+        if not UNSURE <= row["choice"] < n or (nearer and row["choice"] == NONE):
+            return f"choice {row['choice']} was not shown"
     return ""
 
 
@@ -166,7 +158,7 @@ def read_tables(connection: sqlite3.Connection, lost: list[str] | None = None) -
     tables = {}
     for table, number in _NUMBERS.items():
         try:
-            tables[table] = _select(connection, f"SELECT * FROM {table}")
+            tables[table] = list(map(dict, connection.execute(f"SELECT * FROM {table}")))
         except sqlite3.Error as error:
             if lost is None:
                 raise
@@ -175,20 +167,14 @@ def read_tables(connection: sqlite3.Connection, lost: list[str] | None = None) -
     return tables
 
 
-def _select(connection: sqlite3.Connection, query: str) -> list[dict[str, Any]]:
-    cursor = connection.execute(query)
-    names = [column[0] for column in cursor.description]
-    return [dict(zip(names, row, strict=True)) for row in cursor]
-
-
 def _read_one_by_one(connection: sqlite3.Connection, table: str, number: str, lost: list[str]) -> list[dict[str, Any]]:
-    last, rows = 0, []
+    last, rows = 0, list[dict[str, Any]]()
     for query in (f"SELECT seq FROM sqlite_sequence WHERE name = '{table}'", f"SELECT max({number}) FROM {table}"):
         with suppress(sqlite3.Error, TypeError, ValueError):
             last = max(last, int(connection.execute(query).fetchone()[0]))
     for at in range(1, min(last, 10_000_000) + 1):
         try:
-            rows += _select(connection, f"SELECT * FROM {table} WHERE {number} = {at}")
+            rows += map(dict, connection.execute(f"SELECT * FROM {table} WHERE {number} = {at}"))
         except sqlite3.Error as error:
             lost.append(f"table {table} row {at}: {one_line(error)}")
     return rows
@@ -210,8 +196,7 @@ def repair_answers(path: Path, out: Path) -> tuple[int, list[str]]:
             with read_errors(source):
                 if not end or source.is_file():
                     shutil.copyfile(source, copy.with_name(copy.name + end))
-        with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
-            connection.text_factory = decode_text
+        with closing(connect(copy.as_uri())) as connection:
             tables = read_tables(connection, lost)
     tables["questions"] = [{"nearer": 0, **row} for row in tables["questions"]]  # version 1
     for table, spare in _SPARE.items():
@@ -229,7 +214,7 @@ def repair_answers(path: Path, out: Path) -> tuple[int, list[str]]:
 
 def _mended(table: str, row: Row, spare: Mapping[str, Any]) -> dict[str, Any]:
     """The row with what stands for the values that can be lost."""
-    fits = _COLUMNS[table]
+    fits = _columns()[table]
     return {**row, **{name: other for name, other in spare.items() if not (name in row and fits[name](row[name]))}}
 
 
@@ -238,8 +223,8 @@ def _write(path: Path, tables: Mapping[str, list[dict[str, Any]]]) -> None:
         connection.execute("BEGIN")
         create_tables(connection)
         for table, rows in tables.items():
-            columns = ", ".join(_COLUMNS[table])
-            places = ", ".join(f":{name}" for name in _COLUMNS[table])
-            connection.executemany(f"INSERT OR REPLACE INTO {table} ({columns}) VALUES ({places})", rows)
+            columns = _columns()[table]
+            places = ", ".join(f":{name}" for name in columns)
+            connection.executemany(f"INSERT OR REPLACE INTO {table} ({', '.join(columns)}) VALUES ({places})", rows)
         connection.commit()
         path.write_bytes(connection.serialize())  # a plain write: what the disk says against it is known

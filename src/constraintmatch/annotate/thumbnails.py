@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +66,8 @@ class ImageIdentity:
         image, *shown = (self._rows[name] for name, _ in stored)
         return Question(image, tuple(shown), nearer=bool(row["nearer"]))
 
-    def check(self, database: Database) -> tuple[list[dict[str, Any]], str]:
-        """The stored questions, and why some are set aside; a database of other images is an InputError."""
+    def check(self, database: Database) -> tuple[dict[int, Question | None], str]:
+        """The stored questions by number, and why some are set aside; a database of other images is an InputError."""
         rows = "SELECT id, image, shown, look, nearer FROM questions"
         questions = [] if database.fresh else database.select(rows)  # fresh: a server was killed when it made it
         stored = dict.fromkeys(pair for row in questions for pair in _stored(row))
@@ -83,7 +82,7 @@ class ImageIdentity:
             raise InputError(f"{database.path}: not about the images of {self.source or 'this set'} ({why}); {fix}")
         gone = [(missing, "moved, renamed or deleted"), (changed, "replaced by another picture")]
         why = " and ".join(f"{_list(images)} {how}" for images, how in gone if images)
-        return questions, f"{why}; put the images back to use them"
+        return {row["id"]: self.question(row) for row in questions}, f"{why}; put the images back to use them"
 
     def _fix(self, database: Database, *, same_names: bool) -> str:
         about = {row["key"]: row["value"] for row in database.select("SELECT key, value FROM about")}
@@ -183,8 +182,6 @@ def galleries(belief: Belief | None, answers: Sequence[Answer], n_images: int) -
         parts = [np.flatnonzero(group == number) for number in range(group.max(initial=-1) + 1)]
         parts.sort(key=lambda rows: (-len(rows), rows[0]))
         return [(number, rows, None) for number, rows in enumerate(parts)]
-    clusters, confidence = belief.probabilities.argmax(1), belief.probabilities.max(1)
-    order = np.lexsort((-confidence, clusters))
-    starts = np.searchsorted(clusters[order], np.arange(belief.probabilities.shape[1] + 1))
-    parts = [order[start:end] for start, end in pairwise(starts)]
+    confidence = belief.probabilities.max(1)
+    parts = [rows[np.argsort(-confidence[rows], kind="stable")] for rows in belief.members]
     return [(number, rows, confidence[rows]) for number, rows in enumerate(parts) if len(rows)]

@@ -189,7 +189,7 @@ def annotate(data: Source, *, asked: Flags, reporter: Reporter, exchange: Flags,
       constraintmatch train photos --pairs pairs.csv \
         --model runs/photos --out runs/better
     """
-    from constraintmatch.annotate import import_export
+    from constraintmatch.annotate import sitting as page
 
     export, import_ = (exchange.pop(name, None) for name in ("export", "import_"))
     if export is not None and import_ is not None:
@@ -198,16 +198,14 @@ def annotate(data: Source, *, asked: Flags, reporter: Reporter, exchange: Flags,
         raise InputError("--same and --different go with --import EXPORT.json")
     if import_ is None and "columns" in exchange:
         raise InputError("--columns goes with --import PAIRS.csv")
-    sitting = import_export.Sitting(data, **{"db": Path("answers.db"), **asked}, **images)
+    sitting = page.Sitting(data, **{"db": Path("answers.db"), **asked}, **images)
     if export is not None and export.suffix != ".json":
-        print_rows([("pairs", f"{export} ({import_export.export_answers(sitting, export, reporter)})")])
+        print_rows([("pairs", f"{export} ({page.export_answers(sitting, export, reporter)})")])
         return
     if import_ is not None:
-        taken = import_export.import_file(sitting, import_, reporter, **exchange)
+        taken = page.import_file(sitting, import_, reporter, **exchange)
         print_rows([("answers", f"{sitting.db} ({taken})")])
         return
-    from constraintmatch.annotate import sitting as page
-
     if export is not None:
         print_rows([("tasks", f"{export} ({page.export_tasks(sitting, export, reporter)})")])
     else:

@@ -6,7 +6,7 @@ NumPy only. Images are row numbers of an ImageSet.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,14 +99,16 @@ def triplets_of(answers: Iterable[Answer]) -> Triplets:
     return Triplets(np.array(rows, np.int64).reshape(-1, 3), np.ones(len(rows), np.float32), Places(at))
 
 
-def constraints_of(answers: Sequence[Answer], n_images: int) -> Constraints:
+def constraints_of(answers: Sequence[Answer], n_images: int, **columns: Any) -> Constraints:
     """The answers as constraints over n_images, one row per link, with repetitions and contradictions.
+
+    `columns` are more of them, with a value for each link: weight, annotator, time.
 
     One kind is left out: the choice of an image makes the others different only if no two shown images are of the same
     kind. If must-links join one of them to the chosen image, its cannot-link is dropped.
     """
     left, right, link, follows = _links(answers)
-    given = Constraints.from_arrays(left, right, link, n_images=n_images)
+    given = Constraints.from_arrays(left, right, link, n_images=n_images, **columns)
     component = given.components()
     return given.take(~(follows & (component[left] == component[right])))
 
