@@ -75,7 +75,7 @@ def propagate(
     groups = known_groups(constraints)
     if len(groups) < 2:
         return keep_model(model, "propagate: the pairs separate no two groups; the model is unchanged", context)
-    rows = _choose_rows(groups, len(images), most_images)
+    rows = choose_rows(groups, len(images), most_images)
     inside = [np.searchsorted(rows, group) for group in groups]
     frozen = Frozen.of(model, images.take(rows), device=device)
     frozen.say = context.reporter.say
@@ -148,7 +148,7 @@ def teach_groups(
     two kinds, what was spread is a guess. A cluster without answers and without images stays empty. With `cautious` the
     model comes back unchanged if it places images as well as known ones, hidden in turn, place each other (`_gain`).
     """
-    rows, k = _choose_rows(groups, len(frozen), most_images), model.config.n_clusters
+    rows, k = choose_rows(groups, len(frozen), most_images), model.config.n_clusters
     part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
     probabilities = part.probabilities(model)
     graph, nearer = part.graph(_count_neighbours(len(rows), k, n_neighbours)), 1 - NEARER * (1 - reach)
@@ -251,6 +251,6 @@ def _gain(
     return float((len(other) * of_others + (~right).sum()) / len(sure))
 
 
-def _choose_rows(groups: Sequence[NDArray[np.int64]], n_images: int, most: int) -> NDArray[np.int64]:
-    """The images that labels spread over: those of the groups, and others up to about `most`."""
+def choose_rows(groups: Sequence[NDArray[np.int64]], n_images: int, most: int) -> NDArray[np.int64]:
+    """The images that labels spread over, in rising order: those of the groups, and others up to about `most`."""
     return np.union1d(np.concatenate(groups), spread(n_images, most))

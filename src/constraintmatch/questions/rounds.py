@@ -42,10 +42,11 @@ if TYPE_CHECKING:
 Rows = NDArray[np.int64]
 
 MOSTLY = 0.5  # the start is right about most known images; a kind has most of the probability
+OUTVOTED = 5  # known images for each cluster from which on answers to "which of these?" count as they are
 COIN = 0.5  # the most that an annotator errs who does not err everywhere
 DOUBTFUL = 0.03  # a rate of wrong answers that 500 right ones do not reach
 LIKELIER = 1.0  # standard errors by which hidden answers must be likelier by the others as stated than otherwise
-COMPARED = 10_000  # images up to which that is found out; with more a round would wait for it
+COMPARED = 10_000  # images by which that is found out; with more a round would wait for it
 MOST_PAIRS = 1_000_000  # of the closure in one training; 1,400 images that are all settled have as many
 
 
@@ -150,22 +151,23 @@ class Asking:
 def trusted_constraints(
     answers: Sequence[Answer], n_images: int, beliefs: NDArray[np.float32] | None, frozen: "Frozen | None" = None
 ) -> Constraints:
-    """What to learn from the answers: what they state or, if some of them seem wrong, what is likeliest.
+    """What to learn from the answers: what they state or, if they are few, what is likeliest.
 
-    `beliefs` (n, k) are the start's. If it agrees with most of the images that the answers put into groups, one that
-    contradicts it may be a wrong answer, and both are weighed (`likely_kinds`). If it does not, or if hardly any answer
-    seems wrong then, the answers know better. Of answers about pairs, with `frozen`, other answers decide that.
+    `beliefs` (n, k) are the start's. While few images of a kind are known, one wrong answer may lead them all astray,
+    so answers are weighed against a start that agrees with most of them (`likely_kinds`). Many images outvote a wrong
+    answer (decision 057). Answers about pairs join groups more easily; of these, with `frozen`, others decide.
     """
     said = confirm_merges(stated_constraints(answers, n_images))
     groups = [] if beliefs is None else known_groups(said)
     if beliefs is None or len(groups) < 2:
         return said
-    if frozen is not None and n_images <= COMPARED and all(len(one.question.shown) == 1 for one in answers):
+    known = np.concatenate(groups)
+    if frozen is not None and all(len(one.question.shown) == 1 for one in answers):
         know_better = predict_each_other(answers, beliefs, frozen)
-    else:
-        placed, known = seeds(groups, beliefs), np.concatenate(groups)
-        known = known[placed[known].max(1) > 0]
-        know_better = (placed[known].argmax(1) == beliefs[known].argmax(1)).sum() <= MOSTLY * len(known)
+    elif not (know_better := len(known) >= OUTVOTED * beliefs.shape[1]):
+        placed = seeds(groups, beliefs)[known]
+        has_cluster = placed.max(1) > 0
+        know_better = (placed.argmax(1) == beliefs[known].argmax(1))[has_cluster].mean() <= MOSTLY
     return said if know_better else _weigh(answers, n_images, beliefs)
 
 
@@ -191,10 +193,16 @@ def predict_each_other(answers: Sequence[Answer], beliefs: NDArray[np.float32], 
     A fifth of the images is hidden at a time, with all answers about them (decision 056).
     """
     from constraintmatch.evaluation.judge import Judge, pool
+    from constraintmatch.methods.propagate import choose_rows
 
     n, found = len(frozen), list["tuple[Verdict, Verdict]"]()
     ends = np.array([(one.question.image, one.question.shown[0]) for one in answers])
-    part = np.random.default_rng(0).integers(0, FOLDS, n)
+    rows, part = choose_rows([ends.ravel()], n, COMPARED), np.random.default_rng(0).integers(0, FOLDS, n)
+    some_frozen, start = frozen.take(rows), beliefs[rows]
+
+    def spread(groups: Sequence[Rows]) -> NDArray[np.float32]:
+        return some_frozen.spread([np.searchsorted(rows, group) for group in groups], start) if groups else start
+
     for number in range(FOLDS):
         hidden = (part[ends] == number).any(1)
         some, rest = (
@@ -204,9 +212,8 @@ def predict_each_other(answers: Sequence[Answer], beliefs: NDArray[np.float32], 
         left, right, link = links_of(some)
         if len(said) > 1 and len(link):
             judge = Judge(Constraints.from_arrays(left, right, link, n_images=n).merged())
-            weighed = known_groups(_weigh(rest, n, beliefs))
-            seen = frozen.spread(said, beliefs), beliefs, frozen.spread(weighed, beliefs) if weighed else beliefs
-            stated, *others = (judge.losses(one[judge.rows]) for one in seen)
+            seen = spread(said), start, spread(known_groups(_weigh(rest, n, beliefs)))
+            stated, *others = (judge.losses(one[np.searchsorted(rows, judge.rows)]) for one in seen)
             found.append((judge.compare(others[0], stated), judge.compare(others[1], stated)))
     return bool(found) and all(pool(some).surely(LIKELIER) > 0 for some in zip(*found, strict=True))
 
