@@ -268,9 +268,12 @@ def compare(data: Source, *, how: Flags, reporter: Reporter) -> None:
         --clusters 12 --methods constraintmatch,k_means
     """
     from constraintmatch.pipeline import compare as comparing
+    from constraintmatch.pipeline.plan import Train
 
-    how["methods"] = flags.words(how.get("methods", ""))
-    typer.echo(comparing.compare(comparing.Compare(data, **named_start(how)), reporter))
+    more = {name: how.pop(name) for name in ("n_pairs", "n_labels") if name in how}
+    methods, settings = flags.words(how.pop("methods", "")), {"seed": how.pop("seed", 0)}
+    asked = Train(data, **named_start(how), settings=settings)
+    typer.echo(comparing.compare(asked, reporter, methods=methods, **more))
 
 
 @command(_PANEL)

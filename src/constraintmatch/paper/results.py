@@ -249,7 +249,7 @@ def _check_alike(first: Result, second: Result) -> None:
             from constraintmatch.pipeline.config import method_arguments  # with torch: seldom needed
 
             # an argument that is newer than a result had its default there
-            before = {key: parameter.default for key, parameter in method_arguments(first.cell.method).items()}
+            before = method_arguments(first.cell.method)
             left, right = {**before, **left}, {**before, **right}
         for key in sorted((left.keys() | right.keys()) - {*FREE_SETTINGS}):
             if left.get(key) != right.get(key):

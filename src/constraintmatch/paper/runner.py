@@ -23,7 +23,7 @@ from constraintmatch.methods import Context, Trained
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, model_folder, save_model
 from constraintmatch.paper.grids import PAIRED, Cell
 from constraintmatch.paper.results import FORMAT, FREE_SETTINGS, METRICS, read_content
-from constraintmatch.pipeline.config import make_config, method_arguments, method_settings, split_options
+from constraintmatch.pipeline.config import complete_options, make_config
 from constraintmatch.pipeline.plan import choose_views
 from constraintmatch.pipeline.train import train, weights_hash
 from constraintmatch.training.batches import derive_seed
@@ -238,9 +238,8 @@ def _asked(cell: Cell, place: Place) -> tuple[dict[str, Any], dict[str, Any]]:
     """All arguments and settings that decide the result, with the defaults, as its JSON has them."""
     if cell.method == "scan":
         return {}, {}
-    arguments, changes = split_options(cell.method, _options(cell, place))
-    defaults = {name: parameter.default for name, parameter in method_arguments(cell.method).items()}
-    return {**defaults, **arguments}, method_settings(cell.method, changes).request()
+    arguments, settings = complete_options(cell.method, _options(cell, place))
+    return arguments, settings.request()
 
 
 def _differences(cell: Cell, found: Mapping[str, Any], place: Place) -> Iterator[str]:

@@ -360,9 +360,9 @@ def pretrain_model(
     assert request.out is not None
     with ranks.in_turn():
         plan = plan_pretraining(replace(request, start=OWN), reporter)
-    data = plan.data
+    data, config = plan.data, plan.config
     if data.images.embedded and not (stages or chain or pretext):
-        chosen = plan.stages  # features are there: only clusters are missing
+        chosen = config.stages  # features are there: only clusters are missing
     if idle := [stage for stage in recipe or {} if stage not in chosen]:
         raise InputError(
             f"there are settings of {idle[0]}, which does not run; the stages are {', '.join(chosen)} "
@@ -371,11 +371,16 @@ def pretrain_model(
     for stage, options in (recipe or {}).items():
         check_neighbours(stage, options, len(data.images))
     context = Context(request.out, reporter=reporter, held_out=data.held_out, data=data.record)
-    how: dict[str, Any] = {"stages": chosen, "recipe": recipe or {}, "settings": request.settings, "views": plan.views}
-    rehearse_stages(plan.model, data.images, plan.clusters, **how)
+    how: dict[str, Any] = {
+        "stages": chosen,
+        "recipe": recipe or {},
+        "settings": request.settings,
+        "views": config.views,
+    }
+    rehearse_stages(config.start, data.images, config.n_clusters, **how)
     try:
         with ranks.together():
-            model = pretrain(plan.model, data.images, plan.clusters, context=context, **how)
+            model = pretrain(config.start, data.images, config.n_clusters, context=context, **how)
     except Interrupted as stop:
         raise Interrupted(f"{stop}; run the same command again to go on from there") from None
     if ranks.first():

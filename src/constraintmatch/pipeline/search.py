@@ -123,7 +123,7 @@ def _open_task(request: Search, reporter: Reporter) -> tuple[Plan, Space, dict[s
     options = {**base, **({} if request.steps is None else {"steps": request.steps}), **request.settings}
     config = make_config(request.method, options, start=model, views=views)
     context = Context(None, True, reporter, judged, judges, data.record)
-    plan = Plan(data, seen, constraints, judges, config, context)
+    plan = Plan(data, seen, config, constraints, judges, context)
     for name, value in [(name, value) for name, values in space.values.items() for value in values]:
         if name in config.arguments and value not in PAPER_VALUES[request.method].get(name, ()):  # those are right
             with suppress(NonFinite):  # a trial that diverges is part of a search
