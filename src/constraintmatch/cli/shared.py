@@ -1,7 +1,6 @@
 """What the commands share: the app, options that several have, one-line errors, and how results are printed."""
 
 import inspect
-import os
 import re
 import sys
 import textwrap
@@ -75,7 +74,7 @@ class _Commands(TyperGroup):
             code = say_error(f"error: {error}", 2)
         except KeyboardInterrupt as stop:
             code = say_error(str(stop) or "stopped", 130)
-        except BrokenPipeError:
+        except BrokenPipeError:  # the reader had enough, as head has; typer ends without a word
             raise
         except OSError as error:  # writes that are not atomic (the log), and small reads
             place = error.filename or ""
@@ -91,9 +90,6 @@ class _Commands(TyperGroup):
             code = super().main(*arguments, **{**options, "standalone_mode": False})
         except typer.Abort:
             code = say_error("stopped", 130)
-        except BrokenPipeError:  # the reader had enough, as head has
-            sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 (else Python complains when it flushes at the end)
-            code = 1
         except Exception as error:
             code = _usage_error(error)
         sys.exit(code if isinstance(code, int) else 0)

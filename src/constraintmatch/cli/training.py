@@ -110,7 +110,8 @@ def train(
     method = request.get("method", None if recorded else "constraintmatch")
     arguments, settings, more = flags.split_settings(flags.read_settings("train", sets, method, chosen))
     with _ranks(gpus, settings.get("device"), reporter) as reporter:
-        if ranks.is_restarted() and _holds_run(request.get("out")):
+        out = request.get("out")
+        if ranks.is_restarted() and (out is None or (out / "run.json").exists() or (out / "start").exists()):
             request["resume"] = True
         asked = plan.Train(data=data, **named_start(request), **images, **more, arguments=arguments, settings=settings)
         with ranks.in_turn():
@@ -137,10 +138,6 @@ def _ranks(gpus: int | None, device: str | None, reporter: Reporter) -> Iterator
         raise typer.Exit(ranks.launch(gpus, place))
     with ranks.started(place):
         yield reporter if ranks.first() else Reporter()
-
-
-def _holds_run(out: Path | None) -> bool:
-    return out is None or (out / "run.json").exists() or (out / "start").exists()
 
 
 @command(

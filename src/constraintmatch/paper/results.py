@@ -117,8 +117,16 @@ class Row:
 
 def read_results(folder: Path | str) -> tuple[Result, ...]:
     """The finished cells of a folder, by name; results of other kinds are skipped, of other formats refused."""
-    found = (_read(path) for path in sorted(Path(folder).glob("*.json")))
-    return tuple(result for result in found if result is not None)
+    found = []
+    for path in sorted(Path(folder).glob("*.json")):
+        if (content := read_content(path)) is None:
+            continue
+        found.append(result := _result(path, content))
+        if not (name := result.cell.name) == content["name"] == path.stem:
+            raise InputError(f"{path}: its settings are those of {name}; name it so, or move it away")
+        if bool(content.get("cut")) != result.cell.cut:
+            raise InputError(f"{path}: says cut is {content.get('cut')} of {result.cell.steps:,} steps; {_FIX}")
+    return tuple(found)
 
 
 def find_rows(results: Iterable[Result]) -> dict[Cell, Row]:
@@ -190,18 +198,6 @@ def read_content(path: Path) -> dict[str, Any] | None:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({type(error).__name__}: {error}); {_FIX}") from None
     return content
-
-
-def _read(path: Path) -> Result | None:
-    content = read_content(path)
-    if content is None:
-        return None
-    result = _result(path, content)
-    if not (name := result.cell.name) == content["name"] == path.stem:
-        raise InputError(f"{path}: its settings are those of {name}; name it so, or move it away")
-    if bool(content.get("cut")) != result.cell.cut:
-        raise InputError(f"{path}: says cut is {content.get('cut')} of {result.cell.steps:,} steps; {_FIX}")
-    return result
 
 
 def _result(path: Path, content: Mapping[str, Any]) -> Result:

@@ -62,11 +62,16 @@ class Place:
 def run_cells(cells: Sequence[Cell], place: Place) -> list[Path]:
     """The results of the cells, in order; what is finished is not run again.
 
-    Results, data and starts are checked before the first training. Several processes of a machine may share the cells,
-    one for each GPU: each leaves the others' cells alone. A training that diverges does not stop the queue: it is named
-    at the end.
+    Results, data and starts are checked before the first training. Without a data folder the finished cells are enough,
+    and the others are counted. Several processes of a machine may share the cells, one for each GPU: each leaves the
+    others' cells alone. A training that diverges does not stop the queue: it is named at the end.
     """
     missing = [cell for cell in cells if not is_finished(cell, place)]
+    away = [cell for cell in missing if place.data_dir is None and not DATASETS[cell.dataset].bundled]
+    if 0 < len(away) < len(cells):
+        counts = f"{len(away):,} of {len(cells):,} cells are missing"
+        place.reporter.say(f"{counts}; --data-dir DIR runs them, --list names them")
+        cells, missing = ([cell for cell in some if cell not in away] for some in (cells, missing))
     for cell in {cell.dataset: cell for cell in missing}.values():
         place.images(cell, "test")
     for cell in {cell.start: cell for cell in missing}.values():
@@ -97,17 +102,6 @@ def run_cells(cells: Sequence[Cell], place: Place) -> list[Path]:
     if diverged:
         raise InputError(f"{len(diverged)} of {len(cells)} cells diverged, the others are finished; {diverged[0]}")
     return [place.result(cell) for cell in cells if cell not in elsewhere]
-
-
-def run_missing(cells: Sequence[Cell], place: Place) -> None:
-    """Run the cells; without a data folder the finished ones are enough, and the others are counted."""
-    missing = [cell for cell in cells if not is_finished(cell, place)]
-    away = [cell for cell in missing if not DATASETS[cell.dataset].bundled]
-    if place.data_dir is None and away and len(away) < len(cells):
-        counts = f"{len(away):,} of {len(cells):,} cells are missing"
-        place.reporter.say(f"{counts}; --data-dir DIR runs them, --list names them")
-        cells = [cell for cell in cells if cell not in away]
-    run_cells(cells, place)
 
 
 def cell_states(cells: Sequence[Cell], place: Place) -> list[tuple[str, str]]:
