@@ -155,9 +155,7 @@ def _connected(ray: Any) -> Iterator[None]:
 # On a worker
 
 
-@cache
-def _model(folder: Path) -> ClusterModel:
-    return load_model(folder)
+_model = cache(load_model)
 
 
 def do_part(kind: Kind, source: Path, labelled: bool, device: str, path: Path, files: Sequence[ImageFile]) -> None:

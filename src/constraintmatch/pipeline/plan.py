@@ -121,7 +121,7 @@ def plan_training(request: Train, reporter: Reporter) -> Plan:
         data={**data.record, "start": {"model": model, "pretrained": request.pretrained}, "test": test},
     )
     plan = replace(plan, pairs=pairs, held_out_pairs=held_out, context=context)
-    rehearse(config, plan.seen, pairs=pairs is not None)  # before the start is made
+    rehearse(config, plan.seen)  # before the start is made
     _say_plan(plan, out, automatic=_on_cpu(request) and request.from_run is None)
     if held_out is not None and ranks.first():
         held_out.write(out / "held-out-pairs.csv", names=data.images.names)

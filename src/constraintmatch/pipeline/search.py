@@ -127,7 +127,7 @@ def _open_task(request: Search, reporter: Reporter) -> tuple[Plan, Space, dict[s
     for name, value in [(name, value) for name, values in space.values.items() for value in values]:
         if name in config.arguments and value not in PAPER_VALUES[request.method].get(name, ()):  # those are right
             with suppress(NonFinite):  # a trial that diverges is part of a search
-                rehearse(replace(config, arguments={**config.arguments, name: value}), seen, pairs=True)
+                rehearse(replace(config, arguments={**config.arguments, name: value}), seen)
     return plan, space, base
 
 

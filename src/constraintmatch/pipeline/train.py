@@ -240,7 +240,7 @@ def _check_variety(images: ImageSet) -> None:
 # Rehearsals
 
 
-def rehearse(config: TrainConfig, images: ImageSet, *, pairs: bool) -> None:
+def rehearse(config: TrainConfig, images: ImageSet) -> None:
     """One step of a training on a few images with a small network: a wrong argument shows, and nothing is kept."""
     n_clusters = config.n_clusters or config.start.config.n_clusters
     rows = np.arange(min(len(images), max(2, n_clusters)))
@@ -254,7 +254,7 @@ def rehearse(config: TrainConfig, images: ImageSet, *, pairs: bool) -> None:
         arguments["recipe"] = "paper"  # which trains, however few the pairs
     settings = replace(config.settings, steps=1, **_QUICK)
     short = replace(config, arguments=arguments, settings=settings, start=_small_model(n_clusters, few), stages=())
-    train(few, Constraints.from_lists(n_images=len(few), must_link=[(0, 1)]) if pairs else None, short)
+    train(few, Constraints.from_lists(n_images=len(few), must_link=[(0, 1)]), short)  # which a method may leave alone
 
 
 def rehearse_stages(
