@@ -122,7 +122,7 @@ def plan_training(request: Train, reporter: Reporter) -> Plan:
     )
     plan = replace(plan, pairs=pairs, held_out_pairs=held_out, context=context)
     rehearse(config, plan.seen)  # before the start is made
-    _say_plan(plan, out, automatic=_on_cpu(request) and request.from_run is None)
+    _say_plan(plan, out, repeated=request.from_run is not None)
     if held_out is not None and ranks.first():
         held_out.write(out / "held-out-pairs.csv", names=data.images.names)
     return plan
@@ -185,7 +185,8 @@ def _default_out(parent: Path, source: str, resume: bool) -> Path:
 def _open_start(request: Train, reporter: Reporter) -> Plan:
     if request.clusters is not None and request.clusters < 2:
         raise InputError(f"--clusters {request.clusters}: fewer than 2 clusters separate nothing; ask for 2 or more")
-    cpu = _on_cpu(request)
+    device = choose_device(request.settings.get("device"))
+    cpu = device.type == "cpu"
     views = choose_views(request.flip, request.without, DATASETS.get(str(request.data)))
     seed = int(request.settings.get("seed") or 0)
     check_seed(seed)
@@ -193,7 +194,7 @@ def _open_start(request: Train, reporter: Reporter) -> Plan:
     data = _open_images(request, given, cpu, reporter)
     seen = data.images
     if given is not None and given.is_encoder and (cpu or request.frozen):
-        how: dict[str, Any] = {"device": choose_device(request.settings.get("device")), "reporter": reporter}
+        how: dict[str, Any] = {"device": device, "reporter": reporter}
         seen, held_out = encode(given, seen, **how), data.held_out
         data = replace(data, held_out=None if held_out is None else encode(given, held_out, **how))
     clusters = _clusters(request, data, given)
@@ -204,10 +205,6 @@ def _open_start(request: Train, reporter: Reporter) -> Plan:
     return Plan(
         data, seen, _configure(request, data, cpu, start=model, views=views, stages=stages, n_clusters=clusters)
     )
-
-
-def _on_cpu(request: Train) -> bool:
-    return choose_device(request.settings.get("device")).type == "cpu"
 
 
 def _given_model(request: Train, reporter: Reporter) -> ClusterModel | None:
@@ -315,7 +312,7 @@ def _open_pairs(
     return pairs, held_out
 
 
-def _say_plan(plan: Plan, out: Path, *, automatic: bool) -> None:
+def _say_plan(plan: Plan, out: Path, *, repeated: bool) -> None:
     images, config, say = plan.data.images, plan.config, plan.context.reporter.say
     pairs = ""
     if plan.pairs is not None:
@@ -325,7 +322,8 @@ def _say_plan(plan: Plan, out: Path, *, automatic: bool) -> None:
     say(f"{len(images):,} {what}, {config.n_clusters} clusters{pairs} → {out}")
     if images.labels is not None and plan.data.record["kind"] == "folder":
         say(f"sub-folders taken as {len(images.classes or ()):,} classes, for scores only (--set labels=no: not so)")
-    if automatic and plan.data.row is None and not plan.seen.embedded:
+    automatic = not repeated and plan.data.row is None and not plan.seen.embedded
+    if automatic and choose_device(config.settings.device).type == "cpu":
         start = config.start.config
         size = f"images of {start.side} px, backbone {start.backbone}, {config.settings.steps:,} steps"
         say(f"no GPU: {size}; --set side=64, --set backbone=NAME and --steps change that")
