@@ -92,6 +92,7 @@ class Result:
     peak_gib: float | None
     environment: Mapping[str, Any]
     data: Mapping[str, Any]
+    content: Mapping[str, Any]  # all of its JSON
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,13 @@ def read_results(folder: Path | str) -> tuple[Result, ...]:
     """The finished cells of a folder, by name; results of other kinds are skipped, of other formats refused."""
     found = []
     for path in sorted(Path(folder).glob("*.json")):
-        if (content := read_content(path)) is None:
+        if (result := read_result(path)) is None:
             continue
-        found.append(result := _result(path, content))
-        if not (name := result.cell.name) == content["name"] == path.stem:
+        if not (name := result.cell.name) == result.content["name"] == path.stem:
             raise InputError(f"{path}: its settings are those of {name}; name it so, or move it away")
-        if bool(content.get("cut")) != result.cell.cut:
-            raise InputError(f"{path}: says cut is {content.get('cut')} of {result.cell.steps:,} steps; {_FIX}")
+        if bool(cut := result.content.get("cut")) != result.cell.cut:
+            raise InputError(f"{path}: says cut is {cut} of {result.cell.steps:,} steps; {_FIX}")
+        found.append(result)
     return tuple(found)
 
 
@@ -186,18 +187,17 @@ def _signed_rank_p(gains: Sequence[float]) -> float:
     return float(wilcoxon(moved, alternative="greater", method=every_sign).pvalue)
 
 
-def read_content(path: Path) -> dict[str, Any] | None:
-    """A finished cell's JSON; None for results of other kinds. Another form is an InputError that names it."""
+def read_result(path: Path) -> Result | None:
+    """A finished cell; None for results of other kinds. Another form is an InputError that names it."""
     content = read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("kind"), str):
         raise InputError(f"{path}: not a result of format {FORMAT}; {_FIX}")
     if content["kind"] != "cell":
         return None
     try:
-        _result(path, content)
+        return _result(path, content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({type(error).__name__}: {error}); {_FIX}") from None
-    return content
 
 
 def _result(path: Path, content: Mapping[str, Any]) -> Result:
@@ -225,6 +225,7 @@ def _result(path: Path, content: Mapping[str, Any]) -> Result:
         None if peak is None else float(peak),
         dict(content["environment"]),
         data,
+        content,
     )
 
 

@@ -22,7 +22,7 @@ from constraintmatch.evaluation.metrics import Predictions, agreement, predict, 
 from constraintmatch.methods import Context, Trained
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, model_folder, save_model
 from constraintmatch.paper.grids import PAIRED, Cell
-from constraintmatch.paper.results import FORMAT, FREE_SETTINGS, METRICS, read_content
+from constraintmatch.paper.results import FORMAT, FREE_SETTINGS, METRICS, Result, read_result
 from constraintmatch.pipeline.config import complete_options, make_config
 from constraintmatch.pipeline.plan import choose_views
 from constraintmatch.pipeline.train import train, weights_hash
@@ -119,7 +119,7 @@ def is_finished(cell: Cell, place: Place) -> bool:
     path = place.result(cell)
     if not path.is_file():
         return False
-    found = read_content(path)
+    found = read_result(path)
     if found is None:
         raise InputError(f"{path}: not the result of a cell; {_FIX}")
     if other := next(_differences(cell, found, place), None):
@@ -131,7 +131,7 @@ def is_finished(cell: Cell, place: Place) -> bool:
         weights = _hash_of(folder, (folder / "model.safetensors").stat().st_mtime_ns)
     else:
         return True  # a result can be read without its start
-    if (before := found["start"]["weights"]) != weights:
+    if (before := found.weights) != weights:
         raise InputError(f"{path}: a result from another start ({before}, {cell.start} is {weights}); {_FIX}")
     return True
 
@@ -236,11 +236,11 @@ def _asked(cell: Cell, place: Place) -> tuple[dict[str, Any], dict[str, Any]]:
     return arguments, settings.request()
 
 
-def _differences(cell: Cell, found: Mapping[str, Any], place: Place) -> Iterator[str]:
+def _differences(cell: Cell, found: Result, place: Place) -> Iterator[str]:
     """Where a result has other settings than are asked for now; an entry that only one has does not count."""
     arguments, settings = _asked(cell, place)
     for name, values in (("cell", cell.request()), ("arguments", arguments), ("settings", settings)):
-        before = found[name]
+        before = found.content[name]
         for key in sorted(values.keys() & before.keys() - {*FREE_SETTINGS}):
             if before[key] != values[key]:
                 yield f"{key} is {before[key]!r}, asked is {values[key]!r}"
