@@ -167,7 +167,7 @@ def train(task: Task, sets: Sets, images: ImageSet, epochs: int, changes: Mappin
 
 def batch_of(task: Task, n_images: int) -> Shuffled:
     """The batches that the task will see: their size and their number in an epoch."""
-    default = method_arguments(task.method)["images_per_step"].default
+    default = method_arguments(task.method)["images_per_step"]
     return Shuffled(n_images, task.options.get("images_per_step", default), seed=0)
 
 
@@ -308,7 +308,7 @@ def keep(model: ClusterModel, folder: Path, request: Mapping[str, Any], steps: i
 def request_of(task: Task, sets: Sets, epochs: int | None, asked: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Everything that decides the result, as JSON gives it back."""
     own, changes = split_options(task.method, task.options)
-    defaults = {name: value.default for name, value in method_arguments(task.method).items() if name != "epochs"}
+    defaults = {name: value for name, value in method_arguments(task.method).items() if name != "epochs"}
     settings = method_settings(task.method, {**changes, "seed": seed}).request()
     settings.pop("steps")  # they follow from the epochs
     return {

@@ -55,7 +55,7 @@ def smoke(stages: list[str], n_clusters: int, steps: int, recipe: dict[str, dict
         labels = np.arange(n) % n_clusters
         images = ImageSet.from_arrays(rng.integers(0, 256, (n, 32, 32, 3), dtype=np.uint8), labels=labels)
         if "epochs" in known:
-            batch = own.get("images_per_step", known["images_per_step"].default)
+            batch = own.get("images_per_step", known["images_per_step"])
             arguments["epochs"] = -(-steps // (len(images) // batch))
         if "n_clusters" in known:
             arguments["n_clusters"] = n_clusters

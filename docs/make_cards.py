@@ -11,7 +11,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import read_json, write_atomically
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.models.cluster_model import load_model, model_folder
-from constraintmatch.paper.results import METRICS, TABLE_1, TABLE_3, is_whole, published, read_content
+from constraintmatch.paper.results import METRICS, TABLE_1, TABLE_3, is_whole, published, read_result
 from constraintmatch.paper.tables import DASH, TITLES, markdown, number
 from constraintmatch.pipeline.train import weights_hash
 
@@ -74,9 +74,9 @@ def _stage(entry: Mapping[str, Any], pretext: str, folder: Path) -> Stage:
 def _find_cell(weights: str, results: Path) -> tuple[Path, Mapping[str, Any] | None]:
     """The result whose half-precision model has these weights, and its file."""
     for path in sorted(results.glob("*.json")):
-        found = read_content(path)
-        if found is not None and found.get("half", {}).get("weights") == weights:
-            return path, found
+        found = read_result(path)
+        if found is not None and found.content.get("half", {}).get("weights") == weights:
+            return path, found.content
     return results, None
 
 

@@ -32,7 +32,7 @@ def test_the_names_are_those_of_the_methods() -> None:
 
 @pytest.mark.parametrize("method", KNOWN)
 def test_settings_and_defaults_are_read_as_the_methods_have_them(method: str) -> None:
-    real = {name: value.default for name, value in method_arguments(method).items() if name not in NO_SETTINGS}
+    real = {name: value for name, value in method_arguments(method).items() if name not in NO_SETTINGS}
     assert flags.method_defaults(method) == real
     assert flags.training_defaults(method) == asdict(method_settings(method))
     known = {**real, **flags.training_defaults(method)}

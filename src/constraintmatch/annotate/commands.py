@@ -30,7 +30,7 @@ from constraintmatch.methods import Context, ViewChoice
 from constraintmatch.methods.heads import attach_head, detach_head, embed_images
 from constraintmatch.models.cluster_model import ClusterModel, save_model, with_clusters
 from constraintmatch.pipeline.commands import check_sort_folder, finish_loop, score_line
-from constraintmatch.pipeline.config import MOST_LR, SHORT_STAGES, round_size, short_start
+from constraintmatch.pipeline.config import MOST_LR, SHORT_STAGES, round_size
 from constraintmatch.pipeline.embedding import choose_encoder, digest_of, encode
 from constraintmatch.pipeline.photos import begin_with, embedded_photos, first_photos
 from constraintmatch.pipeline.plan import Train, plan_pretraining
@@ -239,7 +239,7 @@ def _start(loop: Loop, reporter: Reporter, check: Callable[[Data], object]) -> t
     request, grows = _request(loop)
     plan = plan_pretraining(request, reporter)
     check(plan.data)
-    stages = tuple(stage for stage in plan.stages if not (grows and stage == SHORT_STAGES[-1]))
+    stages = tuple(stage for stage in plan.config.stages if not (grows and stage == SHORT_STAGES[-1]))
     answers = loop.out / "answers.db"
     if stages and answers.is_file() and answers.stat().st_size:
         with open_answers(answers, plan.data, read_only=True, flag="--out"):
@@ -248,21 +248,22 @@ def _start(loop: Loop, reporter: Reporter, check: Callable[[Data], object]) -> t
         reporter.say("no --clusters: the loop finds as many as your answers show")
     if stages:
         reporter.say(f"{len(plan.data.images):,} images; first a short start is trained, once, in {request.out}")
-    bare = grows and not stages and plan.model.config.n_clusters  # of embeddings: nothing to train first
+    fresh = plan.config.start
+    bare = grows and not stages and fresh.config.n_clusters  # of embeddings: nothing to train first
     try:
         made = pretrain(
-            with_clusters(plan.model, 0) if bare else plan.model,
+            with_clusters(fresh, 0) if bare else fresh,
             plan.seen,
-            plan.clusters,
+            plan.config.n_clusters,
             stages=stages,
-            recipe=short_start(len(plan.data.images), cpu=plan.cpu),
+            recipe=plan.config.stage_options,
             settings={key: value for key, value in request.settings.items() if value is not None},
-            views=plan.views,
+            views=plan.config.views,
             context=Context(request.out, reporter=reporter, data=plan.data.record),
         )
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(f"{str(stop) or 'stopped'}; the same command continues from there") from None
-    return plan.data, made.to(choose_device(loop.device)), plan.views
+    return plan.data, made.to(choose_device(loop.device)), plan.config.views
 
 
 def _request(loop: Loop) -> tuple[Train, bool]:

@@ -311,7 +311,7 @@ def paper(
     if list_cells:
         print_rows(runner.cell_states(chosen, place))
         return
-    runner.run_missing(chosen, place)
+    runner.run_cells(chosen, place)
     for name in names:
         _show(name, place.results, cuts.get("sets", ()), cuts.get("steps"), titled=len(names) > 1)
 

@@ -1,7 +1,6 @@
 """What the commands share: the app, options that several have, one-line errors, and how results are printed."""
 
 import inspect
-import os
 import re
 import sys
 import textwrap
@@ -23,7 +22,7 @@ Flags = dict[str, Any]  # those of a group that are given
 
 
 class _Command(TyperCommand):
-    """A command whose help has a heading for each panel, and that knows the new spelling of old flags."""
+    """A command whose help has a heading for each panel."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -35,19 +34,6 @@ class _Command(TyperCommand):
         for heading, records in groups.items():
             with formatter.section(heading):
                 formatter.write_dl(records, col_max=26)
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:
-            flag = getattr(error, "option_name", "") if type(error).__name__ == "NoSuchOption" else ""
-            new = new_spelling(str(self.name), flag) if flag else None
-            if new is None:
-                raise
-            takes = [str(parameter.metavar) for parameter in self.params if parameter.param_type_name == "argument"]
-            raise InputError(
-                f"{new}: {' '.join([ctx.command_path, *takes])}" if new.endswith("alone") else new
-            ) from None
 
 
 class _Commands(TyperGroup):
@@ -71,12 +57,16 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt as stop:  # typer says nothing
+            raise typer.Exit(say_error(str(stop) or "stopped", 130)) from None
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        try:  # typer ends by itself if the reader had enough, as head has
+            code = super().main(*arguments, **{**options, "standalone_mode": False})
+        except typer.Abort:
+            code = say_error("stopped", 130)
         except InputError as error:
             code = say_error(f"error: {error}", 2)
-        except KeyboardInterrupt as stop:
-            code = say_error(str(stop) or "stopped", 130)
-        except BrokenPipeError:
-            raise
         except OSError as error:  # writes that are not atomic (the log), and small reads
             place = error.filename or ""
             permitted = not isinstance(error, PermissionError)
@@ -84,16 +74,6 @@ class _Commands(TyperGroup):
             if found is None and not error.strerror:
                 raise
             code = say_error(f"error: {found or InputError(str(error.strerror), place)}", 2)
-        raise typer.Exit(code)
-
-    def main(self, *arguments: Any, **options: Any) -> Any:
-        try:
-            code = super().main(*arguments, **{**options, "standalone_mode": False})
-        except typer.Abort:
-            code = say_error("stopped", 130)
-        except BrokenPipeError:  # the reader had enough, as head has
-            sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 (else Python complains when it flushes at the end)
-            code = 1
         except Exception as error:
             code = _usage_error(error)
         sys.exit(code if isinstance(code, int) else 0)
@@ -106,16 +86,23 @@ _NO_PERMISSION = "no permission to read or write it; change that or choose anoth
 
 
 def _usage_error(error: Exception) -> int:
-    """Say that memory is full, or a usage error of typer's parser, and its exit code; a bug is raised again."""
+    """Say that memory is full, or a usage error of typer's parser, and its exit code; a bug is raised again.
+
+    A flag of earlier versions is answered with its new spelling.
+    """
     if isinstance(error, MemoryError) or _MEMORY.search(str(error)):
         return say_error(f"error: not enough memory ({str(error).partition(chr(10))[0][:200]}); {_SMALLER}", 2)
     said = getattr(error, "format_message", None)
     if said is None:
         raise error
-    context = getattr(error, "ctx", None)
-    if type(error).__name__ == "NoArgsIsHelpError":
+    context, kind = getattr(error, "ctx", None), type(error).__name__
+    if kind == "NoArgsIsHelpError":
         typer.echo(said(), err=True)
         return 2
+    flag = getattr(error, "option_name", "") if kind == "NoSuchOption" else ""
+    if context is not None and context.parent and (new := new_spelling(context.command.name, flag)):
+        takes = [one.metavar for one in context.command.params if one.param_type_name == "argument"]
+        return say_error(f"error: {new}" + f": {' '.join([context.command_path, *takes])}" * new.endswith("alone"), 2)
     more = f" (see {context.command_path} --help)" if context is not None else ""
     text = said().strip().rstrip(".")
     return say_error(f"error: {text[:1].lower()}{text[1:]}{more}", 2)

@@ -110,7 +110,8 @@ def train(
     method = request.get("method", None if recorded else "constraintmatch")
     arguments, settings, more = flags.split_settings(flags.read_settings("train", sets, method, chosen))
     with _ranks(gpus, settings.get("device"), reporter) as reporter:
-        if ranks.is_restarted() and _holds_run(request.get("out")):
+        out = request.get("out")
+        if ranks.is_restarted() and (out is None or (out / "run.json").exists() or (out / "start").exists()):
             request["resume"] = True
         asked = plan.Train(data=data, **named_start(request), **images, **more, arguments=arguments, settings=settings)
         with ranks.in_turn():
@@ -137,10 +138,6 @@ def _ranks(gpus: int | None, device: str | None, reporter: Reporter) -> Iterator
         raise typer.Exit(ranks.launch(gpus, place))
     with ranks.started(place):
         yield reporter if ranks.first() else Reporter()
-
-
-def _holds_run(out: Path | None) -> bool:
-    return out is None or (out / "run.json").exists() or (out / "start").exists()
 
 
 @command(
@@ -268,9 +265,12 @@ def compare(data: Source, *, how: Flags, reporter: Reporter) -> None:
         --clusters 12 --methods constraintmatch,k_means
     """
     from constraintmatch.pipeline import compare as comparing
+    from constraintmatch.pipeline.plan import Train
 
-    how["methods"] = flags.words(how.get("methods", ""))
-    typer.echo(comparing.compare(comparing.Compare(data, **named_start(how)), reporter))
+    more = {name: how.pop(name) for name in ("n_pairs", "n_labels") if name in how}
+    methods, settings = flags.words(how.pop("methods", "")), {"seed": how.pop("seed", 0)}
+    asked = Train(data, **named_start(how), settings=settings)
+    typer.echo(comparing.compare(asked, reporter, methods=methods, **more))
 
 
 @command(_PANEL)

@@ -92,6 +92,7 @@ class Result:
     peak_gib: float | None
     environment: Mapping[str, Any]
     data: Mapping[str, Any]
+    content: Mapping[str, Any]  # all of its JSON
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,16 @@ class Row:
 
 def read_results(folder: Path | str) -> tuple[Result, ...]:
     """The finished cells of a folder, by name; results of other kinds are skipped, of other formats refused."""
-    found = (_read(path) for path in sorted(Path(folder).glob("*.json")))
-    return tuple(result for result in found if result is not None)
+    found = []
+    for path in sorted(Path(folder).glob("*.json")):
+        if (result := read_result(path)) is None:
+            continue
+        if not (name := result.cell.name) == result.content["name"] == path.stem:
+            raise InputError(f"{path}: its settings are those of {name}; name it so, or move it away")
+        if bool(cut := result.content.get("cut")) != result.cell.cut:
+            raise InputError(f"{path}: says cut is {cut} of {result.cell.steps:,} steps; {_FIX}")
+        found.append(result)
+    return tuple(found)
 
 
 def find_rows(results: Iterable[Result]) -> dict[Cell, Row]:
@@ -178,30 +187,17 @@ def _signed_rank_p(gains: Sequence[float]) -> float:
     return float(wilcoxon(moved, alternative="greater", method=every_sign).pvalue)
 
 
-def read_content(path: Path) -> dict[str, Any] | None:
-    """A finished cell's JSON; None for results of other kinds. Another form is an InputError that names it."""
+def read_result(path: Path) -> Result | None:
+    """A finished cell; None for results of other kinds. Another form is an InputError that names it."""
     content = read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("kind"), str):
         raise InputError(f"{path}: not a result of format {FORMAT}; {_FIX}")
     if content["kind"] != "cell":
         return None
     try:
-        _result(path, content)
+        return _result(path, content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({type(error).__name__}: {error}); {_FIX}") from None
-    return content
-
-
-def _read(path: Path) -> Result | None:
-    content = read_content(path)
-    if content is None:
-        return None
-    result = _result(path, content)
-    if not (name := result.cell.name) == content["name"] == path.stem:
-        raise InputError(f"{path}: its settings are those of {name}; name it so, or move it away")
-    if bool(content.get("cut")) != result.cell.cut:
-        raise InputError(f"{path}: says cut is {content.get('cut')} of {result.cell.steps:,} steps; {_FIX}")
-    return result
 
 
 def _result(path: Path, content: Mapping[str, Any]) -> Result:
@@ -229,6 +225,7 @@ def _result(path: Path, content: Mapping[str, Any]) -> Result:
         None if peak is None else float(peak),
         dict(content["environment"]),
         data,
+        content,
     )
 
 
@@ -249,7 +246,7 @@ def _check_alike(first: Result, second: Result) -> None:
             from constraintmatch.pipeline.config import method_arguments  # with torch: seldom needed
 
             # an argument that is newer than a result had its default there
-            before = {key: parameter.default for key, parameter in method_arguments(first.cell.method).items()}
+            before = method_arguments(first.cell.method)
             left, right = {**before, **left}, {**before, **right}
         for key in sorted((left.keys() | right.keys()) - {*FREE_SETTINGS}):
             if left.get(key) != right.get(key):

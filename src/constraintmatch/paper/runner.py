@@ -22,8 +22,8 @@ from constraintmatch.evaluation.metrics import Predictions, agreement, predict, 
 from constraintmatch.methods import Context, Trained
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model, model_folder, save_model
 from constraintmatch.paper.grids import PAIRED, Cell
-from constraintmatch.paper.results import FORMAT, FREE_SETTINGS, METRICS, read_content
-from constraintmatch.pipeline.config import make_config, method_arguments, method_settings, split_options
+from constraintmatch.paper.results import FORMAT, FREE_SETTINGS, METRICS, Result, read_result
+from constraintmatch.pipeline.config import complete_options, make_config
 from constraintmatch.pipeline.plan import choose_views
 from constraintmatch.pipeline.train import train, weights_hash
 from constraintmatch.training.batches import derive_seed
@@ -62,11 +62,16 @@ class Place:
 def run_cells(cells: Sequence[Cell], place: Place) -> list[Path]:
     """The results of the cells, in order; what is finished is not run again.
 
-    Results, data and starts are checked before the first training. Several processes of a machine may share the cells,
-    one for each GPU: each leaves the others' cells alone. A training that diverges does not stop the queue: it is named
-    at the end.
+    Results, data and starts are checked before the first training. Without a data folder the finished cells are enough,
+    and the others are counted. Several processes of a machine may share the cells, one for each GPU: each leaves the
+    others' cells alone. A training that diverges does not stop the queue: it is named at the end.
     """
     missing = [cell for cell in cells if not is_finished(cell, place)]
+    away = [cell for cell in missing if place.data_dir is None and not DATASETS[cell.dataset].bundled]
+    if 0 < len(away) < len(cells):
+        counts = f"{len(away):,} of {len(cells):,} cells are missing"
+        place.reporter.say(f"{counts}; --data-dir DIR runs them, --list names them")
+        cells, missing = ([cell for cell in some if cell not in away] for some in (cells, missing))
     for cell in {cell.dataset: cell for cell in missing}.values():
         place.images(cell, "test")
     for cell in {cell.start: cell for cell in missing}.values():
@@ -99,17 +104,6 @@ def run_cells(cells: Sequence[Cell], place: Place) -> list[Path]:
     return [place.result(cell) for cell in cells if cell not in elsewhere]
 
 
-def run_missing(cells: Sequence[Cell], place: Place) -> None:
-    """Run the cells; without a data folder the finished ones are enough, and the others are counted."""
-    missing = [cell for cell in cells if not is_finished(cell, place)]
-    away = [cell for cell in missing if not DATASETS[cell.dataset].bundled]
-    if place.data_dir is None and away and len(away) < len(cells):
-        counts = f"{len(away):,} of {len(cells):,} cells are missing"
-        place.reporter.say(f"{counts}; --data-dir DIR runs them, --list names them")
-        cells = [cell for cell in cells if cell not in away]
-    run_cells(cells, place)
-
-
 def cell_states(cells: Sequence[Cell], place: Place) -> list[tuple[str, str]]:
     """Finished, begun or missing, and the cell's name; in the last row how many there are of each."""
     rows = []
@@ -125,7 +119,7 @@ def is_finished(cell: Cell, place: Place) -> bool:
     path = place.result(cell)
     if not path.is_file():
         return False
-    found = read_content(path)
+    found = read_result(path)
     if found is None:
         raise InputError(f"{path}: not the result of a cell; {_FIX}")
     if other := next(_differences(cell, found, place), None):
@@ -137,7 +131,7 @@ def is_finished(cell: Cell, place: Place) -> bool:
         weights = _hash_of(folder, (folder / "model.safetensors").stat().st_mtime_ns)
     else:
         return True  # a result can be read without its start
-    if (before := found["start"]["weights"]) != weights:
+    if (before := found.weights) != weights:
         raise InputError(f"{path}: a result from another start ({before}, {cell.start} is {weights}); {_FIX}")
     return True
 
@@ -238,16 +232,15 @@ def _asked(cell: Cell, place: Place) -> tuple[dict[str, Any], dict[str, Any]]:
     """All arguments and settings that decide the result, with the defaults, as its JSON has them."""
     if cell.method == "scan":
         return {}, {}
-    arguments, changes = split_options(cell.method, _options(cell, place))
-    defaults = {name: parameter.default for name, parameter in method_arguments(cell.method).items()}
-    return {**defaults, **arguments}, method_settings(cell.method, changes).request()
+    arguments, settings = complete_options(cell.method, _options(cell, place))
+    return arguments, settings.request()
 
 
-def _differences(cell: Cell, found: Mapping[str, Any], place: Place) -> Iterator[str]:
+def _differences(cell: Cell, found: Result, place: Place) -> Iterator[str]:
     """Where a result has other settings than are asked for now; an entry that only one has does not count."""
     arguments, settings = _asked(cell, place)
     for name, values in (("cell", cell.request()), ("arguments", arguments), ("settings", settings)):
-        before = found[name]
+        before = found.content[name]
         for key in sorted(values.keys() & before.keys() - {*FREE_SETTINGS}):
             if before[key] != values[key]:
                 yield f"{key} is {before[key]!r}, asked is {values[key]!r}"

@@ -155,9 +155,7 @@ def _connected(ray: Any) -> Iterator[None]:
 # On a worker
 
 
-@cache
-def _model(folder: Path) -> ClusterModel:
-    return load_model(folder)
+_model = cache(load_model)
 
 
 def do_part(kind: Kind, source: Path, labelled: bool, device: str, path: Path, files: Sequence[ImageFile]) -> None:
@@ -173,20 +171,16 @@ def do_part(kind: Kind, source: Path, labelled: bool, device: str, path: Path, f
     images, place = ImageSet(pixels, names), choose_device(device or None)
     if kind == "embed":
         made = metrics.embed(model, images, device=place)
-        kinds = {"embedding": pa.list_(pa.float32(), made.shape[1])}
-        values: list[tuple[Any, ...]] = [(row,) for row in made]
+        found = {"embedding": pa.FixedSizeListArray.from_arrays(made.ravel(), made.shape[1])}
     else:
-        found = metrics.predict(model, images, device=place)
-        kinds = {"cluster": pa.int32(), "confidence": pa.float32()}
-        values = list(zip(found.clusters.tolist(), found.confidence.tolist(), strict=True))
-    made_of = dict(zip(names, values, strict=True))
-    problems = {skip.name: skip.reason for skip in broken}
-    none = (None,) * len(kinds)
+        seen = metrics.predict(model, images, device=place)
+        found = {"cluster": pa.array(seen.clusters, pa.int32()), "confidence": pa.array(seen.confidence)}
+    rows, problems = images.rows(), {skip.name: skip.reason for skip in broken}
+    order = pa.array([rows.get(file.name) for file in files], pa.int64())  # without a row where it cannot be read
     columns: dict[str, Any] = {"name": pa.array([file.name for file in files])}
     if labelled:
         columns["label"] = pa.array([str(file.label) for file in files])
-    for number, (name, stored) in enumerate(kinds.items()):
-        columns[name] = pa.array([made_of.get(file.name, none)[number] for file in files], stored)
+    columns |= {name: values.take(order) for name, values in found.items()}
     columns["problem"] = pa.array([problems.get(file.name) for file in files], pa.string())
     table = pa.table(columns)
     write_atomically(path, lambda temporary: parquet.write_table(table, temporary))

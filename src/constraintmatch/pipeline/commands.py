@@ -24,7 +24,7 @@ from constraintmatch.evaluation.report import check_run, write_report
 from constraintmatch.methods import Context, Trained
 from constraintmatch.methods.preparation import check_images
 from constraintmatch.models.cluster_model import ClusterModel, load_model, model_folder, save_model
-from constraintmatch.pipeline.config import chain_stages, check_neighbours
+from constraintmatch.pipeline.config import Recipe, chain_stages, check_neighbours
 from constraintmatch.pipeline.embedding import OWN, encode
 from constraintmatch.pipeline.plan import Plan, Train, plan_pretraining
 from constraintmatch.pipeline.sources import Data, open_at, read_pairs
@@ -344,8 +344,8 @@ def _verdict(log: Sequence[Mapping[str, Any]], images: ImageSet, out: Path) -> d
 
 def pretrain_model(
     request: Train,
-    stages: Sequence[str] = (),
-    recipe: Mapping[str, Mapping[str, Any]] | None = None,
+    stages: Sequence[str],
+    recipe: Recipe,
     reporter: Reporter = QUIET,
     *,
     chain: str | None = None,
@@ -360,22 +360,22 @@ def pretrain_model(
     assert request.out is not None
     with ranks.in_turn():
         plan = plan_pretraining(replace(request, start=OWN), reporter)
-    data = plan.data
+    data, config = plan.data, plan.config
     if data.images.embedded and not (stages or chain or pretext):
-        chosen = plan.stages  # features are there: only clusters are missing
-    if idle := [stage for stage in recipe or {} if stage not in chosen]:
+        chosen = config.stages  # features are there: only clusters are missing
+    if idle := [stage for stage in recipe if stage not in chosen]:
         raise InputError(
             f"there are settings of {idle[0]}, which does not run; the stages are {', '.join(chosen)} "
             "(--chain, --stages or --pretext choose others)"
         )
-    for stage, options in (recipe or {}).items():
+    for stage, options in recipe.items():
         check_neighbours(stage, options, len(data.images))
     context = Context(request.out, reporter=reporter, held_out=data.held_out, data=data.record)
-    how: dict[str, Any] = {"stages": chosen, "recipe": recipe or {}, "settings": request.settings, "views": plan.views}
-    rehearse_stages(plan.model, data.images, plan.clusters, **how)
+    how: dict[str, Any] = {"stages": chosen, "recipe": recipe, "settings": request.settings, "views": config.views}
+    rehearse_stages(config.start, data.images, config.n_clusters, **how)
     try:
         with ranks.together():
-            model = pretrain(plan.model, data.images, plan.clusters, context=context, **how)
+            model = pretrain(config.start, data.images, config.n_clusters, context=context, **how)
     except Interrupted as stop:
         raise Interrupted(f"{stop}; run the same command again to go on from there") from None
     if ranks.first():

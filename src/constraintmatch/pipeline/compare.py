@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -31,10 +31,10 @@ from constraintmatch.methods.heads import detach_head
 from constraintmatch.methods.others import OTHERS, Setup
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.pipeline.commands import write_clusters
-from constraintmatch.pipeline.config import default_options, make_config, short_start
+from constraintmatch.pipeline.config import default_options, make_config
 from constraintmatch.pipeline.embedding import encode
-from constraintmatch.pipeline.plan import PretrainPlan, Train, plan_pretraining
-from constraintmatch.pipeline.sources import open_pairs
+from constraintmatch.pipeline.plan import Plan, Train, plan_pretraining
+from constraintmatch.pipeline.sources import open_pairs, path_list
 from constraintmatch.pipeline.train import pairs_hash, pretrain, train, weights_hash
 
 OWN = {
@@ -46,25 +46,6 @@ SYSTEMS = (*OWN, *OTHERS)
 JUDGED = 2_000  # pairs to judge by where labels give as many as one likes
 FILE = "comparison.json"
 Place = Callable[[ImageSet], Predictions]
-
-
-@dataclass(frozen=True)
-class Compare:
-    """What `compare` is asked."""
-
-    data: str
-    clusters: int | None = None
-    pairs: Path | None = None
-    n_pairs: int | None = None  # drawn from labels
-    n_labels: int = 0  # images whose labels are given too
-    methods: tuple[str, ...] = ()  # none: all
-    out: Path = Path("comparison")
-    columns: str | None = None
-    seed: int = 0
-    model: Path | None = None
-    start: str | None = None
-    test: str | None = None
-    data_dir: Path | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +65,11 @@ class Task:
     def n_clusters(self) -> int:
         return self.start.config.n_clusters
 
+    @property
+    def n_labels(self) -> int:
+        """The number of images whose labels a system may know."""
+        return 0 if self.labels is None else int((self.labels >= 0).sum())
+
     def request(self) -> dict[str, Any]:
         """What decides the rows."""
         return {
@@ -93,26 +79,36 @@ class Task:
             "start": weights_hash(self.start),
             "tested": None if self.tested is None else self.tested.fingerprint(),
             "clusters": self.n_clusters,
-            "labels": 0 if self.labels is None else int((self.labels >= 0).sum()),
+            "labels": self.n_labels,
             "seed": self.seed,
             "constraintmatch": constraintmatch.__version__,
         }
 
 
-def compare(request: Compare, reporter: Reporter = QUIET, *, apart: bool = True) -> str:
+def compare(
+    request: Train,
+    reporter: Reporter = QUIET,
+    *,
+    n_pairs: int | None = None,
+    n_labels: int = 0,
+    methods: Sequence[str] = (),
+    apart: bool = True,
+) -> str:
     """The table and the advice as text; rows, page and clusters are in the folder, where finished rows are kept.
 
-    A system runs in a process of its own, whose memory is measured and whose death is a row; not so without `apart`.
+    The pairs are those of the request, or `n_pairs` drawn from labels; `n_labels` images have their labels given too.
+    Without `methods` all systems are compared. A system runs in a process of its own, whose memory is measured and
+    whose death is a row; not so without `apart`.
     """
-    names = request.methods or SYSTEMS
+    names, out = methods or SYSTEMS, request.out or Path("comparison")
     if odd := [name for name in names if name not in SYSTEMS]:
         raise InputError(f"--methods {odd[0]}: unknown; known are {', '.join(SYSTEMS)}")
-    if (request.pairs is None) == (request.n_pairs is None):
+    if (request.pairs is None) == (n_pairs is None):
         raise InputError("say which pairs: --pairs FILE, or --n-pairs NUMBER to draw some from labels, and not both")
-    _check_out(request.out)
-    with folder_lock(request.out):
-        task = _open_task(request, reporter)
-        rows = _load_rows(request.out, task.request())
+    _check_out(out)
+    with folder_lock(out):
+        task = _open_task(replace(request, out=out), n_pairs, n_labels, reporter)
+        rows = _load_rows(out, task.request())
         payload = pickle.dumps(task) if apart else b""
         for number, name in enumerate(names, 1):
             if rows.get(name, {}).get("error", "") is None:
@@ -121,12 +117,12 @@ def compare(request: Compare, reporter: Reporter = QUIET, *, apart: bool = True)
             reporter.say(f"{name}: {number} of {len(names)}")
             rows[name], found = run_apart(name, payload) if apart else run_system(name, task)
             if found is not None:
-                write_clusters(request.out / f"{name}.csv", task.images.names, found)
-            write_json(request.out / FILE, {"request": task.request(), "rows": list(rows.values())})
+                write_clusters(out / f"{name}.csv", task.images.names, found)
+            write_json(out / FILE, {"request": task.request(), "rows": list(rows.values())})
         shown: list[Row] = [rows[name] for name in names]
-        facts = _facts(request, task)
         about = {name: OWN.get(name) or " ".join(str(OTHERS[name].__doc__).split()) for name in names}
-        page = write_page(request.out / "comparison.html", shown, Judge(task.judge), facts, about)
+        facts = _facts(Path(str(request.data)).name, task)
+        page = write_page(out / "comparison.html", shown, Judge(task.judge), facts, about)
     return f"{table_text(shown, Judge(task.judge))}\n\npage: {page}"
 
 
@@ -239,73 +235,65 @@ def _load_rows(out: Path, request: Mapping[str, Any]) -> dict[str, Row]:
     return rows
 
 
-def _open_task(request: Compare, reporter: Reporter) -> Task:
-    settings = {"seed": request.seed}
-    asked = Train(
-        data=request.data,
-        clusters=request.clusters,
-        model=request.model,
-        start=request.start,
-        test=request.test,
-        data_dir=request.data_dir,
-        frozen=True,
-        settings=settings,
-    )
-    plan = plan_pretraining(asked, reporter)
-    if plan.data.images.labels is None and (request.n_pairs or request.n_labels):
+def _open_task(request: Train, n_pairs: int | None, n_labels: int, reporter: Reporter) -> Task:
+    plan = plan_pretraining(replace(request, out=None, frozen=True), reporter)
+    seed, images = plan.config.settings.seed, plan.data.images
+    if images.labels is None and (n_pairs or n_labels):
         raise InputError(f"{request.data}: has no labels to draw from", fix="give --pairs FILE, and no --n-labels")
-    pairs = held = None
-    if request.pairs is not None:
-        given = open_pairs(
-            request.pairs, plan.data.images, columns=request.columns, on_conflict="drop", reporter=reporter
-        )[0]
-        pairs, held = hide_images(given.merged(), seed=request.seed)
-        if not pairs.weight.any() or not len(held):
-            raise InputError(f"{len(given):,} pairs are too few: some must be held out", request.pairs, "answer more")
-    start, images, tested = _embedded(request, plan, reporter)
-    return _make_task(start, images, tested, pairs, held, request)
+    context = Context(request.out, reporter=reporter, data=plan.data.record).within("start")
+    if request.pairs is None:
+        return sampled_task(*_embedded(plan, context), n_pairs or 0, seed, n_labels)
+    how: dict[str, Any] = {"columns": request.columns, "on_conflict": "drop", "reporter": reporter}
+    given = open_pairs(request.pairs, images, **how)[0]
+    pairs, held = hide_images(given.merged(), seed=seed)
+    if not pairs.weight.any() or not len(held):
+        place = path_list(request.pairs)[0]
+        raise InputError(f"{len(given):,} pairs are too few: some must be held out", place, "answer more")
+    return _make_task(*_embedded(plan, context), pairs, held, n_labels, seed)
 
 
-def _embedded(
-    request: Compare, plan: PretrainPlan, reporter: Reporter
-) -> tuple[ClusterModel, ImageSet, ImageSet | None]:
+def _embedded(plan: Plan, context: Context) -> tuple[ClusterModel, ImageSet, ImageSet | None]:
     """The start as a model of embeddings, and what it makes of the images and of those held out."""
-    context = Context(request.out / "start", reporter=reporter, data=plan.data.record)
-    recipe = short_start(len(plan.seen), cpu=plan.cpu)
-    how: dict[str, Any] = {"recipe": recipe, "settings": {"seed": request.seed}, "views": plan.views}
-    model = pretrain(plan.model, plan.seen, plan.clusters, stages=plan.stages, context=context, **how)
+    config = plan.config
+    how: dict[str, Any] = {"recipe": config.stage_options, "views": config.views}
+    how["settings"] = {"seed": config.settings.seed}
+    model = pretrain(config.start, plan.seen, config.n_clusters, stages=config.stages, context=context, **how)
     both = [plan.seen, plan.data.held_out]
-    seen, tested = (one if one is None or one.embedded else encode(model, one, reporter=reporter) for one in both)
+    seen, tested = (
+        one if one is None or one.embedded else encode(model, one, reporter=context.reporter) for one in both
+    )
     assert seen is not None
     start = detach_head(model, seen) if model.config.side > 1 else model
     return start.cpu(), replace(seen, pictures=None), None if tested is None else replace(tested, pictures=None)
 
 
-def sampled_task(start: ClusterModel, images: ImageSet, tested: ImageSet | None, n_pairs: int, seed: int) -> Task:
+def sampled_task(
+    start: ClusterModel, images: ImageSet, tested: ImageSet | None, n_pairs: int, seed: int, n_labels: int = 0
+) -> Task:
     """The task with pairs that the labels of the images give; the start is a model of embeddings."""
-    return _make_task(start, images, tested, None, None, Compare("", n_pairs=n_pairs, seed=seed))
+    assert images.labels is not None
+    if n_pairs < 1:
+        raise InputError(f"--n-pairs {n_pairs}: no pairs to learn from; ask for 1 or more")
+    pairs = Constraints.sample(images.labels, n_pairs, seed=seed)
+    return _make_task(start, images, tested, pairs, None, n_labels, seed)
 
 
 def _make_task(
     start: ClusterModel,
     images: ImageSet,
     tested: ImageSet | None,
-    pairs: Constraints | None,
+    pairs: Constraints,
     held: Constraints | None,
-    request: Compare,
+    n_labels: int,
+    seed: int,
 ) -> Task:
     """The task; pairs that labels give are judged by pairs of other images, pairs of a file by those held out.
 
     Scores are on the tested images, or on the images without a pair and a label that a system knows.
     """
-    if pairs is None:
-        assert images.labels is not None
-        if (request.n_pairs or 0) < 1:
-            raise InputError(f"--n-pairs {request.n_pairs}: no pairs to learn from; ask for 1 or more")
-        pairs = Constraints.sample(images.labels, request.n_pairs or 0, seed=request.seed)
     labels, known = None, np.empty(0, np.int64)
-    if request.n_labels and images.labels is not None:
-        known = rng.permutation(rng.stream(request.seed, Purpose.ANCHORS), len(images))[: request.n_labels]
+    if n_labels and images.labels is not None:
+        known = rng.permutation(rng.stream(seed, Purpose.ANCHORS), len(images))[:n_labels]
         labels = np.full(len(images), -1)
         labels[known] = images.labels[known]
     if tested is None or tested.labels is None:
@@ -315,21 +303,18 @@ def _make_task(
     if held is None:
         if judged.labels is None:
             raise InputError("no image is left to judge by", fix="draw fewer pairs, or name other images with --test")
-        held = Constraints.sample(judged.labels, JUDGED, seed=request.seed + 1)
-    return Task(images, pairs, start, judged, held, tested, labels, request.seed)
+        held = Constraints.sample(judged.labels, JUDGED, seed=seed + 1)
+    return Task(images, pairs, start, judged, held, tested, labels, seed)
 
 
-def _facts(request: Compare, task: Task) -> list[tuple[str, str]]:
-    many = f"{len(task.pairs):,} ({task.pairs.n_must_links:,} must-links)"
-    known = 0 if task.labels is None else int((task.labels >= 0).sum())
-    scored = "none" if task.tested is None else f"{len(task.tested):,} images"
+def _facts(name: str, task: Task) -> list[tuple[str, str]]:
     return [
-        ("Data", Path(request.data).name),
+        ("Data", name),
         ("Images", f"{len(task.images):,} of {task.images.channels:,} numbers"),
         ("Clusters", f"{task.n_clusters:,}"),
-        ("Pairs", many),
+        ("Pairs", f"{len(task.pairs):,} ({task.pairs.n_must_links:,} must-links)"),
         ("Held-out pairs", f"{len(task.judge):,} ({task.judge.n_must_links:,} must-links)"),
-        ("Labels given", f"{known:,}"),
-        ("Scores on", scored),
-        ("Seed", str(request.seed)),
+        ("Labels given", f"{task.n_labels:,}"),
+        ("Scores on", "none" if task.tested is None else f"{len(task.tested):,} images"),
+        ("Seed", str(task.seed)),
     ]

@@ -68,22 +68,27 @@ def make_config(
 
     `options` are arguments of the method and training settings, by name; the others have the method's defaults.
     """
-    given, changes = split_options(method, options or {})
-    known = {key: parameter.default for key, parameter in method_arguments(method).items()}
+    arguments, settings = complete_options(method, options or {})
+    recipe = dict(stage_options or {})
+    return TrainConfig(method, arguments, settings, start, views or ViewChoice(), tuple(stages), recipe, n_clusters)
+
+
+def complete_options(method: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], TrainSettings]:
+    """All arguments of a method and its training settings, with these options; wrong ones are an InputError."""
+    (given, changes), known = split_options(method, options), method_arguments(method)
     arguments = known | given
     if missing := [key for key, value in arguments.items() if value is inspect.Parameter.empty]:
         raise InputError(f"{method} needs the argument {missing[0]!r}")
     _check_kinds(method, arguments, known)
-    settings, recipe = method_settings(method, changes), dict(stage_options or {})
-    return TrainConfig(method, arguments, settings, start, views or ViewChoice(), tuple(stages), recipe, n_clusters)
+    return arguments, method_settings(method, changes)
 
 
-def method_arguments(name: str) -> dict[str, inspect.Parameter]:
-    """The keyword arguments that configure a method, by name."""
+def method_arguments(name: str) -> dict[str, Any]:
+    """The keyword arguments that configure a method, with their defaults; `inspect.Parameter.empty` for none."""
     if name not in METHODS:
         raise InputError(f"unknown method {name!r}; known are {', '.join(METHODS)}")
     parameters = inspect.signature(METHODS[name]).parameters
-    return {key: value for key, value in parameters.items() if key not in _NOT_ARGUMENTS}
+    return {key: value.default for key, value in parameters.items() if key not in _NOT_ARGUMENTS}
 
 
 def method_settings(name: str, overrides: Mapping[str, Any] | None = None) -> TrainSettings:
@@ -103,7 +108,7 @@ def split_options(name: str, options: Mapping[str, Any]) -> tuple[dict[str, Any]
     """
     own, known = method_arguments(name), asdict(TrainSettings())
     if "steps" in options and "epochs" in own:
-        raise InputError(f"{name} counts epochs, not steps; ask for epochs={own['epochs'].default} or another number")
+        raise InputError(f"{name} counts epochs, not steps; ask for epochs={own['epochs']} or another number")
     if unknown := sorted(options.keys() - own.keys() - known.keys()):
         raise InputError(f"{name} has no option {unknown[0]!r}; it has {', '.join([*own, *sorted(known)])}")
     arguments = {key: value for key, value in options.items() if key in own}

@@ -69,7 +69,7 @@ def run_demo(out: Path, *, seed: int = 0, reporter: Reporter = QUIET) -> str:
     found["k_means"] = [_scores(test, _pixel_clusters(images, test, own)) for own in seeds]
     pairs = [Constraints.sample(images.labels, N_PAIRS, seed=own) for own in seeds]
     jobs: dict[tuple[str, int], Job] = {
-        (name, sample): partial(_train, name, start, images, own, _options(name, seed), out / f"{name}-{sample}")
+        (name, sample): partial(_train, name, start, images, own, seed, out / f"{name}-{sample}")
         for name in reversed(METHODS)  # the longest first
         for sample, own in enumerate(pairs)
     }
@@ -110,10 +110,6 @@ def _pixel_clusters(images: ImageSet, others: ImageSet, seed: int) -> Prediction
     return Predictions(np.eye(DATASETS["digits"].n_clusters, dtype=np.float32)[clusters])
 
 
-def _options(name: str, seed: int) -> dict[str, Any]:
-    return {**TRAINING, **(FREE if name == "constraintmatch" else {}), "device": "cpu", "seed": seed}
-
-
 def _work(jobs: Sequence[Job], reporter: Reporter) -> list[ClusterModel]:
     """What the jobs give, in their order."""
     fresh = multiprocessing.get_context("spawn")
@@ -127,9 +123,8 @@ def _work(jobs: Sequence[Job], reporter: Reporter) -> list[ClusterModel]:
         return [job.result() for job in going]
 
 
-def _train(
-    name: str, start: ClusterModel, images: ImageSet, pairs: Constraints, options: dict[str, Any], out: Path
-) -> ClusterModel:
+def _train(name: str, start: ClusterModel, images: ImageSet, pairs: Constraints, seed: int, out: Path) -> ClusterModel:
+    options = {**TRAINING, **(FREE if name == "constraintmatch" else {}), "device": "cpu", "seed": seed}
     config = make_config(name, options, start=copy.deepcopy(start), views=VIEWS)
     return train(images, pairs, config, Context(out, data={"name": "digits"})).model
 

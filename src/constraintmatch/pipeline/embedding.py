@@ -84,11 +84,8 @@ def embed_images(
 
 def write_embeddings(path: Path, embeddings: NDArray[np.float32], images: ImageSet) -> None:
     """Write embeddings with the names of their images, and the labels where they are known, atomically."""
-    arrays: dict[str, Any] = {"embeddings": embeddings, "names": np.array(images.names)}
-    if images.labels is not None:
-        arrays["labels"] = images.labels
-    if images.classes is not None:
-        arrays["classes"] = np.array(images.classes)
+    found = {"embeddings": embeddings, "names": images.names, "labels": images.labels, "classes": images.classes}
+    arrays: dict[str, Any] = {name: np.asarray(value) for name, value in found.items() if value is not None}
 
     def write(temporary: Path) -> None:
         with temporary.open("wb") as file:

@@ -18,8 +18,17 @@ from constraintmatch.data.image_set import ImageSet, kind_of
 from constraintmatch.methods import METHODS, Context, ViewChoice
 from constraintmatch.models.backbones import ENCODER, default_backbone
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model
-from constraintmatch.pipeline import config as configuration
-from constraintmatch.pipeline.config import ORDER, PRETEXTS, SHORT_STAGES, TrainConfig, make_config, method_arguments
+from constraintmatch.pipeline.config import (
+    ORDER,
+    PRETEXTS,
+    SHORT_STAGES,
+    TrainConfig,
+    complete_options,
+    default_options,
+    make_config,
+    method_arguments,
+    short_start,
+)
 from constraintmatch.pipeline.embedding import OWN, choose_encoder, encode
 from constraintmatch.pipeline.sources import ClassFolders, Data, open_data, open_pairs, path_list
 from constraintmatch.pipeline.train import rehearse
@@ -66,30 +75,17 @@ class Train:
 
 @dataclass(frozen=True)
 class Plan:
-    """A training with everything checked: what is left is to do it."""
+    """A training with everything checked: what is left is to do it. For the start alone there are no pairs yet."""
 
     data: Data
     seen: ImageSet  # what is learned from: the images, or what a pretrained encoder makes of them
-    pairs: Constraints | None
-    held_out_pairs: Constraints | None
-    config: TrainConfig
-    context: Context
+    config: TrainConfig  # its stages are those of the short start that the model lacks
+    pairs: Constraints | None = None
+    held_out_pairs: Constraints | None = None
+    context: Context = field(default_factory=Context)
 
 
-@dataclass(frozen=True)
-class PretrainPlan:
-    """The start of a training: a fresh or given model and what it is trained on."""
-
-    data: Data
-    seen: ImageSet
-    clusters: int
-    model: ClusterModel
-    views: ViewChoice
-    stages: tuple[str, ...]  # of the short start that the model lacks
-    cpu: bool
-
-
-def plan_pretraining(request: Train, reporter: Reporter) -> PretrainPlan:
+def plan_pretraining(request: Train, reporter: Reporter) -> Plan:
     """The images opened, the model given or built, the views chosen; nothing written.
 
     An InputError unless the folder is free or holds an earlier start: the model of a run would be overwritten.
@@ -110,8 +106,8 @@ def plan_training(request: Train, reporter: Reporter) -> Plan:
         raise InputError("say which images: a folder, a .npy or .npz file, or a data set's name")
     _check_method(method, request)
     out = _out_folder(request) if ranks.first() else request.out or Path()  # only rank 0 writes
-    start = _open_start(request, reporter)
-    data, config = start.data, _configure(method, request, start)
+    plan = _open_start(request, reporter)
+    data, config = plan.data, plan.config
     pairs, held_out = _open_pairs(request, data, config, reporter) if request.pairs else (None, None)
     model, test = request.model and os.path.abspath(request.model), request.test  # noqa: PTH100
     test = test if test is None or test in DATASETS else os.path.abspath(test)  # noqa: PTH100
@@ -124,9 +120,9 @@ def plan_training(request: Train, reporter: Reporter) -> Plan:
         # with what --from-run needs to make the same start
         data={**data.record, "start": {"model": model, "pretrained": request.pretrained}, "test": test},
     )
-    plan = Plan(data, start.seen, pairs, held_out, config, context)
-    rehearse(config, start.seen, pairs=pairs is not None)  # before the start is made
-    _say_plan(plan, out, automatic=start.cpu and request.from_run is None)
+    plan = replace(plan, pairs=pairs, held_out_pairs=held_out, context=context)
+    rehearse(config, plan.seen)  # before the start is made
+    _say_plan(plan, out, repeated=request.from_run is not None)
     if held_out is not None and ranks.first():
         held_out.write(out / "held-out-pairs.csv", names=data.images.names)
     return plan
@@ -186,10 +182,11 @@ def _default_out(parent: Path, source: str, resume: bool) -> Path:
 # The start
 
 
-def _open_start(request: Train, reporter: Reporter) -> PretrainPlan:
+def _open_start(request: Train, reporter: Reporter) -> Plan:
     if request.clusters is not None and request.clusters < 2:
         raise InputError(f"--clusters {request.clusters}: fewer than 2 clusters separate nothing; ask for 2 or more")
-    cpu = choose_device(request.settings.get("device")).type == "cpu"
+    device = choose_device(request.settings.get("device"))
+    cpu = device.type == "cpu"
     views = choose_views(request.flip, request.without, DATASETS.get(str(request.data)))
     seed = int(request.settings.get("seed") or 0)
     check_seed(seed)
@@ -197,15 +194,16 @@ def _open_start(request: Train, reporter: Reporter) -> PretrainPlan:
     data = _open_images(request, given, cpu, reporter)
     seen = data.images
     if given is not None and given.is_encoder and (cpu or request.frozen):
-        how: dict[str, Any] = {"device": choose_device(request.settings.get("device")), "reporter": reporter}
+        how: dict[str, Any] = {"device": device, "reporter": reporter}
         seen, held_out = encode(given, seen, **how), data.held_out
         data = replace(data, held_out=None if held_out is None else encode(given, held_out, **how))
     clusters = _clusters(request, data, given)
     stages: tuple[str, ...] = SHORT_STAGES
     if given is not None or request.pretrained or data.images.embedded:  # the features are there
         stages = () if given is not None and given.config.n_clusters else SHORT_STAGES[1:]
-    return PretrainPlan(
-        data, seen, clusters, given or _fresh_model(request, data, clusters, cpu, seed), views, stages, cpu
+    model = given or _fresh_model(request, data, clusters, cpu, seed)
+    return Plan(
+        data, seen, _configure(request, data, cpu, start=model, views=views, stages=stages, n_clusters=clusters)
     )
 
 
@@ -282,23 +280,13 @@ def _fresh_model(request: Train, data: Data, clusters: int, cpu: bool, seed: int
 # The training
 
 
-def _configure(method: str, request: Train, start: PretrainPlan) -> TrainConfig:
+def _configure(request: Train, data: Data, cpu: bool, **start: Any) -> TrainConfig:
     """The configuration: what is asked, else the data set's own, else what fits the number of images and the device."""
-    n_images = len(start.data.images)
-    options = configuration.default_options(method, n_images, cpu=start.cpu, row=start.data.row)
-    options |= {**request.arguments, **request.settings}
-    changes = configuration.split_options(method, options)[1]
-    steps = configuration.method_settings(method, changes).steps
+    method, n_images = request.method or "constraintmatch", len(data.images)
+    options = default_options(method, n_images, cpu=cpu, row=data.row) | {**request.arguments, **request.settings}
+    steps = complete_options(method, options)[1].steps
     often = {"evaluate_every": max(1, steps // 10), "log_every": min(100, max(1, steps // 20))}
-    return make_config(
-        method,
-        often | options,
-        start=start.model,
-        views=start.views,
-        stages=start.stages,
-        stage_options=configuration.short_start(n_images, cpu=start.cpu),
-        n_clusters=start.clusters,
-    )
+    return make_config(method, often | options, stage_options=short_start(n_images, cpu=cpu), **start)
 
 
 def _open_pairs(
@@ -324,7 +312,7 @@ def _open_pairs(
     return pairs, held_out
 
 
-def _say_plan(plan: Plan, out: Path, *, automatic: bool) -> None:
+def _say_plan(plan: Plan, out: Path, *, repeated: bool) -> None:
     images, config, say = plan.data.images, plan.config, plan.context.reporter.say
     pairs = ""
     if plan.pairs is not None:
@@ -334,7 +322,8 @@ def _say_plan(plan: Plan, out: Path, *, automatic: bool) -> None:
     say(f"{len(images):,} {what}, {config.n_clusters} clusters{pairs} → {out}")
     if images.labels is not None and plan.data.record["kind"] == "folder":
         say(f"sub-folders taken as {len(images.classes or ()):,} classes, for scores only (--set labels=no: not so)")
-    if automatic and plan.data.row is None and not plan.seen.embedded:
+    automatic = not repeated and plan.data.row is None and not plan.seen.embedded
+    if automatic and choose_device(config.settings.device).type == "cpu":
         start = config.start.config
         size = f"images of {start.side} px, backbone {start.backbone}, {config.settings.steps:,} steps"
         say(f"no GPU: {size}; --set side=64, --set backbone=NAME and --steps change that")

@@ -91,7 +91,7 @@ def search(request: Search, reporter: Reporter = QUIET) -> tuple[dict[str, Any],
         "steps": steps,
         "full_steps": full_steps,
         "paper_values": dict(PAPER_VALUES[request.method]) == dict(space.values),
-        "best": best and {"settings": best["settings"], "loss": best["loss"], "flags": _set_flags(best)},
+        "best": best and {"settings": best["settings"], "loss": best["loss"], "flags": _as_flags(best["settings"])},
         "trials": tried,
         "protocol": protocol,
     }
@@ -123,11 +123,11 @@ def _open_task(request: Search, reporter: Reporter) -> tuple[Plan, Space, dict[s
     options = {**base, **({} if request.steps is None else {"steps": request.steps}), **request.settings}
     config = make_config(request.method, options, start=model, views=views)
     context = Context(None, True, reporter, judged, judges, data.record)
-    plan = Plan(data, seen, constraints, judges, config, context)
+    plan = Plan(data, seen, config, constraints, judges, context)
     for name, value in [(name, value) for name, values in space.values.items() for value in values]:
         if name in config.arguments and value not in PAPER_VALUES[request.method].get(name, ()):  # those are right
             with suppress(NonFinite):  # a trial that diverges is part of a search
-                rehearse(replace(config, arguments={**config.arguments, name: value}), seen, pairs=True)
+                rehearse(replace(config, arguments={**config.arguments, name: value}), seen)
     return plan, space, base
 
 
@@ -227,17 +227,15 @@ def _train(plan: Plan, settings: Mapping[str, float], folder: Path | None) -> di
 def _rows(found: Mapping[str, Any]) -> Rows:
     """The trials by validation loss."""
     rows = [("validation loss", "settings")]
-    rows += [("diverged" if one["loss"] is None else f"{one['loss']:.5f}", _set_flags(one)) for one in found["trials"]]
+    rows += [
+        ("diverged" if one["loss"] is None else f"{one['loss']:.5f}", _as_flags(one["settings"]))
+        for one in found["trials"]
+    ]
     if found["cut"]:
         said = f"{found['steps']:,} of {found['full_steps']:,} steps: the best at full length may differ"
         rows.append(("cut", said))
     none = "none: every training diverged; try smaller values: --grid lr=0.001,0.0001"
     return [*rows, ("best", found["best"]["flags"] if found["best"] else none)]
-
-
-def _set_flags(trial: Mapping[str, Any]) -> str:
-    """The settings of a trial as flags of `train`."""
-    return " ".join(f"--set {name}={value!r}" for name, value in trial["settings"].items())
 
 
 def _next_commands(request: Search, plan: Plan, base: Mapping[str, Any], best: Mapping[str, Any]) -> Rows:
@@ -253,7 +251,7 @@ def _next_commands(request: Search, plan: Plan, base: Mapping[str, Any], best: M
         named = request.columns if request.pairs else None  # those of a file that `sample` writes are the usual ones
         shared |= {"columns": named, "pairs": request.pairs or "pairs.csv"}
     words = _as_flags({**where, "model": request.model, "method": request.method, **shared})
-    rows = [("next", f"constraintmatch train {data} {words} {_set_flags(best)}")]
+    rows = [("next", f"constraintmatch train {data} {words} {_as_flags(best['settings'])}")]
     if request.pairs or bound:
         return rows
     drawn = _as_flags({**where, "n": request.n_constraints, "out": "pairs.csv"})

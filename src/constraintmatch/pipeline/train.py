@@ -54,33 +54,28 @@ def train(images: ImageSet, constraints: Constraints | None, config: TrainConfig
     start = config.start if whole is None else detach_head(whole, images)
     if (before := context.before) is not None and images.embedded and before.config.side > 1:
         context = replace(context, before=detach_head(before, images))
-
-    def keep_sizes(model: ClusterModel) -> ClusterModel:
-        return model if sizes is None else bound_sizes(model, images, sizes, device=config.settings.device)
-
-    if context.out is None:
-        trained, log = method(start, images, **given, context=context)
-        return Trained(_note(keep_sizes(trained), request, log, whole), log)
-    known = {f"arguments.{key}": parameter.default for key, parameter in method_arguments(config.method).items()}
-    since = {key: value for key, value in known.items() if value is not inspect.Parameter.empty}  # of older requests
+    known = method_arguments(config.method).items()  # what older requests meant by those that they do not have
+    since = {f"arguments.{key}": value for key, value in known if value is not inspect.Parameter.empty}
     how: dict[str, Any] = {"resume": context.resume, "since": since, "how": config.settings.how()}
-    with open_run(context.out, request, **how) if ranks.first() else nullcontext() as run:
+    kept = context.out if ranks.first() else None
+    with nullcontext() if kept is None else open_run(kept, request, **how) as run:
         if found := ranks.agree(Trained(load_model(run.model), read_log(run.path)) if run and run.finished else None):
             return found
-        if run is None:  # rank 0 keeps it
-            trained, log = method(start, images, **given, context=context)
-            return Trained(_note(keep_sizes(trained), request, log, whole), log)
-        if "constraints" in given:
+        if run is not None and "constraints" in given:
             given["constraints"].write(run.path / "pairs.csv", names=images.names)
         trained, log = method(start, images, **given, context=replace(context, run=run))
-        trained = keep_sizes(trained)
-        if not read_log(run.path):  # a method without steps, like linear_scan, has no loop that would have logged
-            for entry in log:
-                run.log(entry)
-        log = read_log(run.path)  # of earlier parts too, where the run was resumed
+        if sizes is not None:
+            trained = bound_sizes(trained, images, sizes, device=config.settings.device)
+        if run is not None:
+            if not read_log(run.path):  # a method without steps, like linear_scan, has no loop that would have logged
+                for entry in log:
+                    run.log(entry)
+            log = read_log(run.path)  # of earlier parts too, where the run was resumed
         trained = _note(trained, request, log, whole)
-        save_model(trained, run.model)
-    run.checkpoint.unlink(missing_ok=True)  # not before the run is noted as finished: it would begin again
+        if run is not None:
+            save_model(trained, run.model)
+    if run is not None:  # not before the run is noted as finished: it would begin again
+        run.checkpoint.unlink(missing_ok=True)
     return Trained(trained, log)
 
 
@@ -245,7 +240,7 @@ def _check_variety(images: ImageSet) -> None:
 # Rehearsals
 
 
-def rehearse(config: TrainConfig, images: ImageSet, *, pairs: bool) -> None:
+def rehearse(config: TrainConfig, images: ImageSet) -> None:
     """One step of a training on a few images with a small network: a wrong argument shows, and nothing is kept."""
     n_clusters = config.n_clusters or config.start.config.n_clusters
     rows = np.arange(min(len(images), max(2, n_clusters)))
@@ -259,7 +254,7 @@ def rehearse(config: TrainConfig, images: ImageSet, *, pairs: bool) -> None:
         arguments["recipe"] = "paper"  # which trains, however few the pairs
     settings = replace(config.settings, steps=1, **_QUICK)
     short = replace(config, arguments=arguments, settings=settings, start=_small_model(n_clusters, few), stages=())
-    train(few, Constraints.from_lists(n_images=len(few), must_link=[(0, 1)]) if pairs else None, short)
+    train(few, Constraints.from_lists(n_images=len(few), must_link=[(0, 1)]), short)  # which a method may leave alone
 
 
 def rehearse_stages(
@@ -289,7 +284,7 @@ def _noise_like(images: ImageSet, most: int) -> ImageSet:
 def _shorten(stage: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options with one epoch and one try; a number that is too small already stays."""
     known = method_arguments(stage)
-    asked = {key: options.get(key, known[key].default) for key in ("epochs", "n_tries") if key in known}
+    asked = {key: options.get(key, known[key]) for key in ("epochs", "n_tries") if key in known}
     right = isinstance(options.get("min_confidence", 0.0), int | float)
     sure = {"min_confidence": 0.0} if stage == "self_label" and right else {}  # no image of noise is surer
     return {**options, **{key: min(value, 1) for key, value in asked.items()}, **sure}

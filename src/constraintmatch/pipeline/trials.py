@@ -79,7 +79,7 @@ def search_space(
     """
     if method not in PAPER_VALUES:
         raise InputError(f"no search for {method!r}; there is one for {', '.join(PAPER_VALUES)}")
-    defaults = {name: value.default for name, value in method_arguments(method).items()} | vars(method_settings(method))
+    defaults = method_arguments(method) | vars(method_settings(method))
     numbers = sorted(name for name, value in defaults.items() if isinstance(value, float))
     if odd := sorted(values.keys() - set(numbers)):
         raise InputError(f"cannot search over {odd[0]!r}; {method} has {', '.join(numbers)}")
