@@ -35,10 +35,10 @@ LIGHT = ["_internal", "data", "constraints", "questions", "cli"]  # without torc
 
 VISIBLE_NAMES = 12  # modules and folders in the package whose names do not begin with an underscore
 FILES_IN_A_FOLDER = 14
-FILES = 100
-LINES = 24_279  # goal: 17_500
+FILES = 99
+LINES = 24_137  # goal: 17_500
 LINES_OF_A_FILE = 400
-CLASSES = 128  # goal: 110
+CLASSES = 125  # goal: 110
 LINES_OF_A_FUNCTION = 60  # with its signature
 FUNCTIONS_OF_MANY_PARAMETERS = 10  # the methods and the estimator
 MANY = 8  # parameters

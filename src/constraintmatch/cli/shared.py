@@ -102,7 +102,8 @@ def _usage_error(error: Exception) -> int:
     flag = getattr(error, "option_name", "") if kind == "NoSuchOption" else ""
     if context is not None and context.parent and (new := new_spelling(context.command.name, flag)):
         takes = [one.metavar for one in context.command.params if one.param_type_name == "argument"]
-        return say_error(f"error: {new}" + f": {' '.join([context.command_path, *takes])}" * new.endswith("alone"), 2)
+        usage = f": {' '.join([context.command_path, *takes])}" if new.endswith("alone") else ""
+        return say_error(f"error: {new}{usage}", 2)
     more = f" (see {context.command_path} --help)" if context is not None else ""
     text = said().strip().rstrip(".")
     return say_error(f"error: {text[:1].lower()}{text[1:]}{more}", 2)
