@@ -6,6 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import linear_sum_assignment
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Reporter
@@ -433,3 +434,19 @@ def test_pairs_and_a_model_together_are_more_often_right_than_the_model(wrong: f
     found = (kinds.argmax(1) == labels[rows]).mean()
     assert found > (seen == labels).mean() + (0.02 if wrong else 0.1)
     assert wrong or missed < 0.04
+
+
+def test_groups_help_to_find_two_kinds_that_the_clusters_take_for_one() -> None:
+    labels = np.arange(150) % 3
+    seen = np.where(np.eye(3, dtype=bool)[np.minimum(labels, 1)], np.float32(0.94), np.float32(0.03))
+    right: dict[bool, list[float]] = {False: [], True: []}
+    for seed in range(4):
+        pairs = Constraints.sample(labels, 200, seed=seed)
+        named = np.unique(np.concatenate([pairs.left, pairs.right]))
+        groups = [named[labels[named] == kind] for kind in range(3)]
+        for helped in right:
+            rows, kinds, _ = likely_kinds(pairs, seen, groups if helped else ())
+            table = np.zeros((3, 3))
+            np.add.at(table, (kinds.argmax(1), labels[rows]), 1)
+            right[helped].append(table[linear_sum_assignment(table, maximize=True)].sum() / len(rows))
+    assert np.mean(right[True]) > np.mean(right[False]) + 0.05

@@ -35,6 +35,7 @@ SWEEPS = 3  # of messages in a round
 OWN, ANY = 20.0, 0.3  # images, no more than a cluster has, that say before any pair: it is its own kind, or another
 EXPECTED = 0.1, 30.0  # the rate of wrong pairs that is expected before any is seen, and how many pairs that weighs
 MOST_WRONG = 0.4
+SUGGESTED = 0.9  # the probability of the kind that a group suggests, at first
 SEEN = 0.5  # with less than this share of the probability in its likeliest cluster, a group is seen elsewhere
 
 
@@ -213,20 +214,25 @@ def tell_apart(graph: sp.csr_array, groups: Sequence[Rows], k: int, reach: float
     return left
 
 
-def likely_kinds(pairs: Constraints, probabilities: Floats) -> tuple[Rows, Doubles, float]:
+def likely_kinds(pairs: Constraints, probabilities: Floats, groups: Sequence[Rows] = ()) -> tuple[Rows, Doubles, float]:
     """The images of the pairs (m,), the probability of each kind (m, k), and how often one kind is called different.
 
     Kinds are numbered as the clusters (n, k). Both rates of wrong pairs, and how clusters differ from kinds, are
-    estimated on the way (EM).
+    estimated on the way (EM). It begins with the kinds that groups of these images suggest, and that fades: without it,
+    two kinds that the clusters take for one stay one.
     """
     rows, ends = np.unique(np.stack([pairs.left, pairs.right]), return_inverse=True)
     ends, same = ends.reshape(2, -1), pairs.link > 0.5
     seen, k = probabilities[rows].astype(float), probabilities.shape[1]
-    known, kinds = np.eye(k) * min(OWN, len(probabilities) / k) + ANY, seen
+    known, kinds, hint = np.eye(k) * min(OWN, len(probabilities) / k) + ANY, seen, np.zeros_like(seen)
+    for cluster, number in (_clusters_of(groups, probabilities, None) if groups else {}).items():
+        at = np.searchsorted(rows, groups[number])
+        hint[at], hint[at, cluster] = np.log((1 - SUGGESTED) / max(k - 1, 1)), np.log(SUGGESTED)
     counts, messages = known, np.zeros((2, len(same), k))
     missed = invented = EXPECTED[0]
-    for _ in range(ROUNDS):
+    for turn in range(ROUNDS):
         prior = np.log(np.maximum(seen @ (counts / counts.sum(1, keepdims=True)), 1e-9))
+        prior += max(0.0, 1 - 2 * turn / ROUNDS) * hint
         kinds, alike, messages = pass_messages(prior, ends, same, (missed, invented), messages, SWEEPS)
         missed, invented = _rate(alike, ~same), _rate(1 - alike, same)
         counts = seen.T @ kinds + known
