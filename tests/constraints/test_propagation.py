@@ -18,9 +18,7 @@ from constraintmatch.constraints.propagation import (
     neighbour_graph,
     pass_messages,
     seeds,
-    spread_hidden,
     spread_labels,
-    tell_apart,
 )
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import nearest_neighbours, predict, scores
@@ -215,32 +213,6 @@ def test_hidden_known_images_are_found_as_by_dense_algebra() -> None:
     counts = {reach: int(find_hidden(graph, first, rows, reach).sum()) for reach in (0.99, 0.5)}
     assert counts == {reach: n_found_densely(graph.toarray(), first, rows, reach) for reach in (0.99, 0.5)}
     assert 20 < min(counts.values()) < max(counts.values()) < 45
-
-
-def n_found(shares: np.ndarray, number: np.ndarray, left: list[int]) -> int:
-    """Images of these groups that are found in their own, if there were no other groups."""
-    of_left = [image for image, group in enumerate(number) if group in left]
-    return sum(left[int(shares[image, left].argmax())] == number[image] for image in of_left)
-
-
-def test_groups_that_hide_the_images_of_others_go_first() -> None:
-    """Three kinds in six groups: two of each, the second one of the last with fewer images than any other."""
-    rng, labels = np.random.default_rng(2), np.arange(300) % 3
-    features = (1.5 * np.eye(3, 6)[labels] + rng.normal(size=(300, 6))).astype(np.float32)
-    graph = neighbour_graph(features, nearest_neighbours(features, 8))
-    sizes = [(0, 0, 40), (0, 40, 25), (1, 0, 30), (1, 30, 15), (2, 0, 12), (2, 12, 6)]
-    groups = [np.flatnonzero(labels == kind)[start : start + n] for kind, start, n in sizes]
-    number, known = np.repeat(np.arange(6), [n for *_, n in sizes]), np.concatenate(groups)
-    first = np.zeros((300, 6), np.float32)
-    first[known, number] = 1 / np.bincount(number)[number]
-    shares, left = spread_hidden(graph, first, known, 0.95), list(range(6))
-    while len(left) > 3:
-        left = max(
-            ([one for one in left if one != group] for group in left), key=lambda some: n_found(shares, number, some)
-        )
-    assert tell_apart(graph, groups, 3, 0.95).tolist() == left
-    assert {sizes[group][0] for group in left} == {0, 1, 2}
-    assert tell_apart(graph, groups, 9, 0.95).tolist() == list(range(6))
 
 
 @pytest.mark.parametrize("strength", [0.0, 4.0])

@@ -176,42 +176,18 @@ def _solve(graph: sp.csr_array, first: Floats, reach: float) -> Floats:
     return found
 
 
-def spread_hidden(graph: sp.csr_array, first: Floats, known: Rows, reach: float) -> Floats:
-    """The shares (m, k) that reach known images (m,), ordered by kind, from the others: a fifth is hidden at a time."""
-    part, found = np.arange(len(known)) % FOLDS, np.empty((len(known), first.shape[1]), np.float32)
+def find_hidden(graph: sp.csr_array, first: Floats, known: Rows, reach: float) -> NDArray[np.bool_]:
+    """Which known images, a fifth of them hidden at a time, the others find in their cluster.
+
+    `known` (m,) are rows with a share in `first` (n, k), ordered by kind.
+    """
+    part, truth, found = np.arange(len(known)) % FOLDS, first[known].argmax(1), np.zeros(len(known), bool)
     for number in range(FOLDS):
         hidden, rest = known[part == number], first.copy()
         rest[hidden] = 0
-        found[part == number] = spread_labels(graph, rest, reach=reach)[hidden]
+        shares = spread_labels(graph, rest, reach=reach)[hidden]
+        found[part == number] = (shares.argmax(1) == truth[part == number]) & (shares.max(1) > 0)
     return found
-
-
-def find_hidden(graph: sp.csr_array, first: Floats, known: Rows, reach: float) -> NDArray[np.bool_]:
-    """Which known images, hidden in turn, the others find in their cluster of `first` (n, k)."""
-    shares = spread_hidden(graph, first, known, reach)
-    return np.asarray((shares.argmax(1) == first[known].argmax(1)) & (shares.max(1) > 0))
-
-
-def tell_apart(graph: sp.csr_array, groups: Sequence[Rows], k: int, reach: float) -> Rows:
-    """The numbers of k groups that find most of their images, hidden in turn.
-
-    Two groups of one kind take each other's images. So one group after the other goes: that without which most images
-    of the others are found, less those that it finds itself (decision 057).
-    """
-    number, known = np.repeat(np.arange(len(groups)), [len(rows) for rows in groups]), np.concatenate(groups)
-    first = np.zeros((graph.shape[0], len(groups)), np.float32)
-    first[known, number] = 1 / np.bincount(number)[number]
-    shares, left = spread_hidden(graph, first, known, reach), np.arange(len(groups))
-    can_be_found = shares[np.arange(len(known)), number] > 0
-    shares, number = shares[can_be_found], number[can_be_found]
-    while len(left) > k:
-        here = np.isin(number, left)
-        second, best = left[np.argsort(shares[here][:, left], axis=1)[:, -2:].T]
-        own = number[here]
-        found = np.bincount(own[best == own], minlength=len(groups))
-        freed = np.bincount(best[(best != own) & (second == own)], minlength=len(groups))
-        left = np.delete(left, np.argmax((freed - found)[left]))
-    return left
 
 
 def likely_kinds(pairs: Constraints, probabilities: Floats, groups: Sequence[Rows] = ()) -> tuple[Rows, Doubles, float]:

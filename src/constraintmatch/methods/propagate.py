@@ -16,7 +16,6 @@ from constraintmatch.constraints.propagation import (
     neighbour_graph,
     seeds,
     spread_labels,
-    tell_apart,
 )
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, embed, nearest_neighbours
@@ -44,7 +43,7 @@ MANY = 100  # known images from which on by that much: questions are about hard 
 KNOWN = 0.5  # the answers lead if they separate at least this share of the kinds
 IMPLIED = 0.5  # pairs are answers to questions if they have at least this share of the must-links that groups imply
 EACH = 2  # or this many must-links for each known image: a draw of a large closure has them, pairs at random have not
-SURER = 1.0  # times the root of the images in question, by which more must be found for groups to choose clusters
+SURER = 1.0  # times the root of the images in question, by which more must be found by firm groups than by clusters
 LEAST_NEAR = 5  # neighbours of an image in a small set
 
 
@@ -155,7 +154,7 @@ def teach_groups(
     graph, nearer = part.graph(_count_neighbours(len(rows), k, n_neighbours)), 1 - NEARER * (1 - reach)
     begun, hide = [seeds(inside, probabilities)], cautious or len(rows) <= JUDGED
     if hide and not begun[0][np.concatenate(inside)].any(1).all():  # a group without a cluster: mistaken, or rare
-        begun.append(seeds(inside, probabilities, tell_apart(graph, inside, k, nearer if nearer >= 0 else reach)))
+        begun.append(seeds(inside, probabilities, _firmest(graph, inside, k, nearer if nearer >= 0 else reach)))
     reaches = (nearer, reach) if len(rows) <= JUDGED and nearer >= 0 else (reach,)
     ways = [(first, _placed(first, inside), one) for first in begun for one in reaches]
     tried = [find_hidden(graph, *way) for way in ways] if hide else [np.empty(0, bool)]
@@ -189,6 +188,15 @@ def _count_neighbours(n: int, k: int, most: int = 20) -> int:
     More of them lead to other kinds (docs/findings.md).
     """
     return min(most, max(1, min(int(n / k / 4), max(LEAST_NEAR, int(n / k / 10)))))
+
+
+def _firmest(graph: csr_array, groups: Sequence[NDArray[np.int64]], k: int, reach: float) -> NDArray[np.int64]:
+    """The numbers of the k groups of which most images, hidden in turn, are found by the rest of their group."""
+    number, alone = np.repeat(np.arange(len(groups)), [len(rows) for rows in groups]), np.concatenate(groups)
+    first = np.zeros((graph.shape[0], len(groups)), np.float32)
+    first[alone, number] = 1 / np.bincount(number)[number]
+    found = np.bincount(number, find_hidden(graph, first, alone, reach), minlength=len(groups))
+    return np.sort(np.argsort(-found, kind="stable")[:k])
 
 
 def _placed(first: NDArray[np.float32], groups: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
