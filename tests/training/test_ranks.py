@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +62,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "self_label": ("self_label", {**EPOCHS, "min_confidence": 0.34}),
     "neighbour_label": ("neighbour_label", EPOCHS),
 }
+SOME = ("constraintmatch", "simclr", "byol", "scan")  # pairs, all of a batch, a second network, neighbours
 
 
 def labels_of(images: ImageSet) -> NDArray[np.int64]:
@@ -82,8 +83,8 @@ def losses_of(images: ImageSet, case: str) -> list[float]:
     return [entry["loss"] for entry in log if entry["kind"] == "training"]
 
 
-def all_losses(images: ImageSet) -> dict[str, list[float]]:
-    return {case: losses_of(images, case) for case in CASES}
+def all_losses(images: ImageSet, cases: Sequence[str]) -> dict[str, list[float]]:
+    return {case: losses_of(images, case) for case in cases}
 
 
 def keep_run(images: ImageSet, out: Path, *, stop_at: int = 99, seeds: tuple[int, ...] = (0,), steps: int = 6) -> str:
@@ -148,12 +149,17 @@ def test_every_method_with_steps_is_compared() -> None:
     assert {method for method, _ in CASES.values()} == METHODS.keys() - {"linear_scan", "propagate"}
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.ranks)])
-def test_ranks_have_the_losses_of_one_process(stripes: ImageSet, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [(2, SOME), *(pytest.param(size, tuple(CASES), marks=pytest.mark.ranks, id=f"{size}-all") for size in (2, 4))],
+)
+def test_ranks_have_the_losses_of_one_process(
+    stripes: ImageSet, size: int, cases: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(angular, "STEPS", 20)
     monkeypatch.setattr(safe_recipe, "FOR_A_NETWORK", 8)  # few images hold out few
-    alone = all_losses(stripes)
-    for found in as_ranks(size, all_losses, stripes):
+    alone = all_losses(stripes, cases)
+    for found in as_ranks(size, all_losses, stripes, cases):
         for case, losses in alone.items():
             assert len(losses) == len(set(losses)) == 4, case
             assert np.allclose(found[case], losses, atol=1e-5, rtol=0), case
