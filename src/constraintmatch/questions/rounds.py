@@ -167,7 +167,8 @@ def trusted_constraints(
     elif not (know_better := len(known) >= OUTVOTED * beliefs.shape[1]):
         placed = seeds(groups, beliefs)[known]
         has_cluster = placed.max(1) > 0
-        know_better = (placed.argmax(1) == beliefs[known].argmax(1))[has_cluster].mean() <= MOSTLY
+        agree = has_cluster & (placed.argmax(1) == beliefs[known].argmax(1))
+        know_better = agree.sum() <= MOSTLY * has_cluster.sum()
     return said if know_better else _weigh(answers, n_images, beliefs)
 
 
