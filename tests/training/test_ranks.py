@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -249,6 +250,17 @@ def test_ranks_that_do_not_find_each_other_say_where_they_looked(monkeypatch: py
         monkeypatch.setattr(ranks, "FOUND", ranks.FOUND / 60)
         with pytest.raises(InputError, match=f"localhost:{port}: the ranks do not find each other"), ranks.started(CPU):
             pass
+
+
+def test_ranks_that_are_started_again_do_not_read_what_those_before_have_written() -> None:
+    store = torch.distributed.HashStore()
+    store.set("rank 0", "of a rank that was killed before it read another's name")
+    with ThreadPoolExecutor(3) as pool:
+        for start in ("first", "second"):
+            parts = list(pool.map(lambda rank: ranks.separate_start(store, rank, 3), range(3)))
+            assert not parts[2].check(["address"])
+            parts[0].set("address", start)
+            assert [part.get("address").decode() for part in parts] == [start] * 3
 
 
 def test_a_full_gpu_is_one_line() -> None:

@@ -7,9 +7,12 @@ of the whole batch. Every rank ends a step with the same weights; rank 0 alone w
 Gradients: each rank has the whole loss, sums over ranks pass gradients back as sums, and DDP takes their mean.
 """
 
+import hashlib
 import os
 import signal
 import sys
+import time
+import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -250,12 +253,34 @@ def _find_ranks(device: torch.device) -> Any:
     place = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     try:
         store, rank, size = next(distributed.rendezvous("env://", timeout=FOUND))
+        store = separate_start(store, rank, size)
         store.set_timeout(WAIT)
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=WAIT)
     except (RuntimeError, ValueError) as error:
         why = f"the ranks do not find each other ({str(error).splitlines()[0][:200]})"
         raise InputError(why, place, "check MASTER_ADDR, MASTER_PORT and that every rank was started") from None
     return store
+
+
+def separate_start(store: distributed.Store, rank: int, size: int) -> distributed.Store:
+    """A part of the store that only the ranks of this start know.
+
+    The store of `torchrun` outlives ranks that are started again, and still holds the addresses of those before. So
+    each rank writes a new name; all names together are the name of the start, once every rank has read the same ones.
+    """
+    store.set(f"rank {rank}", uuid.uuid4().hex)
+    end = time.monotonic() + FOUND.total_seconds()
+    while True:
+        names = b" ".join(store.get(f"rank {one}") for one in range(size))
+        start = hashlib.blake2b(names, digest_size=16).hexdigest()
+        store.set(f"{start} {rank}", "")
+        try:
+            store.wait([f"{start} {one}" for one in range(size)], timedelta(seconds=1))
+        except RuntimeError:  # a name of a rank that was before; the new one comes
+            if time.monotonic() > end:
+                raise
+        else:
+            return distributed.PrefixStore(start, store)
 
 
 @contextmanager
