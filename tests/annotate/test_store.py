@@ -205,6 +205,13 @@ def test_what_the_answers_imply_by_now_is_not_asked_unless_a_person_wants_it(sto
     assert [asked.question for asked in store.claim("ann")] == pairs((0, 2))
 
 
+def test_a_question_that_was_settled_when_it_was_chosen_is_asked(store: Store) -> None:
+    ask(store, Question(0, (1,)), 0)
+    ask(store, Question(1, (2,)), 0)
+    store.add_questions(pairs((0, 2)))
+    assert [asked.question for asked in store.claim("ann", 2)] == pairs((0, 2))
+
+
 def test_urgent_questions_come_first_and_a_newer_model_replaces_what_waits(store: Store) -> None:
     store.add_questions(pairs((0, 1), (2, 3), (4, 5)))
     (held,) = store.claim("ann")

@@ -599,6 +599,34 @@ def test_more_groups_than_clusters_are_held_against_each_other() -> None:
     assert not grouped[[question.image for question in ask(wider, answers)]].any()
 
 
+def test_a_second_group_that_a_wrong_answer_began_is_compared_again_with_other_images() -> None:
+    labels = np.repeat(np.arange(4), 30)
+    belief = crisp(labels.tolist())
+    oracle = LabelOracle(labels, error=0.0)
+    groups = [30 * kind for kind in range(4)] + [10]  # the last is of the first kind
+    answers = [Answer(Question(one, tuple(groups[:at])), NONE) for at, one in enumerate(groups) if at]
+    answers += [oracle.answer(Question(first + step, (first,))) for first in groups for step in range(1, 5)]
+    taken = {frozenset((answer.question.image, shown)) for answer in answers for shown in answer.question.shown}
+    for _ in range(3):
+        assert implied_groups(answers, 120).max() == 4
+        question = next_questions(belief, answers, 5)[0]
+        assert labels[question.image] == 0
+        assert not taken & {frozenset((question.image, shown)) for shown in question.shown}
+        answers.append(oracle.answer(question))
+    assert implied_groups(answers, 120).max() == 3
+    assert implied_groups(answers, 120)[0] == implied_groups(answers, 120)[10]
+
+
+def test_an_image_that_was_placed_wrongly_does_not_become_an_exemplar() -> None:
+    labels = np.repeat(np.arange(2), 20)
+    belief = crisp(labels.tolist())
+    typical, edge = np.argsort(-belief.centrality[:20])[[0, -1]].tolist()
+    answers = [Answer(Question(typical, (edge, 30)), 0)]
+    assert edge in exemplars(belief, answers).image
+    answers = [Answer(Question(typical, (edge,)), 0)]  # of a pair neither was chosen
+    assert typical in exemplars(belief, answers).image
+
+
 # Large sets
 
 

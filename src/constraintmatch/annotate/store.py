@@ -155,7 +155,8 @@ class Store:
         alike = self._database.select(_ALIKE, (key, UNSURE))
         known = any(self._identity.question(row) is not None for row in alike)  # else it is about replaced images
         if not known:
-            self._insert_question(question, model, "waiting", urgent=urgent)
+            again = not question.nearer and self._graph.settles(question)  # it is to compare two groups again
+            self._insert_question(question, model, "waiting", urgent=urgent or again)
         elif urgent:  # waiting: sooner now
             sooner = "UPDATE questions SET urgent = 1 WHERE key = ? AND state = 'waiting'"
             self._database.connection.execute(sooner, (key,))

@@ -20,7 +20,10 @@ Rows = NDArray[np.int64]
 
 NONE = -1  # "none of these"; for a pair: different
 UNSURE = -2
-MERGED = 3  # images of a group, from which on it takes two answers to merge it with another such group
+MERGED, CONFIRMED = (
+    3,
+    2,
+)  # images of a group, from which on it takes this many answers to merge it with another such group
 MAX_SHOWN = 5  # they fit next to the image, and have the keys 1-5
 
 
@@ -85,7 +88,7 @@ def links_of(answers: Iterable[Answer]) -> tuple[Rows, Rows, NDArray[np.float32]
     The chosen image is a must-link, the others shown are cannot-links; "none of these" is a cannot-link with each;
     unsure says nothing, and a triplet links no images.
     """
-    left, right, link, _ = _links(answers)
+    left, right, link, *_ = _links(answers)
     return left, right, link.astype(np.float32)
 
 
@@ -107,7 +110,7 @@ def constraints_of(answers: Sequence[Answer], n_images: int, **columns: Any) -> 
     One kind is left out: the choice of an image makes the others different only if no two shown images are of the same
     kind. If must-links join one of them to the chosen image, its cannot-link is dropped.
     """
-    left, right, link, follows = _links(answers)
+    left, right, link, follows, _ = _links(answers)
     given = Constraints.from_arrays(left, right, link, n_images=n_images, **columns)
     component = given.components()
     return given.take(~(follows & (component[left] == component[right])))
@@ -117,10 +120,9 @@ def stated_constraints(answers: Sequence[Answer], n_images: int) -> Constraints:
     """What the answers state directly, without contradictions: same as the chosen image, or different from all shown.
 
     If the shown images are known to differ, the other cannot-links are in the closure of these. If not, they would
-    keep two exemplars of one kind apart forever.
+    keep two exemplars of one kind apart forever. Whether two groups are one is a vote (`Votes`).
     """
-    left, right, link, follows = _links(answers)
-    return Constraints.from_arrays(left, right, link, n_images=n_images).take(~follows).resolve("drop")
+    return Votes.of(answers, n_images).decide()
 
 
 def confirm_merges(said: Constraints) -> Constraints:
@@ -143,6 +145,58 @@ def confirm_merges(said: Constraints) -> Constraints:
     return said.take(keep)
 
 
+@dataclass(frozen=True, eq=False)
+class Votes:
+    """What the answers state, with contradictions: votes on whether two groups of images are of one kind.
+
+    A wrong "none of these" begins a second group of a kind. If later answers compare the two groups, most decide.
+    """
+
+    given: Constraints  # in the order of the answers
+    again: NDArray[np.bool_]  # whether the image of the question was in a group before its answer
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer], n_images: int) -> "Votes":
+        """The votes of these answers."""
+        left, right, link, follows, number = _links(answers)
+        given, joined = Constraints.from_arrays(left, right, link, n_images=n_images), np.full(n_images, len(answers))
+        for side in (left, right):
+            np.minimum.at(joined, side[link > 0], number[link > 0])
+        return cls(given.take(~follows), (joined[left] < number)[~follows])
+
+    def ends(self, component: Rows) -> Rows:
+        """The components (m, 2) that each vote is about, the smaller first."""
+        return np.sort(np.stack([component[self.given.left], component[self.given.right]], 1), axis=1)
+
+    def between(self, component: Rows) -> tuple[Rows, Rows, Rows]:
+        """Each two components that votes are about (p, 2), and how many call them the same (p,), and different (p,).
+
+        An image that is none of what it was shown with is shown with other exemplars, and joins a second group of its
+        kind, if there is one. So those votes are not independent of each other, and count as one.
+        """
+        ends, same = self.ends(component), self.given.link > 0.5
+        across = ends[:, 0] != ends[:, 1]
+        pairs, number = np.unique(ends[across], axis=0, return_inverse=True)
+        kinds = (same, ~same & self.again, ~same & ~self.again)
+        yes, no, first = (np.bincount(number.ravel()[kind[across]], minlength=len(pairs)) for kind in kinds)
+        return pairs, yes, no + np.minimum(first, 1)
+
+    def decide(self) -> Constraints:
+        """The votes without contradictions: two groups are one if two votes more say so than otherwise."""
+        given, said = self.given, confirm_merges(self.given.resolve("drop"))
+        while True:
+            component = said.components()
+            pairs, same, different = self.between(component)
+            one = pairs[same - different >= CONFIRMED][:1]
+            if not len(one):
+                return said
+            joins = (self.ends(component) == one).all(1) & (given.link > 0.5)
+            columns = ((getattr(said, name), getattr(given, name)[joins]) for name in ("left", "right", "link"))
+            both = Constraints.from_arrays(*map(np.concatenate, columns), n_images=given.n_images)
+            component = both.components()
+            said = both.take((both.link > 0.5) | (component[both.left] != component[both.right]))
+
+
 def implied_groups(answers: Sequence[Answer], n_images: int) -> Rows:
     """The group of each image (n_images,): images that must-links join share a number from 0 up; -1: no group.
 
@@ -155,16 +209,16 @@ def implied_groups(answers: Sequence[Answer], n_images: int) -> Rows:
     return group
 
 
-def _links(answers: Iterable[Answer]) -> tuple[Rows, Rows, Rows, NDArray[np.bool_]]:
-    """Columns left, right, link, and whether the link only follows from the choice of another image."""
+def _links(answers: Iterable[Answer]) -> tuple[Rows, Rows, Rows, NDArray[np.bool_], Rows]:
+    """Columns left, right, link, whether it only follows from the choice of another image, and the answer's number."""
     rows = [
-        (answer.question.image, shown, at == answer.choice, answer.choice not in (NONE, at))
-        for answer in answers
+        (answer.question.image, shown, at == answer.choice, answer.choice not in (NONE, at), number)
+        for number, answer in enumerate(answers)
         if answer.choice != UNSURE and not answer.question.nearer
         for at, shown in enumerate(answer.question.shown)
     ]
-    left, right, link, follows = np.array(rows, np.int64).reshape(-1, 4).T.copy()
-    return left, right, link, follows.astype(bool)
+    left, right, link, follows, number = np.array(rows, np.int64).reshape(-1, 5).T.copy()
+    return left, right, link, follows.astype(bool), number
 
 
 def pair_of(one: int, other: int) -> tuple[int, int]:
@@ -187,6 +241,9 @@ class Known:
     exemplars: tuple[int, ...]  # images shown in "which of these?", in order, each once
     resting: frozenset[int]  # images of recent questions with the answer "unsure"
     unsure: frozenset[tuple[int, int]]  # the pairs of those questions, smaller row first
+    votes: Mapping[tuple[int, int], tuple[int, int]]  # for two components, smaller first: same and different
+    compared: Rows  # images that votes compare with another component
+    chosen: Rows  # (n,) how often each image was chosen in "which of these?"
 
     def different(self, image: int) -> frozenset[int]:
         """The components that differ from the image's."""
@@ -203,11 +260,16 @@ class Known:
 
 def find_known(answers: Sequence[Answer], n_images: int, *, soon: int) -> Known:
     """What the answers say; an "unsure" rests until there are `soon` more answers."""
-    component, cannot = stated_constraints(answers, n_images).component_constraints()
+    votes = Votes.of(answers, n_images)
+    component, cannot = votes.decide().component_constraints()
     apart: defaultdict[int, set[int]] = defaultdict(set)
     for one, other in cannot.tolist():
         apart[one].add(other)
         apart[other].add(one)
+    pairs, *counts = (column.tolist() for column in votes.between(component))
+    ends = np.stack([votes.given.left, votes.given.right])
+    across = component[ends[0]] != component[ends[1]]
+    chosen = [one.question.shown[one.choice] for one in answers if one.choice >= 0 and one.question.kind == "which"]
     linked = [answer for answer in answers if not answer.question.nearer]
     said = [answer.question for answer in linked if answer.choice != UNSURE]
     doubtful = [answer.question for answer in linked[-soon:] if answer.choice == UNSURE] if soon else []
@@ -219,6 +281,9 @@ def find_known(answers: Sequence[Answer], n_images: int, *, soon: int) -> Known:
         tuple(dict.fromkeys(image for question in said if question.kind == "which" for image in question.shown)),
         frozenset(question.image for question in doubtful),
         frozenset(pair_of(one.image, shown) for one in doubtful for shown in one.shown),
+        dict(zip(map(tuple, pairs), zip(*counts, strict=True), strict=True)),
+        np.unique(ends[:, across]),
+        np.bincount(np.array(chosen, np.int64), minlength=n_images),
     )
 
 

@@ -257,7 +257,10 @@ def _suggest_images(belief: Belief, known: Known, groups: dict[int, None]) -> li
 
 
 def _represent(belief: Belief, known: Known, groups: list[int]) -> Exemplars:
-    """Each group's most typical member: in a dense place and near the group's mean."""
+    """Each group's member that was chosen most often, so that none that was placed wrongly stands for the group.
+
+    Of several the most typical one: in a dense place and near the group's mean.
+    """
     home_of = np.full(len(known.size), -1, np.int64)
     home_of[groups] = np.arange(len(groups))
     home = home_of[known.component]
@@ -267,6 +270,7 @@ def _represent(belief: Belief, known: Known, groups: list[int]) -> Exemplars:
     belongs /= belongs.sum(1, keepdims=True)
     centre = _unit(belongs @ belief.features[members])
     typical = belief.density_at(members) + np.einsum("md,md->m", belief.features[members], centre[home[members]])
-    image = [members[np.argmax(np.where(own > 0, typical, -np.inf))] for own in belongs]
+    best = np.lexsort((typical, known.chosen[members], home[members]))  # of each group the last one
+    image = members[best[np.flatnonzero(np.diff(home[members][best], append=-1))]]
     profile = None if belief.probabilities is None else belongs @ belief.probabilities[members]
-    return Exemplars(np.array(image, np.int64), home, centre, profile)
+    return Exemplars(image, home, centre, profile)

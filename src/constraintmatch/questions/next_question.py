@@ -1,10 +1,10 @@
 """Which question to ask next: pairs, "which of these?" and triplets, at random, uncertain or recommended ones.
 
 Pure functions from the belief of the model and the answers to the next questions: same inputs, same questions. They
-never ask what follows from the answers.
+do not ask what follows from the answers, but for groups of which there are too many: some answer must be wrong.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -16,7 +16,16 @@ from numpy.typing import ArrayLike, NDArray
 from constraintmatch._internal import rng
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.rng import Purpose
-from constraintmatch.questions.answers import MAX_SHOWN, Answer, Known, Question, find_known, implied_groups, pair_of
+from constraintmatch.questions.answers import (
+    CONFIRMED,
+    MAX_SHOWN,
+    Answer,
+    Known,
+    Question,
+    find_known,
+    implied_groups,
+    pair_of,
+)
 from constraintmatch.questions.belief import (
     ALL_COMPARED,
     CANDIDATES,
@@ -119,10 +128,9 @@ def next_questions(
     if choose == "random" and kind == "pair":
         return list(islice(_random_pairs(known, askable, _pairs_in(waiting), seed), n))
     scene = _Scene(belief, known, find_exemplars(belief, known), np.arange(0), askable, kind, waiting)
-    everybody = range(len(scene.exemplars))
     if kind == "triplet":  # it places no image, so the same one would be asked again
         askable[[answer.question.image for answer in answers if answer.question.nearer]] = False
-    elif choose == "recommended" and (warm_up := _introductions(scene, n, everybody, enough=scene.width)):
+    elif choose == "recommended" and (warm_up := _introductions(scene, n, enough=scene.width)):
         return warm_up  # it looks at no other images
     order = _random_order(known, seed) if choose == "random" else None
     scene = replace(scene, rows=_candidates(scene, n, order))
@@ -136,7 +144,7 @@ def next_questions(
         return _questions(scene, _hard_dense_spread(scene, _open_rows(scene), np.arange(0), n))
     doubles = _doubles(scene, -(-n // 10))
     images = _questions(scene, _recommend(scene, n - len(doubles)))
-    return [*doubles, *images] or _introductions(scene, n, everybody)
+    return [*doubles, *images] or _introductions(scene, n)
 
 
 def question_about(belief: Belief, answers: Sequence[Answer], image: int, *, kind: Kind = "which") -> Question | None:
@@ -270,24 +278,22 @@ def _random_pairs(known: Known, askable: NDArray[np.bool_], taken: Pairs, seed: 
                 yield Question(one, (other,))
 
 
-def _introductions(
-    scene: _Scene, n: int, numbers: Iterable[int], *, enough: int | None = None, among: Rows | None = None
-) -> list[Question]:
-    """At most n questions with exemplars of these numbers, each with the nearest others that are left (`among` some).
+def _introductions(scene: _Scene, n: int, *, enough: int | None = None) -> list[Question]:
+    """At most n questions with exemplars, each with the nearest others that are left.
 
     An exemplar that was compared with `enough` others is left out. In the warm-up one question's width is enough: all
     others would be K² / 10 questions, and most of what there is to learn is that it is none of its nearest ones.
     """
     planned, images = _pairs_in(scene.waiting), scene.exemplars.image.tolist()
     made: list[Question] = []
-    for at in numbers:
+    for at in range(len(images)):
         if len(made) >= n:
             break
         if enough is not None:
             others = [(images[at], other) for other in images if other != images[at]]
             if sum(pair_of(*two) in planned or scene.known.settles(*two) for two in others) >= enough:
                 continue
-        if (question := _introduction(scene, at, planned, among)) is not None:
+        if (question := _introduction(scene, at, planned)) is not None:
             made.append(question)
             planned |= _pairs_in([question])
     return made
@@ -296,26 +302,55 @@ def _introductions(
 def _doubles(scene: _Scene, n: int) -> list[Question]:
     """Groups with others that may be the same kind, the smallest first, if there are more groups than clusters.
 
-    Then two of them are of one kind, and a rare kind would get no cluster. A wrong answer joins two kinds, so there are
-    few at a time, and no more than surplus groups.
+    Then two of them are of one kind, and a rare kind would get no cluster. Each question is about another image of the
+    group, so a wrong answer can be outvoted (`Votes`). There are few at a time, and no more than surplus groups.
     """
     if scene.belief.probabilities is None:
         return []
-    size = scene.known.size[scene.known.component[scene.exemplars.image]]
-    groups = np.flatnonzero(size > 1)
-    surplus = len(groups) - scene.belief.probabilities.shape[1]
-    smallest = groups[np.argsort(size[groups], kind="stable")].tolist()
-    return _introductions(scene, min(n, surplus), smallest, among=groups)
+    known, made = scene.known, list[Question]()
+    component = known.component[scene.exemplars.image]
+    groups = np.flatnonzero(known.size[component] > 1)
+    n = min(n, len(groups) - scene.belief.probabilities.shape[1])
+    planned = {pair_of(*known.component[list(pair)].tolist()) for pair in _pairs_in(scene.waiting)}
+    for at in groups[np.argsort(known.size[component[groups]], kind="stable")].tolist():
+        if len(made) >= n:
+            break
+        members = np.setdiff1d(np.flatnonzero(known.component == component[at]), known.compared)
+        members = members[scene.askable[members]]
+        others = [other for other in _perhaps_same(scene, at, groups) if _two(scene, at, other) not in planned]
+        if len(members) and others:
+            image = members[np.argmax(scene.belief.features[members] @ scene.exemplars.centre[at])]
+            made.append(Question(int(image), tuple(scene.exemplars.image[others[: scene.width]].tolist())))
+            planned |= {_two(scene, at, other) for other in others[: scene.width]}
+    return made
 
 
-def _introduction(scene: _Scene, at: int, planned: Pairs, among: Rows | None = None) -> Question | None:
-    """An exemplar with the nearest others (`among` some) that it was not compared with."""
+def _two(scene: _Scene, at: int, other: int) -> tuple[int, int]:
+    """The components of two exemplars."""
+    return pair_of(*scene.known.component[scene.exemplars.image[[at, other]]].tolist())
+
+
+def _perhaps_same(scene: _Scene, at: int, groups: Rows) -> list[int]:
+    """Groups that may be of the kind of this one, the nearest first: no two answers more call them different than same.
+
+    They are among the nearest, or an answer calls them the same.
+    """
+    near = affinity(scene.belief, scene.exemplars, scene.exemplars.image[[at]])[0]
+    found = []
+    for rank, other in enumerate(groups[np.argsort(-near[groups], kind="stable")].tolist()):
+        same, different = scene.known.votes.get(_two(scene, at, other), (0, 0))
+        if other != at and different - same < CONFIRMED and (same or rank <= MAX_SHOWN):
+            found.append(other)
+    return found
+
+
+def _introduction(scene: _Scene, at: int, planned: Pairs) -> Question | None:
+    """An exemplar with the nearest others that it was not compared with."""
     image = int(scene.exemplars.image[at])
     if not scene.askable[image]:
         return None
     near = affinity(scene.belief, scene.exemplars, np.array([image]))[0]
-    order = np.argsort(-near, kind="stable")
-    others = scene.exemplars.image[order if among is None else order[np.isin(order, among)]].tolist()
+    others = scene.exemplars.image[np.argsort(-near, kind="stable")].tolist()
     left = [other for other in others if pair_of(image, other) not in planned and scene.known.may_ask(image, other)]
     return Question(image, tuple(left[: scene.width])) if left else None
 

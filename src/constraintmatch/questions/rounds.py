@@ -25,7 +25,6 @@ from constraintmatch.questions.answers import (
     UNSURE,
     Answer,
     Question,
-    confirm_merges,
     constraints_of,
     links_of,
     stated_constraints,
@@ -157,7 +156,7 @@ def trusted_constraints(
     so answers are weighed against a start that agrees with most of them (`likely_kinds`). Many images outvote a wrong
     answer (decision 057). Answers about pairs join groups more easily; of these, with `frozen`, others decide.
     """
-    said = _state(answers, n_images)
+    said = stated_constraints(answers, n_images)
     groups = [] if beliefs is None else known_groups(said)
     if beliefs is None or len(groups) < 2:
         return said
@@ -172,15 +171,10 @@ def trusted_constraints(
     return said if know_better else _weigh(answers, n_images, beliefs)
 
 
-def _state(answers: Sequence[Answer], n_images: int) -> Constraints:
-    """What the answers state; two groups are one if two answers say so."""
-    return confirm_merges(stated_constraints(answers, n_images))
-
-
 def _weigh(answers: Sequence[Answer], n_images: int, beliefs: NDArray[np.float32]) -> Constraints:
     """The likeliest kinds of the images by answers and beliefs (n, k); as stated, if hardly any answer seems wrong."""
     left, right, link = links_of(answers)
-    pairs, said = Constraints.from_arrays(left, right, link, n_images=n_images), _state(answers, n_images)
+    pairs, said = Constraints.from_arrays(left, right, link, n_images=n_images), stated_constraints(answers, n_images)
     groups = known_groups(said)
     many = sum(map(len, groups)) >= OUTVOTED * beliefs.shape[1]
     rows, kinds, wrong = likely_kinds(pairs, beliefs, groups if many else ())
@@ -217,7 +211,7 @@ def predict_each_other(answers: Sequence[Answer], beliefs: NDArray[np.float32], 
         some, rest = (
             [one for one, hide in zip(answers, hidden, strict=True) if hide == which] for which in (True, False)
         )
-        said = known_groups(_state(rest, n))
+        said = known_groups(stated_constraints(rest, n))
         left, right, link = links_of(some)
         if len(said) > 1 and len(link):
             judge = Judge(Constraints.from_arrays(left, right, link, n_images=n).merged())
