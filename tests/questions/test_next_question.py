@@ -617,14 +617,12 @@ def test_a_second_group_that_a_wrong_answer_began_is_compared_again_with_other_i
     assert implied_groups(answers, 120)[0] == implied_groups(answers, 120)[10]
 
 
-def test_an_image_that_was_placed_wrongly_does_not_become_an_exemplar() -> None:
-    labels = np.repeat(np.arange(2), 20)
-    belief = crisp(labels.tolist())
-    typical, edge = np.argsort(-belief.centrality[:20])[[0, -1]].tolist()
-    answers = [Answer(Question(typical, (edge, 30)), 0)]
-    assert edge in exemplars(belief, answers).image
-    answers = [Answer(Question(typical, (edge,)), 0)]  # of a pair neither was chosen
-    assert typical in exemplars(belief, answers).image
+@pytest.mark.parametrize(("times", "shown", "stays"), [(1, (30,), False), (2, (30,), True), (2, (), False)])
+def test_an_image_that_was_chosen_twice_stays_the_exemplar(times: int, shown: tuple[int, ...], stays: bool) -> None:
+    belief = crisp(np.repeat(np.arange(2), 20).tolist())
+    *_, edge = order = np.argsort(-belief.centrality[:20]).tolist()
+    answers = [Answer(Question(image, (edge, *shown)), 0) for image in order[:times]]
+    assert (edge in exemplars(belief, answers).image) == stays
 
 
 # Large sets

@@ -154,7 +154,8 @@ def teach_groups(
     graph, nearer = part.graph(_count_neighbours(len(rows), k, n_neighbours)), 1 - NEARER * (1 - reach)
     begun, hide = [seeds(inside, probabilities)], cautious or len(rows) <= JUDGED
     if hide and not begun[0][np.concatenate(inside)].any(1).all():  # a group without a cluster: mistaken, or rare
-        begun.append(seeds(inside, probabilities, _firmest(graph, inside, k, nearer if nearer >= 0 else reach)))
+        others = _firmest_and_largest(graph, inside, k, nearer if nearer >= 0 else reach)
+        begun += [seeds(inside, probabilities, some) for some in others]
     reaches = (nearer, reach) if len(rows) <= JUDGED and nearer >= 0 else (reach,)
     ways = [(first, _placed(first, inside), one) for first in begun for one in reaches]
     tried = [find_hidden(graph, *way) for way in ways] if hide else [np.empty(0, bool)]
@@ -190,13 +191,15 @@ def _count_neighbours(n: int, k: int, most: int = 20) -> int:
     return min(most, max(1, min(int(n / k / 4), max(LEAST_NEAR, int(n / k / 10)))))
 
 
-def _firmest(graph: csr_array, groups: Sequence[NDArray[np.int64]], k: int, reach: float) -> NDArray[np.int64]:
-    """The numbers of the k groups of which most images, hidden in turn, are found by the rest of their group."""
+def _firmest_and_largest(
+    graph: csr_array, groups: Sequence[NDArray[np.int64]], k: int, reach: float
+) -> list[NDArray[np.int64]]:
+    """The numbers of k groups: those of which most images, hidden in turn, are found by the rest, and the largest."""
     number, alone = np.repeat(np.arange(len(groups)), [len(rows) for rows in groups]), np.concatenate(groups)
-    first = np.zeros((graph.shape[0], len(groups)), np.float32)
-    first[alone, number] = 1 / np.bincount(number)[number]
+    size, first = np.bincount(number), np.zeros((graph.shape[0], len(groups)), np.float32)
+    first[alone, number] = 1 / size[number]
     found = np.bincount(number, find_hidden(graph, first, alone, reach), minlength=len(groups))
-    return np.sort(np.argsort(-found, kind="stable")[:k])
+    return [np.sort(np.argsort(-by, kind="stable")[:k]) for by in (found, size)]
 
 
 def _placed(first: NDArray[np.float32], groups: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

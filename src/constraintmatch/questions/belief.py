@@ -257,9 +257,9 @@ def _suggest_images(belief: Belief, known: Known, groups: dict[int, None]) -> li
 
 
 def _represent(belief: Belief, known: Known, groups: list[int]) -> Exemplars:
-    """Each group's member that was chosen most often, so that none that was placed wrongly stands for the group.
+    """Each group's member that was chosen most often, if twice or more: none that was placed wrongly stands for it.
 
-    Of several the most typical one: in a dense place and near the group's mean.
+    Else the most typical one: in a dense place and near the group's mean.
     """
     home_of = np.full(len(known.size), -1, np.int64)
     home_of[groups] = np.arange(len(groups))
@@ -270,7 +270,8 @@ def _represent(belief: Belief, known: Known, groups: list[int]) -> Exemplars:
     belongs /= belongs.sum(1, keepdims=True)
     centre = _unit(belongs @ belief.features[members])
     typical = belief.density_at(members) + np.einsum("md,md->m", belief.features[members], centre[home[members]])
-    best = np.lexsort((typical, known.chosen[members], home[members]))  # of each group the last one
+    chosen = np.where(known.chosen[members] > 1, known.chosen[members], 0)
+    best = np.lexsort((typical, chosen, home[members]))  # of each group the last one
     image = members[best[np.flatnonzero(np.diff(home[members][best], append=-1))]]
     profile = None if belief.probabilities is None else belongs @ belief.probabilities[members]
     return Exemplars(image, home, centre, profile)
