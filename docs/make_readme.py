@@ -365,6 +365,18 @@ def photographs_table() -> str:
     return "\n".join(lines)
 
 
+def loop_table() -> str:
+    """Test ACC of `loop` on photographs, the network trained in every round: mean and lowest of the samples."""
+    curves = json.loads((ROOT / "results" / "loop-stl10.json").read_text(encoding="utf-8"))["curves"]
+    sizes = [point["answers"] for point in curves[0]["points"]]
+    lines = [f"| answers | {' | '.join(map(str, sizes))} |", "|---|" + "--:|" * len(sizes)]
+    for wrong in sorted({one["wrong"] for one in curves}):
+        samples = [[100 * point["acc"] for point in one["points"]] for one in curves if one["wrong"] == wrong]
+        cells = [f"{statistics.fmean(column):.1f} ({min(column):.1f})" for column in zip(*samples, strict=True)]
+        lines.append(f"| {f'{100 * wrong:g} % wrong' if wrong else 'all right'} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def networks_table() -> str:
     """Test ACC of networks that ConstraintMatch trains by the safe recipe, with random pairs, from several starts."""
     columns = ((1_000, "none"), (10_000, "none"), (10_000, "all:0.1"))
@@ -631,6 +643,7 @@ def filled(text: str) -> str:
         "answers table": answers_table,
         "safety table": safety_table,
         "photographs table": photographs_table,
+        "loop table": loop_table,
         "networks table": networks_table,
         "grid": grid_tables,
         "other sets": lambda: grid_tables(OTHERS),

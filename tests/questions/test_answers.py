@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.questions.answers import NONE, Answer, Question, Votes, confirm_merges, implied_groups
+from constraintmatch.questions.answers import (
+    NONE,
+    Answer,
+    Question,
+    confirm_merges,
+    count_votes,
+    implied_groups,
+    votes_of,
+)
 
 
 def stars(*centres: int, size: int = 3) -> list[tuple[int, int]]:
@@ -71,7 +79,7 @@ def test_a_group_that_gathers_what_was_none_of_another_has_one_vote_against_it()
     answers = [same(1, 0), same(2, 0), different(10, 0), *gathered]
     component = np.array([0, 0, 0, *range(3, 10), *[10] * 4])
     for more, counts in (([], (0, 1)), ([different(11, 1)], (0, 2)), ([same(11, 1)], (1, 1))):
-        pairs, *votes = Votes.of([*answers, *more], 14).between(component)
+        pairs, *votes = count_votes(votes_of([*answers, *more], 14), component)
         assert pairs.tolist() == [[0, 10]]
         assert (*votes[0], *votes[1]) == counts
 

@@ -17,6 +17,7 @@ from constraintmatch.constraints.graph import Triplets
 from constraintmatch.constraints.pair_cells import Places
 
 Rows = NDArray[np.int64]
+Votes = tuple[Constraints, NDArray[np.bool_]]
 
 NONE = -1  # "none of these"; for a pair: different
 UNSURE = -2
@@ -120,9 +121,9 @@ def stated_constraints(answers: Sequence[Answer], n_images: int) -> Constraints:
     """What the answers state directly, without contradictions: same as the chosen image, or different from all shown.
 
     If the shown images are known to differ, the other cannot-links are in the closure of these. If not, they would
-    keep two exemplars of one kind apart forever. Whether two groups are one is a vote (`Votes`).
+    keep two exemplars of one kind apart forever. Whether two groups are one is a vote (`votes_of`).
     """
-    return Votes.of(answers, n_images).decide()
+    return decide(votes_of(answers, n_images))
 
 
 def confirm_merges(said: Constraints) -> Constraints:
@@ -145,56 +146,53 @@ def confirm_merges(said: Constraints) -> Constraints:
     return said.take(keep)
 
 
-@dataclass(frozen=True, eq=False)
-class Votes:
-    """What the answers state, with contradictions: votes on whether two groups of images are of one kind.
+def votes_of(answers: Sequence[Answer], n_images: int) -> Votes:
+    """What the answers state, in their order, with contradictions: votes on whether two groups are of one kind.
 
-    A wrong "none of these" begins a second group of a kind. If later answers compare the two groups, most decide.
+    A wrong "none of these" begins a second group of a kind. If later answers compare the two groups, most decide. With
+    each vote comes whether the image of the question was in a group before the answer.
     """
+    left, right, link, follows, number = _links(answers)
+    given, joined = Constraints.from_arrays(left, right, link, n_images=n_images), np.full(n_images, len(answers))
+    for side in (left, right):
+        np.minimum.at(joined, side[link > 0], number[link > 0])
+    return given.take(~follows), (joined[left] < number)[~follows]
 
-    given: Constraints  # in the order of the answers
-    again: NDArray[np.bool_]  # whether the image of the question was in a group before its answer
 
-    @classmethod
-    def of(cls, answers: Sequence[Answer], n_images: int) -> "Votes":
-        """The votes of these answers."""
-        left, right, link, follows, number = _links(answers)
-        given, joined = Constraints.from_arrays(left, right, link, n_images=n_images), np.full(n_images, len(answers))
-        for side in (left, right):
-            np.minimum.at(joined, side[link > 0], number[link > 0])
-        return cls(given.take(~follows), (joined[left] < number)[~follows])
+def _ends(given: Constraints, component: Rows) -> Rows:
+    """The components (m, 2) that each vote is about, the smaller first."""
+    return np.sort(np.stack([component[given.left], component[given.right]], 1), axis=1)
 
-    def ends(self, component: Rows) -> Rows:
-        """The components (m, 2) that each vote is about, the smaller first."""
-        return np.sort(np.stack([component[self.given.left], component[self.given.right]], 1), axis=1)
 
-    def between(self, component: Rows) -> tuple[Rows, Rows, Rows]:
-        """Each two components that votes are about (p, 2), and how many call them the same (p,), and different (p,).
+def count_votes(votes: Votes, component: Rows) -> tuple[Rows, Rows, Rows]:
+    """Each two components that votes are about (p, 2), and how many call them the same (p,), and different (p,).
 
-        An image that is none of what it was shown with is shown with other exemplars, and joins a second group of its
-        kind, if there is one. So those votes are not independent of each other, and count as one.
-        """
-        ends, same = self.ends(component), self.given.link > 0.5
-        across = ends[:, 0] != ends[:, 1]
-        pairs, number = np.unique(ends[across], axis=0, return_inverse=True)
-        kinds = (same, ~same & self.again, ~same & ~self.again)
-        yes, no, first = (np.bincount(number.ravel()[kind[across]], minlength=len(pairs)) for kind in kinds)
-        return pairs, yes, no + np.minimum(first, 1)
+    An image that is none of what it was shown with is shown with other exemplars, and joins a second group of its kind,
+    if there is one. So those votes are not independent of each other, and count as one.
+    """
+    given, again = votes
+    ends, same = _ends(given, component), given.link > 0.5
+    across = ends[:, 0] != ends[:, 1]
+    pairs, number = np.unique(ends[across], axis=0, return_inverse=True)
+    kinds = (same, ~same & again, ~same & ~again)
+    yes, no, first = (np.bincount(number.ravel()[kind[across]], minlength=len(pairs)) for kind in kinds)
+    return pairs, yes, no + np.minimum(first, 1)
 
-    def decide(self) -> Constraints:
-        """The votes without contradictions: two groups are one if two votes more say so than otherwise."""
-        given, said = self.given, confirm_merges(self.given.resolve("drop"))
-        while True:
-            component = said.components()
-            pairs, same, different = self.between(component)
-            one = pairs[same - different >= CONFIRMED][:1]
-            if not len(one):
-                return said
-            joins = (self.ends(component) == one).all(1) & (given.link > 0.5)
-            columns = ((getattr(said, name), getattr(given, name)[joins]) for name in ("left", "right", "link"))
-            both = Constraints.from_arrays(*map(np.concatenate, columns), n_images=given.n_images)
-            component = both.components()
-            said = both.take((both.link > 0.5) | (component[both.left] != component[both.right]))
+
+def decide(votes: Votes) -> Constraints:
+    """The votes without contradictions: two groups are one if two votes more say so than otherwise."""
+    given, said = votes[0], confirm_merges(votes[0].resolve("drop"))
+    while True:
+        component = said.components()
+        pairs, same, different = count_votes(votes, component)
+        one = pairs[same - different >= CONFIRMED][:1]
+        if not len(one):
+            return said
+        joins = (_ends(given, component) == one).all(1) & (given.link > 0.5)
+        columns = ((getattr(said, name), getattr(given, name)[joins]) for name in ("left", "right", "link"))
+        both = Constraints.from_arrays(*map(np.concatenate, columns), n_images=given.n_images)
+        component = both.components()
+        said = both.take((both.link > 0.5) | (component[both.left] != component[both.right]))
 
 
 def implied_groups(answers: Sequence[Answer], n_images: int) -> Rows:
@@ -260,14 +258,14 @@ class Known:
 
 def find_known(answers: Sequence[Answer], n_images: int, *, soon: int) -> Known:
     """What the answers say; an "unsure" rests until there are `soon` more answers."""
-    votes = Votes.of(answers, n_images)
-    component, cannot = votes.decide().component_constraints()
+    votes = votes_of(answers, n_images)
+    component, cannot = decide(votes).component_constraints()
     apart: defaultdict[int, set[int]] = defaultdict(set)
     for one, other in cannot.tolist():
         apart[one].add(other)
         apart[other].add(one)
-    pairs, *counts = (column.tolist() for column in votes.between(component))
-    ends = np.stack([votes.given.left, votes.given.right])
+    pairs, *counts = (column.tolist() for column in count_votes(votes, component))
+    ends = np.stack([votes[0].left, votes[0].right])
     across = component[ends[0]] != component[ends[1]]
     chosen = [one.question.shown[one.choice] for one in answers if one.choice >= 0 and one.question.kind == "which"]
     linked = [answer for answer in answers if not answer.question.nearer]

@@ -303,7 +303,7 @@ def _doubles(scene: _Scene, n: int) -> list[Question]:
     """Groups with others that may be the same kind, the smallest first, if there are more groups than clusters.
 
     Then two of them are of one kind, and a rare kind would get no cluster. Each question is about another image of the
-    group, so a wrong answer can be outvoted (`Votes`). There are few at a time, and no more than surplus groups.
+    group, so a wrong answer can be outvoted (`votes_of`). There are few at a time, and no more than surplus groups.
     """
     if scene.belief.probabilities is None:
         return []
