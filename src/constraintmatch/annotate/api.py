@@ -271,8 +271,8 @@ class Page:
         with tempfile.TemporaryDirectory() as place:
             path = Path(place) / "pairs.csv"
             export_pairs(self.store, path)
-            beside = Path(place) / name
-            content = (beside if beside.is_file() else path).read_bytes()
+            other = Path(place) / name
+            content = (other if other.is_file() else path).read_bytes()
         headers = {"Content-Disposition": f'attachment; filename="{name}"'}
         return Response(content, headers=headers, media_type="text/csv")
 

@@ -274,7 +274,7 @@ class Late:
     """What is noted of the images, until a thread has found more: a learner, or the other photographs.
 
     `go_on(page)` runs in the thread, once the first question is handed out, or after `patience` seconds. It gives the
-    learner, if there is one, and a function that ends the work. If it embeds photographs, `progress` is told how far it
+    learner, if there is one, and a function that ends the work. If it embeds photographs, `progress` hears how far it
     is, and an end interrupts it. `order` then has the rows that the images of the page have among those of the learner.
     """
 

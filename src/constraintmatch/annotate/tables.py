@@ -53,7 +53,7 @@ def upgrade_tables(connection: sqlite3.Connection, *, read_only: bool) -> None:
 
 _NUMBERS = {"about": "key", "questions": "id", "answers": "id", "clusters": "cluster"}
 _TYPES: dict[str, tuple[type, ...]] = {"TEXT": (str,), "INTEGER": (int,), "REAL": (int, float), "BLOB": (bytes,)}
-_ALSO: dict[str, Callable[[Any], bool]] = {  # what a column must hold beside a value of its type
+_ALSO: dict[str, Callable[[Any], bool]] = {  # what a column must hold besides the right type
     "image": bool,
     "shown": lambda value: bool(_names(value)),
     "state": lambda value: value in ("waiting", "answered", "retired"),

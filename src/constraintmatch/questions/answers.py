@@ -17,14 +17,12 @@ from constraintmatch.constraints.graph import Triplets
 from constraintmatch.constraints.pair_cells import Places
 
 Rows = NDArray[np.int64]
-Votes = tuple[Constraints, NDArray[np.bool_]]
+Votes = tuple[Constraints, NDArray[np.bool_]]  # see `votes_of`
 
 NONE = -1  # "none of these"; for a pair: different
 UNSURE = -2
-MERGED, CONFIRMED = (
-    3,
-    2,
-)  # images of a group, from which on it takes this many answers to merge it with another such group
+MERGED = 3  # images of a group, from which on one answer does not merge it with another such group
+CONFIRMED = 2  # votes by which one side must lead: two groups are one, or differ
 MAX_SHOWN = 5  # they fit next to the image, and have the keys 1-5
 
 

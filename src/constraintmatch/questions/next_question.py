@@ -1,7 +1,7 @@
 """Which question to ask next: pairs, "which of these?" and triplets, at random, uncertain or recommended ones.
 
 Pure functions from the belief of the model and the answers to the next questions: same inputs, same questions. They
-do not ask what follows from the answers, but for groups of which there are too many: some answer must be wrong.
+do not ask what follows from the answers, except to compare groups again where there are more groups than clusters.
 """
 
 from collections.abc import Iterator, Sequence

@@ -168,14 +168,13 @@ def trusted_constraints(
         has_cluster = placed.max(1) > 0
         agree = has_cluster & (placed.argmax(1) == beliefs[known].argmax(1))
         know_better = agree.sum() <= MOSTLY * has_cluster.sum()
-    return said if know_better else _weigh(answers, n_images, beliefs)
+    return said if know_better else _weigh(answers, said, beliefs)
 
 
-def _weigh(answers: Sequence[Answer], n_images: int, beliefs: NDArray[np.float32]) -> Constraints:
-    """The likeliest kinds of the images by answers and beliefs (n, k); as stated, if hardly any answer seems wrong."""
+def _weigh(answers: Sequence[Answer], said: Constraints, beliefs: NDArray[np.float32]) -> Constraints:
+    """The likeliest kinds of the images by answers and beliefs (n, k); what is `said`, if hardly any seems wrong."""
     left, right, link = links_of(answers)
-    pairs, said = Constraints.from_arrays(left, right, link, n_images=n_images), stated_constraints(answers, n_images)
-    groups = known_groups(said)
+    pairs, groups = Constraints.from_arrays(left, right, link, n_images=said.n_images), known_groups(said)
     many = sum(map(len, groups)) >= OUTVOTED * beliefs.shape[1]
     rows, kinds, wrong = likely_kinds(pairs, beliefs, groups if many else ())
     if wrong < DOUBTFUL:
@@ -187,7 +186,7 @@ def _weigh(answers: Sequence[Answer], n_images: int, beliefs: NDArray[np.float32
     others = np.setdiff1d(np.arange(len(rows)), first)
     left, right = np.concatenate([first[number[others]], first[one]]), np.concatenate([others, first[other]])
     same = np.repeat([1.0, 0.0], [len(others), len(one)])
-    return Constraints.from_arrays(rows[left], rows[right], same, n_images=n_images)
+    return Constraints.from_arrays(rows[left], rows[right], same, n_images=said.n_images)
 
 
 def predict_each_other(answers: Sequence[Answer], beliefs: NDArray[np.float32], frozen: "Frozen") -> bool:
@@ -211,11 +210,11 @@ def predict_each_other(answers: Sequence[Answer], beliefs: NDArray[np.float32], 
         some, rest = (
             [one for one, hide in zip(answers, hidden, strict=True) if hide == which] for which in (True, False)
         )
-        said = known_groups(stated_constraints(rest, n))
-        left, right, link = links_of(some)
-        if len(said) > 1 and len(link):
+        said = stated_constraints(rest, n)
+        groups, (left, right, link) = known_groups(said), links_of(some)
+        if len(groups) > 1 and len(link):
             judge = Judge(Constraints.from_arrays(left, right, link, n_images=n).merged())
-            seen = spread(said), start, spread(known_groups(_weigh(rest, n, beliefs)))
+            seen = spread(groups), start, spread(known_groups(_weigh(rest, said, beliefs)))
             stated, *others = (judge.losses(one[np.searchsorted(rows, judge.rows)]) for one in seen)
             found.append((judge.compare(others[0], stated), judge.compare(others[1], stated)))
     return bool(found) and all(pool(some).surely(LIKELIER) > 0 for some in zip(*found, strict=True))
