@@ -19,6 +19,7 @@ from constraintmatch.data.image_set import ImageSet
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork of a process that has such threads waits for them forever
     gc.set_threshold(20_000, 20, 20)  # to look for cycles among all that torch has takes a twentieth of the time
     if not config.getoption("numprocesses", None):  # the process that only hands out tests needs no torch
         # all tests together need all of it: two workers that begin with the same would both compile it, at first

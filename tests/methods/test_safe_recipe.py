@@ -12,13 +12,14 @@ import torch
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Reporter
 from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.constraints.propagation import known_groups
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.judge import Judge, Verdict, hide_images
 from constraintmatch.evaluation.metrics import predict, scores
 from constraintmatch.methods import METHODS, Context, Trained, ViewChoice, safe_recipe
 from constraintmatch.methods.heads import calm_head
 from constraintmatch.methods.pair_training import PairTask
-from constraintmatch.methods.propagate import Frozen
+from constraintmatch.methods.propagate import Frozen, teach_groups
 from constraintmatch.methods.safe_recipe import PARTS, SUREST, TAUGHT
 from constraintmatch.methods.self_label import repeats_well
 from constraintmatch.models.cluster_model import ClusterModel, build_model
@@ -413,6 +414,24 @@ def test_pairs_at_random_train_a_head_on_the_features_of_images(pictures: ImageS
     assert np.array_equal(one, other)
 
 
+def test_the_network_begins_with_the_head_of_all_answers_and_does_not_see_held_out_images(
+    pictures: ImageSet, fresh: ClusterModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To hide some of few known images costs the head of the others much (decision 059)."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(safe_recipe, "repeat_labels", lambda *what, **_: given.update(labels=what[2]))
+    pairs = known_images(60)
+    task = PairTask("constraintmatch", pairs, "safe", 0.0, 50, merge=False, head_steps=0)
+    safe = safe_recipe._SafeTraining(fresh, pictures, task, SHORT, UPRIGHT, Context())
+    safe.repeat_head()
+    hidden = np.setdiff1d(safe.judge.rows, Judge(safe.task.constraints).rows)
+    assert len(hidden) > 5
+    assert not np.isin(given["labels"][0], hidden).any()
+    seen, everything = Frozen.of(fresh, pictures), teach_groups(fresh, Frozen.of(fresh, pictures), known_groups(pairs))
+    assert np.array_equal(seen.probabilities(safe.begun), seen.probabilities(everything))
+    assert safe.network_losses.mean() > safe._losses(safe.begun).mean()  # judged against a head that does not know them
+
+
 @pytest.mark.parametrize(
     ("gain", "qualities", "kept"),
     [
@@ -434,7 +453,7 @@ def test_a_repeated_head_is_kept_if_held_out_pairs_or_clearer_clusters_favour_it
 def test_a_network_that_repeats_the_start_is_kept_only_if_held_out_answers_favour_it(
     pictures: ImageSet, fresh: ClusterModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safe_recipe._SafeTraining, "first", property(lambda self: self.start))
+    monkeypatch.setattr(safe_recipe._SafeTraining, "begun", property(lambda self: self.start))
     monkeypatch.setattr(
         safe_recipe, "repeats_well", lambda *_: True
     )  # it would keep a network that repeats a taught head

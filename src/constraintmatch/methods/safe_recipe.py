@@ -106,7 +106,7 @@ class _SafeTraining:
         self.all_pairs = Judge(self.pairs)
         training, held_out = hide_images(self.pairs, seed=settings.seed) if hide else (self.pairs, self.pairs)
         self.task, self.judge = replace(task, constraints=training), Judge(held_out)
-        self.repeated = repeat_rate(task.constraints)
+        self.repeated, self._n_known = repeat_rate(task.constraints), sum(map(len, known_groups(self.pairs)))
         self._teacher: Teacher = self._teach  # of `first`
         self._judged, self._log = "no head", list[dict[str, Any]]()  # of the best head, or of the last one tried
 
@@ -123,11 +123,8 @@ class _SafeTraining:
             model = self._teach(self.pairs) if self.leads else self.start
             return self._keep(model, self._name(model), why)
         if self.leads and (self.images.embedded or self._n_known < KNOWN_EACH * self.start.config.n_clusters):
-            worse = self._compare(self._teach(self.task.constraints)).surely(LEADING) < 0
-            refused = worse and 2 * self._n_known < len(self.images)  # most images known: they are right in any case
-            model = self.start if refused else self._teach(self.pairs)
-            said = "do not place known images better" if model is self.start else "separate the kinds"
-            return self._keep(model, self._name(model), f"the answers {said}")
+            said = "do not place known images better" if self.begun is self.start else "separate the kinds"
+            return self._keep(self.begun, self._name(self.begun), f"the answers {said}")
         if self.images.embedded and self._are_chosen:
             model = self.first if self.first is self.start else self._refine(self.first)
             why = "the pairs were chosen: they say how to change a few images, and not what that does to the others"
@@ -154,17 +151,17 @@ class _SafeTraining:
 
     def choose_after(self, log: list[dict[str, Any]]) -> Trained:
         """What to keep after the training of the network, with its log."""
-        first, name = self.first, self._name(self.first)
+        begun, name = self.begun, self._name(self.begun)
         after = self._losses(self.network)
         verdict = self.judge.compare(self.network_losses, after)
         said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {self.judge.count}"
-        beginning = verdict if first is self.start else self._compare(self.network)
+        beginning = verdict if begun is self.start else self._compare(self.network)
         better = min(verdict.surely(CAUTION), beginning.surely(CAUTION)) > LEAST_GAIN
         step = _kept_step(log)
-        if better or (first is not self.start and self.is_taught and repeats_well(verdict, log, step)):
+        if better or (begun is not self.start and self.is_taught and repeats_well(verdict, log, step)):
             why = f"better than {name} by {said}" if better else f"it repeats {name} on strong views ({said})"
             return self._keep(self.network, f"the network of step {step:,}", why, log, step)
-        kept = first if first is self.start else self._refine(first)
+        kept = begun if begun is self.start or self.leads else self._refine(begun)
         return self._keep(kept, self._name(kept), f"no step of the training was surely better ({said})", log)
 
     @cached_property
@@ -174,16 +171,33 @@ class _SafeTraining:
 
     @cached_property
     def first(self) -> ClusterModel:
-        """The model that the network begins with: the start, or the start with the best of the taught heads."""
+        """The start, or the start with the best of the heads that the training pairs teach."""
         best, found = -np.inf, self.start
         for teach in self._teachers:
-            caution = LEADING if self.leads else TAUGHT if teach == self._teach else SURER
+            caution = TAUGHT if teach == self._teach else SURER
             taught, verdict, judged = self._judge_teacher(teach, caution)
-            if verdict.surely(caution) > (0 if self.leads else LEAST_GAIN) and verdict.gain > best:
+            if verdict.surely(caution) > LEAST_GAIN and verdict.gain > best:
                 best, found, self._teacher, self._judged = verdict.gain, taught, teach, judged
             elif found is self.start:
                 self._judged = judged
         return found
+
+    @cached_property
+    def begun(self) -> ClusterModel:
+        """The model that the network begins with: the first, or where answers lead the head that all of them teach.
+
+        To hide a fifth of few known images costs a head up to twelve points (decision 059). So they are hidden to ask
+        whether the answers do harm, and from the network alone.
+        """
+        if not self.leads:
+            return self.first
+        worse = self._compare(self._led).surely(LEADING) < 0
+        refused = worse and 2 * self._n_known < len(self.images)  # most images known: they are right in any case
+        return self.start if refused else self._teach(self.pairs)
+
+    @cached_property
+    def _led(self) -> ClusterModel:
+        return self._teach(self.task.constraints)
 
     def _judge_teacher(self, teach: Teacher, caution: float) -> tuple[ClusterModel, Verdict, str]:
         """The head of the training pairs, by how much such heads are better than the start, and that in words.
@@ -193,7 +207,9 @@ class _SafeTraining:
         """
         taught, seed, count = teach(self.task.constraints), self.settings.seed, len(self.judge.pairs)
         trained = teach == self._train_head
-        others = [self.start, self._calm] if trained else [self.start]  # to be less sure of everything is no merit
+        others = [self.start]
+        if trained:  # to be less sure of everything is no merit
+            others.append(calm_head(copy.deepcopy(self.start), self.images, SUREST))
         found = [self._against(others, taught, self.judge)]
         for part in range(1, PARTS if trained else 1):
             sofar = pool(found)
@@ -214,27 +230,14 @@ class _SafeTraining:
         return min(verdicts, key=lambda verdict: verdict.gain)
 
     @cached_property
-    def _calm(self) -> ClusterModel:
-        """The start, but not as sure."""
-        return calm_head(copy.deepcopy(self.start), self.images, SUREST)
-
-    @cached_property
     def _teachers(self) -> list[Teacher]:
         """The ways to teach a head with these pairs: along neighbours what groups say, by the loss, through angles."""
         pairs = self.task.constraints
-        groups = len(known_groups(pairs)) > 1 and (self.leads or not self._are_doubtful())
-        random = not self.leads and not self._are_chosen
-        ways = {self._teach: groups, self._train_head: random, self._teach_angles: random and self._are_many(pairs)}
+        groups = len(known_groups(pairs)) > 1 and not self._are_doubtful()
+        counts, random = pairs.take(pairs.weight > 0), not self._are_chosen
+        many = counts.n_must_links >= PER_CLUSTER * self.start.config.n_clusters and counts.n_cannot_links > 0
+        ways = {self._teach: groups, self._train_head: random, self._teach_angles: random and many}
         return [teach for teach, use in ways.items() if use]
-
-    @cached_property
-    def _n_known(self) -> int:
-        return sum(map(len, known_groups(self.pairs)))
-
-    def _are_many(self, pairs: Constraints) -> bool:
-        """Whether there are enough pairs, of both kinds and with a weight, to teach a head through angles."""
-        counts = pairs.take(pairs.weight > 0)
-        return counts.n_must_links >= PER_CLUSTER * self.start.config.n_clusters and counts.n_cannot_links > 0
 
     def _name(self, model: ClusterModel) -> str:
         return "the start" if model is self.start else "the head alone"
@@ -257,8 +260,6 @@ class _SafeTraining:
     def _refine(self, first: ClusterModel) -> ClusterModel:
         """A head that all pairs teach, if it predicts nearly the same as the judged one, which some of them taught."""
         taught = self._teacher(self.pairs)
-        if self.leads:
-            return taught
         one, other = (self._frozen.probabilities(model).argmax(1) for model in (first, taught))
         return taught if agree(bool((one == other).mean() >= ALIKE)) else first
 
@@ -273,25 +274,26 @@ class _SafeTraining:
     @cached_property
     def network(self) -> ClusterModel:
         """The model that is trained."""
-        return calm_head(copy.deepcopy(self.first), self.images, SUREST)
+        return calm_head(copy.deepcopy(self.begun), self.images, SUREST)
 
     def repeat_head(self) -> list[dict[str, Any]]:
-        """Train the network on the clusters that the first head gives, and return the log (decision 052).
+        """Train the network on the clusters that its head gives, and return the log (decision 052).
 
         Strong views of the images whose neighbours agree, and of the known ones, learn their clusters; pairs that are
         no answers to questions go on teaching it too.
         """
-        context, seen = self.guard(), self._frozen.probabilities(self.first)
+        context, seen = self.guard(), self._frozen.probabilities(self.begun)
         near = find_neighbours(self._frozen.features, NEAR, seen.shape[1], self.device)
-        known = known_groups(self.task.constraints) if self.leads else ()
-        labels = agree(reliable_labels(seen, near, RELIABLE, known))
+        pairs = self.task.constraints
+        kept = (known_groups(pairs), np.setdiff1d(self.judge.rows, Judge(pairs).rows)) if self.leads else ()
+        labels = agree(reliable_labels(seen, near, RELIABLE, *kept))
         given = self.weigh_annotators(), self.adapt_settings(), self.views, context
         return repeat_labels(self.network, self.images, labels, *given, from_pairs=not self.leads)
 
     @cached_property
     def network_losses(self) -> NDArray[np.float64]:
-        """The losses of the network before its training."""
-        return self._losses(self.network)
+        """The losses of the network before its training, or of a head that does not know the held-out images."""
+        return self._losses(self._led if self.leads else self.network)
 
     def guard(self) -> Context:
         """The context with the guard of the training."""
@@ -340,7 +342,7 @@ class _SafeTraining:
         task = replace(self.task, title=f"{self.task.title}, head alone", constraints=pairs, loss=None)
         head, seen, settings = self._on_features
         training = _SafeTraining(head, seen, task, settings, self.views, context, hide=False)
-        training.first = training.start
+        training.first, training.leads = training.start, False
         return training
 
     @cached_property

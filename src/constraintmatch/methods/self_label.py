@@ -222,13 +222,17 @@ def label_batches(
 
 
 def reliable_labels(
-    probabilities: ArrayLike, neighbours: ArrayLike, share: float, groups: Sequence[NDArray[np.int64]] = ()
+    probabilities: ArrayLike,
+    neighbours: ArrayLike,
+    share: float,
+    groups: Sequence[NDArray[np.int64]] = (),
+    hidden: ArrayLike = (),
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Rows whose neighbours agree on a cluster, and these clusters: this share of each cluster, at least one image.
 
     An image's cluster is the one for which it and its neighbours (n, m) have the highest mean probability (n, k); that
     mean is their agreement. A cluster with more than its even part of the images gives no more than that part would.
-    Images of known groups come `KNOWN` times each, in the cluster of their group.
+    Images of known groups come `KNOWN` times each, in the cluster of their group; those that are `hidden` do not come.
     """
     p, near = np.asarray(probabilities, np.float64), np.asarray(neighbours, np.int64)
     mean = (p + p[near].sum(1)) / (near.shape[1] + 1)
@@ -238,7 +242,7 @@ def reliable_labels(
         members = np.flatnonzero(labels == cluster)
         quota = max(1, int(np.ceil(share * min(len(members), len(p) / p.shape[1]))))
         chosen.append(members[np.argsort(-agreed[members], kind="stable")[:quota]])
-    rows = np.sort(np.concatenate(chosen))
+    rows = np.setdiff1d(np.concatenate(chosen), hidden)
     if not groups:
         return rows, labels[rows]
     known, first = np.concatenate(groups), seeds(groups, np.asarray(probabilities, np.float32))
