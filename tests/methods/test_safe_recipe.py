@@ -432,6 +432,14 @@ def test_the_network_begins_with_the_head_of_all_answers_and_does_not_see_held_o
     assert safe.network_losses.mean() > safe._losses(safe.begun).mean()  # judged against a head that does not know them
 
 
+def test_a_network_that_begins_with_the_start_is_judged_against_it(pictures: ImageSet, fresh: ClusterModel) -> None:
+    """Not against the refused head: a network may be better than that one and worse than the start."""
+    task = PairTask("constraintmatch", known_images(60), "safe", 0.0, 50, merge=False, head_steps=0)
+    safe = safe_recipe._SafeTraining(fresh, pictures, task, SHORT, UPRIGHT, Context())
+    safe.begun = safe.start
+    assert np.array_equal(safe.network_losses, safe._losses(safe.network))
+
+
 @pytest.mark.parametrize(
     ("gain", "qualities", "kept"),
     [

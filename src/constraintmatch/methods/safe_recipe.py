@@ -292,8 +292,8 @@ class _SafeTraining:
 
     @cached_property
     def network_losses(self) -> NDArray[np.float64]:
-        """The losses of the network before its training, or of a head that does not know the held-out images."""
-        return self._losses(self._led if self.leads else self.network)
+        """The losses of the network before its training, or of a head of the answers that are not held out."""
+        return self._losses(self._led if self.leads and self.begun is not self.start else self.network)
 
     def guard(self) -> Context:
         """The context with the guard of the training."""
