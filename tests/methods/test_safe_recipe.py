@@ -438,6 +438,7 @@ def test_a_network_that_begins_with_the_start_is_judged_against_it(pictures: Ima
     safe = safe_recipe._SafeTraining(fresh, pictures, task, SHORT, UPRIGHT, Context())
     safe.begun = safe.start
     assert np.array_equal(safe.network_losses, safe._losses(safe.network))
+    assert safe._teach(safe.pairs.take(safe.pairs.link < 0)) is safe.start  # no pairs separate no kinds
 
 
 @pytest.mark.parametrize(

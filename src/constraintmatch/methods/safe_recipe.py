@@ -324,7 +324,9 @@ class _SafeTraining:
         return Frozen.of(self.start, self.images, device=self.device)
 
     def _teach(self, pairs: Constraints) -> ClusterModel:
-        return teach_groups(self.start, self._frozen, known_groups(pairs), cautious=self.leads).to(self.device)
+        if len(groups := known_groups(pairs)) < 2:  # those that are not held out may separate fewer kinds than all
+            return self.start
+        return teach_groups(self.start, self._frozen, groups, cautious=self.leads).to(self.device)
 
     def _teach_angles(self, pairs: Constraints) -> ClusterModel:
         frozen, k = self._frozen, self.start.config.n_clusters
