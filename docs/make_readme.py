@@ -443,18 +443,27 @@ def _grid_row(key: tuple[str, str], row: Mapping[int, list[tuple[float, float]]]
 def uneven_table() -> str:
     """Test ACC of a head on frozen features when the simulated annotator errs in other ways, and how often it did."""
     found = json.loads((ROOT / "results" / "grid-uneven-cifar10-scan.json").read_text(encoding="utf-8"))
+    rows: dict[tuple[str, str], dict[int, list[tuple[float, float]]]] = {}  # scores, and how many answers were wrong
+    for one in found["curves"]:
+        for point in one["points"]:
+            row = rows.setdefault((one["way"], one["wrong"]), {})
+            row.setdefault(point["answers"], []).append((100 * point["acc"], point["wrong"]))
     order = [(way, kind) for way in ASKED for kind in UNEVEN]
-    curves = sorted(found["curves"], key=lambda one: order.index((one["way"], one["wrong"].partition(":")[0])))
-    sizes = sorted({point["answers"] for one in curves for point in one["points"]})
+    sizes = sorted({n for row in rows.values() for n in row})
     lines = [f"| errors | {' | '.join(f'{n:,} answers' for n in sizes)} |", "|---|" + "--:|" * len(sizes)]
     lines.append("| the start" + f" | {100 * found['start']:.1f}" * len(sizes) + " |")
-    for one in curves:
-        points = {point["answers"]: point for point in one["points"]}
-        cells = [
-            f"{100 * points[n]['acc']:.1f} ({points[n]['wrong']:.0%} wrong)" if n in points else "–" for n in sizes
-        ]
-        lines.append(f"| {ASKED[one['way']]}, {UNEVEN[one['wrong'].partition(':')[0]]} | {' | '.join(cells)} |")
+    for way, wrong in sorted(rows, key=lambda key: (order.index((key[0], key[1].partition(":")[0])), key[1])):
+        cells = [_uneven_cell(rows[way, wrong].get(n, [])) for n in sizes]
+        lines.append(f"| {ASKED[way]}, {UNEVEN[wrong.partition(':')[0]]} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _uneven_cell(samples: Sequence[tuple[float, float]]) -> str:
+    if not samples:
+        return "–"
+    scores, wrong = zip(*samples, strict=True)
+    lowest = f", lowest {min(scores):.1f}" if len(scores) > 1 else ""
+    return f"{statistics.fmean(scores):.1f} ({statistics.fmean(wrong):.0%} wrong{lowest})"
 
 
 def wrong_table() -> str:
