@@ -157,7 +157,7 @@ def tcc(
 
     A cluster is the set of its images, so its place is the mean of their projections (`set_contrast`). An image's
     projection is moved by a vector of its cluster, which is drawn anew in each step (Gumbel's softmax). Others of the
-    batch are what each is told from; the published system keeps earlier ones too.
+    batch are what each is compared with; the published system keeps earlier ones too.
     """
     plan = Plan(images, epochs, images_per_step, settings, views, context)
     trained = place_head("tcc", model, n_clusters, plan)
