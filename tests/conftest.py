@@ -36,12 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def no_waiting() -> Iterator[None]:
     """Nothing waits for the disk, git or a GPU that is not there; the digits and the command line are made once.
 
-    Angles teach a head for 60 small steps, not 1,500: enough for few kinds; most tests only pass by.
+    Prototypes learn for 40 larger steps, not 150: enough for few kinds; most tests only pass by.
     """
     import torch
     import typer.testing
 
-    from constraintmatch.methods import angular
+    from constraintmatch.methods import prototypes
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CONSTRAINTMATCH_COMMIT", "0123456789ab")
@@ -49,8 +49,8 @@ def no_waiting() -> Iterator[None]:
             patch.setattr(torch.cuda, "manual_seed_all", lambda _: None)
             patch.setattr(torch.xpu, "manual_seed_all", lambda _: None)
         patch.setattr("os.fsync", lambda _: None)
-        patch.setattr(angular, "STEPS", 60)
-        patch.setattr(angular, "BATCH", (32, 64))
+        patch.setattr(prototypes, "STEPS", 40)
+        patch.setattr(prototypes, "RATE", 0.4)
         digits = functools.cache(functools.partial(DATASETS["digits"].load, None))
         once = replace(DATASETS["digits"], load=lambda _, part, __=None: digits(part))  # whoever watches
         patch.setitem(DATASETS, "digits", once)

@@ -13,8 +13,8 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed, predict, scores
 from constraintmatch.methods import Context, Trained, pretext
-from constraintmatch.methods.angular import spherical_k_means
 from constraintmatch.methods.pretext import OnlineAndTarget, byol, propos
+from constraintmatch.methods.prototypes import spherical_k_means
 from constraintmatch.methods.scan import linear_scan
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_projection
 from constraintmatch.training.loop import Interrupted, TrainSettings

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.methods import METHODS, Context, angular, safe_recipe
+from constraintmatch.methods import METHODS, Context, safe_recipe
 from constraintmatch.models.cluster_model import build_model, save_model
 from constraintmatch.pipeline.config import make_config
 from constraintmatch.pipeline.train import train
@@ -157,7 +157,6 @@ def test_every_method_with_steps_is_compared() -> None:
 def test_ranks_have_the_losses_of_one_process(
     stripes: ImageSet, size: int, cases: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(angular, "STEPS", 20)
     monkeypatch.setattr(safe_recipe, "FOR_A_NETWORK", 8)  # few images hold out few
     alone = all_losses(stripes, cases)
     for found in as_ranks(size, all_losses, stripes, cases):

@@ -30,6 +30,7 @@ LARGEST_RATE = 0.06  # for inputs of length 1
 LOWEST = -80.0  # of logits, the largest of the row being 0: e^-80 is 2e-35, still a normal number in fp32
 SUREST = 0.98  # highest mean confidence of the head; on digits and CIFAR heads stay below it
 SWEEPS = 200  # most turns over the clusters, to find biases that keep sizes
+NEVER = -1e3  # bias of a cluster that stays empty
 EMPTY = -1  # the group of a cluster without images
 
 
@@ -196,6 +197,18 @@ def regression_head(
     weight = weight / scale
     bias = bias - weight @ mean
     return torch.from_numpy(weight).float(), torch.from_numpy(bias).float()  # Apple's GPUs take no float64
+
+
+def part_head(
+    features: NDArray[np.float32], clusters: NDArray[np.int64], k: int, sure: NDArray[np.float64] | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """The `regression_head` of k clusters, of which those without an image stay empty; None if only one has any."""
+    used, numbers = np.unique(clusters, return_inverse=True)
+    if len(used) < 2:
+        return None
+    weight, bias = torch.zeros(k, features.shape[1]), torch.full((k,), NEVER)
+    weight[used], bias[used] = regression_head(features, numbers.astype(np.int64), len(used), sure)
+    return weight, bias
 
 
 def embed_images(

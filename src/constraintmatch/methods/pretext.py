@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.methods.angular import spherical_k_means
 from constraintmatch.methods.preparation import (
     Bench,
     Context,
@@ -30,6 +29,7 @@ from constraintmatch.methods.preparation import (
     check_shares,
     prepare,
 )
+from constraintmatch.methods.prototypes import spherical_k_means
 from constraintmatch.models.cluster_model import ClusterModel, with_projection
 from constraintmatch.training.batches import Shuffled, Views, derive_seed
 from constraintmatch.training.loop import Surroundings, TrainSettings, fit

@@ -19,7 +19,7 @@ from constraintmatch.constraints.propagation import (
 )
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, embed, nearest_neighbours
-from constraintmatch.methods.heads import REPEATED, regression_head
+from constraintmatch.methods.heads import REPEATED, part_head
 from constraintmatch.methods.preparation import (
     Context,
     Trained,
@@ -33,7 +33,6 @@ from constraintmatch.methods.preparation import (
 from constraintmatch.models.cluster_model import ClusterModel, with_head
 from constraintmatch.training.loop import TrainSettings
 
-NEVER = -1e3  # bias of a cluster that stays empty
 NEARER = 5  # the shorter reach has this many times fewer steps
 SHORT = 0.95  # a reach for a first look
 JUDGED = 10_000  # both reaches are tried up to this many images; with more it takes minutes
@@ -171,16 +170,12 @@ def teach_groups(
         shares[known] = first[known]
     reached = np.flatnonzero(shares.max(1) > 0)
     chosen = np.union1d(known, reached[spread(len(reached), REPEATED)])
-    used, clusters = np.unique(shares[chosen].argmax(1), return_inverse=True)
-    if len(used) < 2:  # a start without clusters of its own, and groups that all went to one
-        return model
-    weight, bias = torch.zeros(k, part.features.shape[1]), torch.full((k,), NEVER)
     sure, given = _margins(shares[chosen]), np.isin(chosen, known)
     if not given.all():
         sure /= max(float(sure[~given].mean()), 1e-9)
     sure[given] = 1.0
-    weight[used], bias[used] = regression_head(part.features[chosen], clusters.astype(np.int64), len(used), sure)
-    return with_head(model, weight, bias)
+    head = part_head(part.features[chosen], shares[chosen].argmax(1), k, sure)
+    return model if head is None else with_head(model, *head)  # None: groups that all went to one cluster
 
 
 def _count_neighbours(n: int, k: int, most: int = 20) -> int:

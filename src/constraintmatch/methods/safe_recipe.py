@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,6 @@ from constraintmatch.evaluation.judge import (
     CAUTION,
     LEAST,
     LEAST_GAIN,
-    UNDECIDED,
     Guard,
     Judge,
     Rates,
@@ -34,11 +33,11 @@ from constraintmatch.evaluation.judge import (
     trust_annotators,
 )
 from constraintmatch.evaluation.metrics import predict
-from constraintmatch.methods.angular import angular_head
-from constraintmatch.methods.heads import attach_head, calm_head, detach_head
+from constraintmatch.methods.heads import REPEATED, calm_head, part_head
 from constraintmatch.methods.pair_training import PairTask, begin, build_training, check_task
-from constraintmatch.methods.preparation import Context, Trained, ViewChoice, find_neighbours
-from constraintmatch.methods.propagate import Frozen, answers_lead, teach_groups
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice, find_neighbours, spread
+from constraintmatch.methods.propagate import Frozen, answers_lead, choose_rows, teach_groups
+from constraintmatch.methods.prototypes import Prototypes
 from constraintmatch.methods.self_label import reliable_labels, repeat_labels, repeats_well
 from constraintmatch.models.cluster_model import ClusterModel, with_head
 from constraintmatch.training.batches import derive_seed
@@ -46,6 +45,7 @@ from constraintmatch.training.loop import TrainSettings, choose_device
 from constraintmatch.training.ranks import agree
 from constraintmatch.training.run_folder import read_log
 
+NO_VERDICT = Verdict(0.0, 0.0)
 Teacher = Callable[[Constraints], ClusterModel]
 
 RECIPES = ("safe", "paper")
@@ -56,13 +56,9 @@ LEADING = -2.0  # the same where the answers lead: they are cross-checked, so re
 KNOWN_EACH = 8  # known images for each cluster from which on answers train the network: few hold out few, and alike
 ALIKE = 0.9  # one head may replace another if they agree on at least this share of the images
 AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
-HEAD_AS_MANY = 450  # the same for a head alone: few pairs lead it anywhere, and many need no start (decision 054)
 FOR_A_NETWORK = 12  # held-out images of either kind of link that it takes to judge one that pairs alone train
-SURER = 2.0  # standard errors by which a head that pairs train, without views, must be better
-HEAD_STEPS = 1_000  # at most, of a head that pairs train
 PARTS = 5  # of the images, hidden in turn to judge a head
-CHOSEN = 3.0  # standard errors by which pairs must look more alike than pairs at random to count as chosen
-PER_CLUSTER = 5  # must-links for each cluster from which on pairs at random may teach a head through angles
+MOST = 20_000  # images that are divided among prototypes, and those of the pairs
 RELIABLE, NEAR = 0.8, 20  # the share of each cluster that teaches the network: those whose neighbours agree most
 
 
@@ -80,9 +76,16 @@ def train_pairs(
     safe = _SafeTraining(start, images, task, settings, views, context)
     if (kept := safe.choose_before()) is not None:
         return kept
-    if images.embedded or not (safe.is_taught or safe.judge.can_judge(FOR_A_NETWORK)):
+    if images.embedded or not safe.judge.can_judge(LEAST if safe.is_taught else FOR_A_NETWORK):
         return safe.choose_head()
     return safe.choose_after(safe.repeat_head() if safe.is_taught else safe.train_network())
+
+
+class _Kinds(NamedTuple):
+    """The round of learning whose kinds of prototypes are taken, and whether as they are."""
+
+    turn: int
+    plain: bool
 
 
 class _SafeTraining:
@@ -96,19 +99,17 @@ class _SafeTraining:
         settings: TrainSettings,
         views: ViewChoice,
         context: Context,
-        *,
-        hide: bool = True,
     ) -> None:
         self.images, self.settings, self.views, self.context = images, settings, views, context
         self.device = choose_device(settings.device)
         self.start = start.to(self.device)
         self.pairs = task.constraints.merged()
         self.all_pairs = Judge(self.pairs)
-        training, held_out = hide_images(self.pairs, seed=settings.seed) if hide else (self.pairs, self.pairs)
+        training, held_out = hide_images(self.pairs, seed=settings.seed)
         self.task, self.judge = replace(task, constraints=training), Judge(held_out)
         self.repeated, self._n_known = repeat_rate(task.constraints), sum(map(len, known_groups(self.pairs)))
         self._teacher: Teacher = self._teach  # of `first`
-        self._judged, self._log = "no head", list[dict[str, Any]]()  # of the best head, or of the last one tried
+        self._judged = "no head"  # the best head, or the last one tried
 
     def choose_before(self) -> Trained | None:
         """What to keep without a training of the network; None if the network should be trained."""
@@ -116,33 +117,23 @@ class _SafeTraining:
             why = "the pairs say the opposite of what the images show; are same and different mixed up?"
             return self._keep(self.start, "the start", why)
         pairs = self.task.constraints
-        if not (self.judge.can_judge() and (pairs.weight.any() or pairs.triplets.weight.any())):
-            must, cannot = self.judge.n_must_links, self.judge.n_cannot_links
-            held = f"held out are {must:,} images with a must-link, {cannot:,} with a cannot-link"
-            why = f"{held}; to judge a training takes {LEAST} of each, so nothing more was trained"
+        if not (self.all_pairs.can_judge() and (pairs.weight.any() or pairs.triplets.weight.any())):
+            must, cannot = self.all_pairs.n_must_links, self.all_pairs.n_cannot_links
+            there = f"{must:,} images have a must-link, {cannot:,} a cannot-link"
+            why = f"{there}; to judge a training takes {LEAST} of each, so nothing more was trained"
             model = self._teach(self.pairs) if self.leads else self.start
             return self._keep(model, self._name(model), why)
         if self.leads and (self.images.embedded or self._n_known < KNOWN_EACH * self.start.config.n_clusters):
             said = "do not place known images better" if self.begun is self.start else "separate the kinds"
             return self._keep(self.begun, self._name(self.begun), f"the answers {said}")
-        if self.images.embedded and self._are_chosen:
-            model = self.first if self.first is self.start else self._refine(self.first)
-            why = "the pairs were chosen: they say how to change a few images, and not what that does to the others"
-            return self._keep(model, self._name(model), why)
         return None
 
     def choose_head(self) -> Trained:
         """What to keep of heads alone: one that all pairs teach or train, if it is better than the start."""
         if self.first is self.start:
             few = "" if self.images.embedded else ", and too few pairs are held out to judge a network"
-            return self._keep(self.start, "the start", f"no head is surely better ({self._judged}){few}", self._log)
-        why = f"better than the start by {self._judged}"
-        if self._teacher != self._train_head:
-            return self._keep(self._refine(self.first), "the head alone", why)
-        trained = self._with_pairs(self.pairs, self.context)
-        log = trained.train_network()
-        step = _kept_step(log)
-        return self._keep(trained.network, f"the head of step {step:,}", why, log, step)
+            return self._keep(self.start, "the start", f"no head is surely better ({self._judged}){few}")
+        return self._keep(self._refine(self.first), "the head alone", f"better than the start by {self._judged}")
 
     def train_network(self) -> list[dict[str, Any]]:
         """Train the network on the pairs, and return the log."""
@@ -171,15 +162,16 @@ class _SafeTraining:
 
     @cached_property
     def first(self) -> ClusterModel:
-        """The start, or the start with the best of the heads that the training pairs teach."""
+        """The start, or the start with the better of the heads that the training pairs teach."""
         best, found = -np.inf, self.start
-        for teach in self._teachers:
-            caution = TAUGHT if teach == self._teach else SURER
-            taught, verdict, judged = self._judge_teacher(teach, caution)
+        for teach, judge in {self._teach: self._judge_groups, self._teach_kinds: self._judge_kinds}.items():
+            verdict, count = judge()
+            said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {count:,} held-out pairs"
+            caution = TAUGHT if teach == self._teach else CAUTION
             if verdict.surely(caution) > LEAST_GAIN and verdict.gain > best:
-                best, found, self._teacher, self._judged = verdict.gain, taught, teach, judged
-            elif found is self.start:
-                self._judged = judged
+                best, found, self._teacher, self._judged = verdict.gain, teach(self.task.constraints), teach, said
+            elif found is self.start and count:
+                self._judged = said
         return found
 
     @cached_property
@@ -199,58 +191,54 @@ class _SafeTraining:
     def _led(self) -> ClusterModel:
         return self._teach(self.task.constraints)
 
-    def _judge_teacher(self, teach: Teacher, caution: float) -> tuple[ClusterModel, Verdict, str]:
-        """The head of the training pairs, by how much such heads are better than the start, and that in words.
-
-        A fifth of the pairs often cannot tell a gain from chance. For a head that takes seconds, other images are then
-        hidden in turn (decision 054).
-        """
-        taught, seed, count = teach(self.task.constraints), self.settings.seed, len(self.judge.pairs)
-        trained = teach == self._train_head
-        others = [self.start]
-        if trained:  # to be less sure of everything is no merit
-            others.append(calm_head(copy.deepcopy(self.start), self.images, SUREST))
-        found = [self._against(others, taught, self.judge)]
-        for part in range(1, PARTS if trained else 1):
-            sofar = pool(found)
-            if sofar.surely(caution) > LEAST_GAIN or sofar.surely(UNDECIDED) < 0:
-                break
-            training, hidden = hide_images(self.pairs, seed=seed, part=part)
-            if not len(hidden):
-                break
-            found.append(self._against(others, teach(training), Judge(hidden)))
-            count += len(hidden)
-        verdict = pool(found)
-        return taught, verdict, f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {count:,} held-out pairs"
-
-    def _against(self, others: Sequence[ClusterModel], model: ClusterModel, judge: Judge) -> Verdict:
-        """By how much the model is better on the pairs of the judge than the best of the others."""
-        after = judge.losses(self._predict(model, judge.rows))
-        verdicts = [judge.compare(judge.losses(self._predict(one, judge.rows)), after) for one in others]
-        return min(verdicts, key=lambda verdict: verdict.gain)
-
-    @cached_property
-    def _teachers(self) -> list[Teacher]:
-        """The ways to teach a head with these pairs: along neighbours what groups say, by the loss, through angles."""
+    def _judge_groups(self) -> tuple[Verdict, int]:
+        """How much better than the start a head is that the groups of training pairs teach, and by how many pairs."""
         pairs = self.task.constraints
-        groups = len(known_groups(pairs)) > 1 and not self._are_doubtful()
-        counts, random = pairs.take(pairs.weight > 0), not self._are_chosen
-        many = counts.n_must_links >= PER_CLUSTER * self.start.config.n_clusters and counts.n_cannot_links > 0
-        ways = {self._teach: groups, self._train_head: random, self._teach_angles: random and many}
-        return [teach for teach, use in ways.items() if use]
+        if len(known_groups(pairs)) < 2 or self._are_doubtful():
+            return NO_VERDICT, 0
+        return self._compare(self._teach(pairs)), len(self.judge.pairs)
+
+    def _judge_kinds(self) -> tuple[Verdict, int]:
+        """How much better pairs make the kinds of prototypes, and by how many pairs; `_kinds` becomes what to take.
+
+        What the pairs change is judged apart from the prototypes, which may be steadier than the start, or coarser.
+        A fifth of the pairs often cannot tell a gain from chance, so other images are hidden in turn (decision 054).
+        """
+        found, count, best = list[list[Verdict]](), 0, NO_VERDICT
+        for part in range(PARTS):
+            training, hidden = hide_images(self.pairs, seed=self.settings.seed, part=part)
+            judge = Judge(hidden)
+            if not len(judge.rows):
+                break
+            shares = self._learn_kinds(training)
+            at, n = np.searchsorted(self._prototypes.rows, judge.rows), len(shares)
+            losses = [judge.losses(kinds[at]) for kinds in shares]
+            ways = [_Kinds(turn, plain) for plain in (False, True) for turn in range(n)]
+            placed = [judge.losses(self._place(shares, way)[at]) for way in ways]
+            both = [(losses[0], one) for one in losses], zip(placed[:n], placed[n:], strict=True)
+            found.append([judge.compare(*pair) for some in both for pair in some])
+            count += len(hidden)
+            pooled = [pool(some) for some in zip(*found, strict=True)]
+            turn = max(range(n), key=lambda turn: pooled[turn].surely(CAUTION))
+            turn *= pooled[turn].surely(CAUTION) > LEAST_GAIN
+            plain = pooled[n + turn].surely(TAUGHT) > LEAST_GAIN
+            self._kinds, best = _Kinds(turn, plain), pooled[turn if turn or not plain else n]
+            if best.surely(TAUGHT) > LEAST_GAIN:
+                break
+        return best, count
+
+    def _place(self, shares: Sequence[NDArray[np.float32]], kinds: "_Kinds") -> NDArray[np.float32]:
+        """The clusters of the images of the prototypes, as probabilities.
+
+        An image whose kind no pair has changed stays where the start has it, if the kinds are not taken as they are:
+        prototypes are coarser than a good start.
+        """
+        before, after = shares[0].argmax(1), shares[kinds.turn].argmax(1)
+        clusters = after if kinds.plain else np.where(after == before, self._placed, after)
+        return np.asarray(np.eye(shares[0].shape[1], dtype=np.float32)[clusters])
 
     def _name(self, model: ClusterModel) -> str:
         return "the start" if model is self.start else "the head alone"
-
-    @cached_property
-    def _are_chosen(self) -> bool:
-        """Whether the start finds the images of the pairs more alike than images that are paired at random."""
-        if not len(self.pairs):
-            return False
-        p = self._predict(self.start, self.all_pairs.rows)
-        left, right = (p[np.searchsorted(self.all_pairs.rows, side)] for side in (self.pairs.left, self.pairs.right))
-        same = self.all_pairs.same(p)
-        return bool(same.mean() - left.mean(0) @ right.mean(0) > CHOSEN * same.std() / np.sqrt(len(same)))
 
     def _are_doubtful(self) -> bool:
         """Whether most must-links look wrong to the start: then the groups that they join say nothing."""
@@ -258,8 +246,13 @@ class _SafeTraining:
         return wrong is not None and wrong > 0.5
 
     def _refine(self, first: ClusterModel) -> ClusterModel:
-        """A head that all pairs teach, if it predicts nearly the same as the judged one, which some of them taught."""
+        """A head that all pairs teach, if it predicts nearly the same as the judged one, which some of them taught.
+
+        Of prototypes any head may replace it: most pairs have judged one in turn.
+        """
         taught = self._teacher(self.pairs)
+        if self._teacher == self._teach_kinds:
+            return taught
         one, other = (self._frozen.probabilities(model).argmax(1) for model in (first, taught))
         return taught if agree(bool((one == other).mean() >= ALIKE)) else first
 
@@ -301,17 +294,20 @@ class _SafeTraining:
         rates = Rates(rate, rate) if rate is not None else self.all_pairs.rates(self._predict(net, self.all_pairs.rows))
         beliefs = self._predict(net, np.arange(len(self.images)))
         n = max(len(self.task.constraints), len(self.task.constraints.triplets))
-        hold = min(1.0, (HEAD_AS_MANY / n) ** 1.5 if self.images.embedded else AS_MANY / n)
-        return replace(self.context, guard=Guard(rates, self.judge, self.network_losses, beliefs, hold))
+        return replace(
+            self.context, guard=Guard(rates, self.judge, self.network_losses, beliefs, min(1.0, AS_MANY / n))
+        )
 
     def weigh_annotators(self) -> PairTask:
         """The task with less weight on the pairs of annotators who are wrong more often than others."""
-        pairs = self.task.constraints
+        return replace(self.task, constraints=self._weigh(self.task.constraints, self.network))
+
+    def _weigh(self, pairs: Constraints, model: ClusterModel) -> Constraints:
+        """The pairs with less weight on those of annotators whom the model finds wrong more often than others."""
         if pairs.annotator is None or len(set(pairs.annotator)) < 2 or self.task.error_rate:
-            return self.task
+            return pairs
         judge = Judge(pairs)
-        weight = trust_annotators(pairs, judge.doubts(self._predict(self.network, judge.rows)))
-        return replace(self.task, constraints=replace(pairs, weight=weight))
+        return replace(pairs, weight=trust_annotators(pairs, judge.doubts(self._predict(model, judge.rows))))
 
     def adapt_settings(self) -> TrainSettings:
         """Steps of bounded length, and an average of the last weights: then a few wrong pairs change little."""
@@ -328,33 +324,25 @@ class _SafeTraining:
             return self.start
         return teach_groups(self.start, self._frozen, groups, cautious=self.leads).to(self.device)
 
-    def _teach_angles(self, pairs: Constraints) -> ClusterModel:
-        frozen, k = self._frozen, self.start.config.n_clusters
-        before = frozen.probabilities(self.start).argmax(1)
-        head = angular_head(frozen.features, pairs, before, k, seed=derive_seed(self.settings.seed, "angles"))
+    def _teach_kinds(self, pairs: Constraints) -> ClusterModel:
+        """The start with a head that repeats what the pairs say of the kinds of prototypes."""
+        clusters = self._place(self._learn_kinds(pairs), self._kinds).argmax(1)
+        some = spread(len(clusters), REPEATED)
+        features = self._frozen.features[self._prototypes.rows[some]]
+        head = part_head(features, clusters[some], self.start.config.n_clusters)
         return self.start if head is None else with_head(self.start, *head).to(self.device)
 
-    def _train_head(self, pairs: Constraints) -> ClusterModel:
-        training = self._with_pairs(pairs, Context(reporter=self.context.reporter, stop=self.context.stop))
-        self._log = training.train_network()
-        return training.network if self.images.embedded else attach_head(self.start, training.network)
-
-    def _with_pairs(self, pairs: Constraints, context: Context) -> "_SafeTraining":
-        """A training of the head of the start on all of these pairs; embeddings have no strong views."""
-        task = replace(self.task, title=f"{self.task.title}, head alone", constraints=pairs, loss=None)
-        head, seen, settings = self._on_features
-        training = _SafeTraining(head, seen, task, settings, self.views, context, hide=False)
-        training.first, training.leads = training.start, False
-        return training
+    def _learn_kinds(self, pairs: Constraints) -> list[NDArray[np.float32]]:
+        """The share of each kind in the images of the prototypes: before the pairs, and after each round."""
+        beliefs = self._frozen.probabilities(self.start)[self._prototypes.rows]
+        return agree(self._prototypes.learn(beliefs, self._weigh(pairs, self.start)))
 
     @cached_property
-    def _on_features(self) -> tuple[ClusterModel, ImageSet, TrainSettings]:
-        """The head of the start alone, the embeddings that it sees, and the settings of its training."""
-        if self.images.embedded:
-            return self.start, self.images, self.settings
-        seen, steps = ImageSet.from_arrays(self._frozen.features), min(self.settings.steps, HEAD_STEPS)
-        plain: dict[str, Any] = {"compile": False, "cuda_graph": False, "bf16": False}  # no gain for a small head
-        return detach_head(self.start, seen), seen, replace(self.settings, steps=steps, **plain)
+    def _prototypes(self) -> Prototypes:
+        rows = choose_rows([self.all_pairs.rows], len(self.images), MOST)
+        self._placed = self._frozen.probabilities(self.start)[rows].argmax(1)
+        seed = derive_seed(self.settings.seed, "prototypes")
+        return Prototypes(self._frozen.features[rows], rows, self.start.config.n_clusters, seed=seed)
 
     def _predict(self, model: ClusterModel, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """What the model says of some images; with several ranks what rank 0 finds, so that all keep the same."""
@@ -365,7 +353,7 @@ class _SafeTraining:
 
     def _compare(self, model: ClusterModel) -> Verdict:
         """How much better than the start a model is on held-out pairs."""
-        return self._against([self.start], model, self.judge)
+        return self.judge.compare(self._losses(self.start), self._losses(model))
 
     def _doubts(self, model: ClusterModel) -> NDArray[np.float64]:
         return self.all_pairs.doubts(self._predict(model, self.all_pairs.rows))

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.constraints.graph import pair_keys
 from constraintmatch.evaluation.neighbours import nearest_neighbours
-from constraintmatch.methods.angular import spherical_k_means
 from constraintmatch.methods.others.parts import (
     BATCH,
     EMBEDDING,
@@ -21,6 +20,7 @@ from constraintmatch.methods.others.parts import (
     place_around,
     squared_distances,
 )
+from constraintmatch.methods.prototypes import spherical_k_means
 from constraintmatch.training.losses import angular_loss, kcl, pair_loss
 
 COMPACT, LINKED = 0.1, 0.1  # ClusterNet: weights of the distance to centres and of the pairs
