@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.constraints.graph import Places, Triplets
 from constraintmatch.evaluation.metrics import Predictions, scores
-from constraintmatch.methods.prototypes import ROUNDS, Prototypes, spherical_k_means
+from constraintmatch.methods.prototypes import ROUNDS, divide, learn_kinds, place, spherical_k_means
 
 
 def cones(n: int, k: int, width: int = 16, seed: int = 0) -> tuple[Tensor, np.ndarray]:
@@ -55,19 +55,25 @@ def test_every_cluster_has_a_point_even_of_equal_ones() -> None:
 
 # The kinds of prototypes
 
+Merged = tuple[list[Tensor], np.ndarray, np.ndarray]
+
+
+def learn(prototypes: list[Tensor], beliefs: np.ndarray, pairs: Constraints) -> list[np.ndarray]:
+    return learn_kinds(prototypes, np.arange(len(beliefs)), beliefs, pairs)
+
 
 @pytest.fixture(scope="module")
-def merged() -> tuple[Prototypes, np.ndarray, np.ndarray]:
+def merged() -> Merged:
     """Prototypes of 600 images of four kinds, what a start believes that takes the last two for one, and the kinds."""
     points, labels = cones(600, 4)
     beliefs = np.full((600, 4), 0.02, np.float32)
     beliefs[np.arange(600), np.minimum(labels, 2)] = 0.94
-    return Prototypes(points.numpy(), np.arange(600), 4, seed=0), beliefs, labels
+    return divide(points.numpy(), 4, seed=0), beliefs, labels
 
 
-def mistaken(prototypes: Prototypes, labels: np.ndarray) -> np.ndarray:
+def mistaken(prototypes: list[Tensor], labels: np.ndarray) -> np.ndarray:
     """Beliefs of a start that has one prototype in a wrong cluster."""
-    number = prototypes.divisions[0].argmax(1).numpy()
+    number = prototypes[0].argmax(1).numpy()
     return np.eye(4, dtype=np.float32)[np.where(number == number[labels == 3][0], 0, labels)]
 
 
@@ -75,10 +81,10 @@ def right(shares: np.ndarray, labels: np.ndarray) -> float:
     return float(scores(labels, Predictions(shares))["acc"])
 
 
-def test_pairs_tell_two_kinds_of_one_cluster_apart(merged: tuple[Prototypes, np.ndarray, np.ndarray]) -> None:
+def test_pairs_tell_two_kinds_of_one_cluster_apart(merged: Merged) -> None:
     prototypes, beliefs, labels = merged
     state = torch.random.get_rng_state()
-    before, *rounds = prototypes.learn(beliefs, Constraints.sample(labels, 300, seed=0))
+    before, *rounds = learn(prototypes, beliefs, Constraints.sample(labels, 300, seed=0))
     assert right(before, labels) == 0.75
     assert len(rounds) == ROUNDS
     assert right(rounds[-1], labels) > 0.98
@@ -87,29 +93,29 @@ def test_pairs_tell_two_kinds_of_one_cluster_apart(merged: tuple[Prototypes, np.
 
 
 def test_prototypes_learn_from_pairs_of_which_a_fifth_is_wrong(
-    merged: tuple[Prototypes, np.ndarray, np.ndarray],
+    merged: Merged,
 ) -> None:
     prototypes, _, labels = merged
     pairs, beliefs = Constraints.sample(labels, 1_000, seed=0), mistaken(prototypes, labels)
-    assert right(prototypes.learn(beliefs, pairs.flip(0.2, seed=0))[-1], labels) > right(beliefs, labels) + 0.02
+    assert right(learn(prototypes, beliefs, pairs.flip(0.2, seed=0))[-1], labels) > right(beliefs, labels) + 0.02
 
 
-def test_pairs_that_the_start_explains_change_nothing(merged: tuple[Prototypes, np.ndarray, np.ndarray]) -> None:
+def test_pairs_that_the_start_explains_change_nothing(merged: Merged) -> None:
     prototypes, beliefs, labels = merged
-    before, *rounds = prototypes.learn(beliefs, Constraints.sample(np.minimum(labels, 2), 300, seed=0))
+    before, *rounds = learn(prototypes, beliefs, Constraints.sample(np.minimum(labels, 2), 300, seed=0))
     assert all(np.array_equal(kinds.argmax(1), before.argmax(1)) for kinds in rounds)
 
 
-def test_pairs_without_weight_say_nothing_about_prototypes(merged: tuple[Prototypes, np.ndarray, np.ndarray]) -> None:
+def test_pairs_without_weight_say_nothing_about_prototypes(merged: Merged) -> None:
     prototypes, beliefs, labels = merged
     pairs = Constraints.sample(labels, 300, seed=0)
     weight = (pairs.link < 0.5).astype(np.float32)
-    all_of_them = prototypes.learn(beliefs, replace(pairs, weight=weight))
-    some = prototypes.learn(beliefs, pairs.take(pairs.link < 0.5))
+    all_of_them = learn(prototypes, beliefs, replace(pairs, weight=weight))
+    some = learn(prototypes, beliefs, pairs.take(pairs.link < 0.5))
     assert all(np.array_equal(one, other) for one, other in zip(all_of_them, some, strict=True))
 
 
-def test_triplets_teach_prototypes_too(merged: tuple[Prototypes, np.ndarray, np.ndarray]) -> None:
+def test_triplets_teach_prototypes_too(merged: Merged) -> None:
     prototypes, _, labels = merged
     rng = np.random.default_rng(0)
     rows = rng.integers(0, 600, (20_000, 3))
@@ -118,7 +124,7 @@ def test_triplets_teach_prototypes_too(merged: tuple[Prototypes, np.ndarray, np.
     triplets = Triplets(rows, np.ones(len(rows), np.float32), Places(np.arange(len(rows))))
     none = Constraints.from_lists(n_images=600)
     assert right(beliefs, labels) < 0.98
-    assert right(prototypes.learn(beliefs, replace(none, triplets=triplets))[-1], labels) > 0.98
+    assert right(learn(prototypes, beliefs, replace(none, triplets=triplets))[-1], labels) > 0.98
 
 
 def test_the_links_of_one_image_weigh_no_more_than_a_few() -> None:
@@ -135,5 +141,11 @@ def test_the_links_of_one_image_weigh_no_more_than_a_few() -> None:
 def test_features_that_are_all_the_same_have_prototypes_that_say_what_the_start_says() -> None:
     labels = np.arange(40) % 4
     beliefs = np.eye(4, dtype=np.float32)[np.zeros(40, int)]
-    prototypes = Prototypes(np.ones((40, 3), np.float32), np.arange(40), 4, seed=0)
-    assert not prototypes.learn(beliefs, Constraints.sample(labels, 200, seed=0))[-1].argmax(1).any()
+    prototypes = divide(np.ones((40, 3), np.float32), 4, seed=0)
+    assert not learn(prototypes, beliefs, Constraints.sample(labels, 200, seed=0))[-1].argmax(1).any()
+
+
+def test_images_whose_kind_no_pair_changes_stay_where_the_start_has_them() -> None:
+    before, after, start = np.eye(4)[[0, 1, 2, 3]], np.eye(4)[[0, 1, 3, 2]], np.eye(4)[[1, 1, 1, 3]]
+    for turn, plain, clusters in ((0, False, [1, 1, 1, 3]), (1, False, [1, 1, 3, 2]), (1, True, [0, 1, 3, 2])):
+        np.testing.assert_array_equal(place([before, after], start, turn, plain).argmax(1), clusters)

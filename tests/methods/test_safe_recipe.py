@@ -168,13 +168,13 @@ def test_enough_right_pairs_mend_a_bad_start(blobs: ImageSet, wrong: float, seed
 def spy_on(monkeypatch: pytest.MonkeyPatch) -> list[set[tuple[int, int]]]:
     """The pairs that prototypes learn from, one set after the other."""
     seen: list[set[tuple[int, int]]] = []
-    learn = safe_recipe.Prototypes.learn
+    learn = safe_recipe.learn_kinds
 
-    def spy(self: Any, beliefs: Any, pairs: Constraints) -> Any:
+    def spy(divisions: Any, rows: Any, beliefs: Any, pairs: Constraints) -> Any:
         seen.append(set(zip(pairs.left.tolist(), pairs.right.tolist(), strict=True)))
-        return learn(self, beliefs, pairs)
+        return learn(divisions, rows, beliefs, pairs)
 
-    monkeypatch.setattr(safe_recipe.Prototypes, "learn", spy)
+    monkeypatch.setattr(safe_recipe, "learn_kinds", spy)
     monkeypatch.setattr(safe_recipe._SafeTraining, "_judge_groups", lambda _: (safe_recipe.NO_VERDICT, 0))
     return seen
 
@@ -273,16 +273,16 @@ def test_pairs_at_random_teach_a_head_through_prototypes(blobs: ImageSet, monkey
     assert len(seen) > 2
 
 
-def test_images_whose_kind_no_pair_changes_stay_where_the_start_has_them(blobs: ImageSet) -> None:
-    begun = start(blobs)
-    task = PairTask("constrained", RIGHT, "safe", 0.0, 50, merge=False, head_steps=0)
-    safe = safe_recipe._SafeTraining(begun, blobs, task, SETTINGS, ViewChoice(), Context())
-    before, after = np.eye(K)[(LABELS + 1) % K], np.eye(K)[(LABELS + 1) % K]
-    after[:20] = np.eye(K)[(LABELS[:20] + 2) % K]
-    safe._prototypes, own = safe._prototypes, predict(begun, blobs).clusters
-    for plain, others in ((False, own[20:]), (True, before.argmax(1)[20:])):
-        placed = safe._place([before, after], safe_recipe._Kinds(1, plain)).argmax(1)
-        np.testing.assert_array_equal(placed, np.concatenate([after[:20].argmax(1), others]))
+def test_pairs_that_somebody_chose_say_nothing_of_prototypes(blobs: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between images that look alike: what they say of these places the others worse."""
+    seen, begun, everything = spy_on(monkeypatch), start(blobs), Constraints.sample(blobs.labels, 4_000, seed=5)
+    p = predict(begun, blobs).probabilities
+    order = np.argsort(-(p[everything.left] * p[everything.right]).sum(1))
+    chosen = everything.take(np.concatenate([order[everything.link[order] == link][:150] for link in (0, 1)]))
+    assert_unchanged(train(begun, blobs, chosen).model, begun)
+    assert not seen
+    train(begun, blobs, everything.take(np.arange(300)))
+    assert seen
 
 
 def test_answers_lead_however_many_pairs_they_imply(blobs: ImageSet) -> None:

@@ -4,6 +4,7 @@ A linear head has thousands of numbers, and a few hundred pairs lead it anywhere
 hundred prototypes, and pairs only have to say which kind each of them is. Some of the pairs may be wrong.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,36 +31,52 @@ CAPS = 2.0, 4.0  # the most that the must-links, and the cannot-links, of one im
 TRIPLETS_WRONG = 0.05
 
 
-class Prototypes:
-    """Several divisions of images into prototypes, by the features (n, d) of these rows of a set, in rising order."""
+def divide(features: NDArray[np.float32], n_clusters: int, *, seed: int) -> list[Tensor]:
+    """Several divisions of images with these features (n, d): the share of each of m prototypes in an image (n, m)."""
+    points = torch.from_numpy(features)
+    points = F.normalize(points - points.mean(0), dim=-1)
+    m = max(2, min(max(PROTOTYPES, EACH * n_clusters), len(points) // SMALLEST))
+    found = []
+    for number in range(DIVISIONS):
+        clusters = spherical_k_means(points, m, seed=derive_seed(seed, "division", number), tries=1)
+        found.append((points @ _centres(points, clusters, m).mT / WIDTH).softmax(-1))
+    return found
 
-    def __init__(self, features: NDArray[np.float32], rows: NDArray[np.int64], n_clusters: int, *, seed: int) -> None:
-        self.rows = rows
-        points = torch.from_numpy(features)
-        points = F.normalize(points - points.mean(0), dim=-1)
-        m = max(2, min(max(PROTOTYPES, EACH * n_clusters), len(points) // SMALLEST))
-        seeds = [derive_seed(seed, "division", number) for number in range(DIVISIONS)]
-        self.divisions = [_divide(points, m, one) for one in seeds]
 
-    def learn(self, beliefs: NDArray[np.float32], pairs: Constraints) -> list[NDArray[np.float32]]:
-        """The share of each kind (n, k) in the images: before the pairs, and after each round.
+def learn_kinds(
+    divisions: Sequence[Tensor], rows: NDArray[np.int64], beliefs: NDArray[np.float32], pairs: Constraints
+) -> list[NDArray[np.float32]]:
+    """The share of each kind (n, k) in the images of these rows: before the pairs, and after each round.
 
-        It begins with what a model believes of each prototype (`beliefs` (n, k)). The kinds of the prototypes are those
-        that make the links likeliest, which miss "same" and invent it at rates that are estimated, and that stay near
-        what was known before. The mean of several divisions begins the next round: a mistake of one of them goes no
-        further. More rounds learn more from many pairs, and more mistakes from wrong ones.
-        """
-        links, mean, found = _Links.of(pairs, self.rows), torch.from_numpy(beliefs), list[NDArray[np.float32]]()
-        rates = _find_rates(self.divisions[0], _known(self.divisions[0], mean), links)
-        held = HELD / (1 - rates.missed - rates.invented) ** 2  # what noisy links say falls with this square
-        for turn in range(ROUNDS + 1):
-            kinds = [_known(shares, mean) for shares in self.divisions]
-            if turn:
-                both = zip(self.divisions, kinds, strict=True)
-                kinds = [_learn(shares, known, links, rates, held) for shares, known in both]
-            mean = torch.stack([shares @ each for shares, each in zip(self.divisions, kinds, strict=True)]).mean(0)
-            found.append(mean.numpy())
-        return found
+    It begins with what a model believes of each prototype (`beliefs` (n, k)). The kinds of the prototypes are those
+    that make the links likeliest, which miss "same" and invent it at rates that are estimated, and that stay near what
+    was known before. The mean of several divisions begins the next round: a mistake of one of them goes no further.
+    More rounds learn more from many pairs, and more mistakes from wrong ones.
+    """
+    links, mean, found = _Links.of(pairs, rows), torch.from_numpy(beliefs), list[NDArray[np.float32]]()
+    rates = _find_rates(divisions[0], _known(divisions[0], mean), links)
+    held = HELD / (1 - rates.missed - rates.invented) ** 2  # what noisy links say falls with this square
+    for turn in range(ROUNDS + 1):
+        kinds = [_known(shares, mean) for shares in divisions]
+        if turn:
+            both = zip(divisions, kinds, strict=True)
+            kinds = [_learn(shares, known, links, rates, held) for shares, known in both]
+        mean = torch.stack([shares @ each for shares, each in zip(divisions, kinds, strict=True)]).mean(0)
+        found.append(mean.numpy())
+    return found
+
+
+def place(
+    shares: Sequence[NDArray[np.float32]], beliefs: NDArray[np.float32], turn: int, plain: bool
+) -> NDArray[np.float32]:
+    """The clusters of images by what was learned (n, k) in round `turn`, as probabilities.
+
+    An image whose kind no pair has changed stays where the `beliefs` (n, k) of the start have it, if what was learned
+    is not taken `plain`: prototypes are coarser than a good start.
+    """
+    before, after = shares[0].argmax(1), shares[turn].argmax(1)
+    clusters = after if plain else np.where(after == before, beliefs.argmax(1), after)
+    return np.asarray(np.eye(shares[0].shape[1], dtype=np.float32)[clusters])
 
 
 @dataclass(frozen=True)
@@ -85,38 +102,22 @@ class _Links:
         for kind, cap in zip((pairs.link > 0.5, pairs.link <= 0.5), CAPS, strict=True):
             often = np.bincount(np.concatenate([left[kind], right[kind]]), minlength=1)
             weight[kind] *= np.minimum(1, cap / np.minimum(often[left[kind]], often[right[kind]]))
-        of_triplets = number[ends.size :].reshape(triplets.rows.shape)
-        parts = (
-            np.searchsorted(rows, images),
-            left,
-            right,
-            pairs.link.astype(np.float32),
-            weight,
-            of_triplets,
-            triplets.weight.astype(np.float32),
-        )
+        parts = [np.searchsorted(rows, images), left, right, pairs.link.astype(np.float32), weight]
+        parts += [number[ends.size :].reshape(triplets.rows.shape), triplets.weight.astype(np.float32)]
         return cls(*map(torch.from_numpy, parts))
 
-    def same(self, shares: Tensor, kinds: Tensor) -> Tensor:
-        """The probability (p,) that the images of each pair are of one kind."""
-        found = shares @ kinds
+    def same(self, found: Tensor) -> Tensor:
+        """The probability (p,) that the images of each pair are of one kind, from the share of each kind (u, k)."""
         return (found[self.left] * found[self.right]).sum(1)
 
-    def loss(self, shares: Tensor, kinds: Tensor, rates: Rates) -> Tensor:
+    def loss(self, found: Tensor, rates: Rates) -> Tensor:
         """−log of the likelihood of all links."""
-        found = shares @ kinds
-        same = (found[self.left] * found[self.right]).sum(1)
+        same = self.same(found)
         says_same = (same * (1 - rates.missed) + (1 - same) * rates.invented).clamp(1e-6, 1 - 1e-6)
         of_pairs = self.link * says_same.log() + (1 - self.link) * (1 - says_same).log()
         anchor, near, far = found[self.triplets].unbind(1)
         of_triplets = (0.5 + (0.5 - TRIPLETS_WRONG) * (anchor * (near - far)).sum(1)).log()
         return -(self.weight @ of_pairs) - self.triplet_weight @ of_triplets
-
-
-def _divide(points: Tensor, m: int, seed: int) -> Tensor:
-    """The share (n, m) of each of m prototypes in images that point there (n, d)."""
-    centres = _centres(points, spherical_k_means(points, m, seed=seed, tries=1), m)
-    return (points @ centres.mT / WIDTH).softmax(-1)
 
 
 def _known(shares: Tensor, beliefs: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ def _learn(shares: Tensor, known: Tensor, links: _Links, rates: Rates, held: flo
     logits, some = (known + FLOOR).log().requires_grad_(), shares[links.at]
     optimizer = torch.optim.Adam([logits], lr=RATE)
     for _ in range(STEPS):
-        loss = links.loss(some, logits.softmax(-1), rates) - held * (known * logits.log_softmax(-1)).sum()
+        loss = links.loss(some @ logits.softmax(-1), rates) - held * (known * logits.log_softmax(-1)).sum()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -142,7 +143,7 @@ def _find_rates(shares: Tensor, known: Tensor, links: _Links) -> Rates:
     calm = max(CALM, float(links.weight.sum()) / shares.shape[1])
     link, weight = links.link.numpy().astype(float), links.weight.numpy().astype(float)
     for _ in range(2):
-        same = links.same(some, _learn(shares, known, links, rates, calm))
+        same = links.same(some @ _learn(shares, known, links, rates, calm))
         rates = estimate_rates(same.numpy().astype(float)[None], link, weight)[0]
     return rates
 

@@ -9,10 +9,11 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
@@ -37,7 +38,7 @@ from constraintmatch.methods.heads import REPEATED, calm_head, part_head
 from constraintmatch.methods.pair_training import PairTask, begin, build_training, check_task
 from constraintmatch.methods.preparation import Context, Trained, ViewChoice, find_neighbours, spread
 from constraintmatch.methods.propagate import Frozen, answers_lead, choose_rows, teach_groups
-from constraintmatch.methods.prototypes import Prototypes
+from constraintmatch.methods.prototypes import divide, learn_kinds, place
 from constraintmatch.methods.self_label import reliable_labels, repeat_labels, repeats_well
 from constraintmatch.models.cluster_model import ClusterModel, with_head
 from constraintmatch.training.batches import derive_seed
@@ -58,6 +59,7 @@ ALIKE = 0.9  # one head may replace another if they agree on at least this share
 AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
 FOR_A_NETWORK = 12  # held-out images of either kind of link that it takes to judge one that pairs alone train
 PARTS = 5  # of the images, hidden in turn to judge a head
+CHOSEN = 3.0  # standard errors by which pairs must look more alike than pairs at random to count as chosen
 MOST = 20_000  # images that are divided among prototypes, and those of the pairs
 RELIABLE, NEAR = 0.8, 20  # the share of each cluster that teaches the network: those whose neighbours agree most
 
@@ -79,13 +81,6 @@ def train_pairs(
     if images.embedded or not safe.judge.can_judge(LEAST if safe.is_taught else FOR_A_NETWORK):
         return safe.choose_head()
     return safe.choose_after(safe.repeat_head() if safe.is_taught else safe.train_network())
-
-
-class _Kinds(NamedTuple):
-    """The round of learning whose kinds of prototypes are taken, and whether as they are."""
-
-    turn: int
-    plain: bool
 
 
 class _SafeTraining:
@@ -164,7 +159,7 @@ class _SafeTraining:
     def first(self) -> ClusterModel:
         """The start, or the start with the better of the heads that the training pairs teach."""
         best, found = -np.inf, self.start
-        for teach, judge in {self._teach: self._judge_groups, self._teach_kinds: self._judge_kinds}.items():
+        for teach, judge in ((self._teach, self._judge_groups), (self._teach_kinds, self._judge_kinds)):
             verdict, count = judge()
             said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {count:,} held-out pairs"
             caution = TAUGHT if teach == self._teach else CAUTION
@@ -205,40 +200,40 @@ class _SafeTraining:
         A fifth of the pairs often cannot tell a gain from chance, so other images are hidden in turn (decision 054).
         """
         found, count, best = list[list[Verdict]](), 0, NO_VERDICT
-        for part in range(PARTS):
+        for part in range(0 if self._are_chosen() else PARTS):
             training, hidden = hide_images(self.pairs, seed=self.settings.seed, part=part)
             judge = Judge(hidden)
             if not len(judge.rows):
                 break
-            shares = self._learn_kinds(training)
-            at, n = np.searchsorted(self._prototypes.rows, judge.rows), len(shares)
-            losses = [judge.losses(kinds[at]) for kinds in shares]
-            ways = [_Kinds(turn, plain) for plain in (False, True) for turn in range(n)]
-            placed = [judge.losses(self._place(shares, way)[at]) for way in ways]
-            both = [(losses[0], one) for one in losses], zip(placed[:n], placed[n:], strict=True)
-            found.append([judge.compare(*pair) for some in both for pair in some])
-            count += len(hidden)
+            (rows, start, _), shares = self._prototypes, self._learn_kinds(training)
+            at, n, count = np.searchsorted(rows, judge.rows), len(shares), count + len(hidden)
+            placed = [place(shares, start, turn, plain) for plain in (False, True) for turn in range(n)]
+            losses = [judge.losses(one[at]) for one in (*shares, *placed)]
+            both = zip([losses[0]] * n + losses[n : 2 * n], losses[:n] + losses[2 * n :], strict=True)
+            found.append([judge.compare(*pair) for pair in both])
             pooled = [pool(some) for some in zip(*found, strict=True)]
             turn = max(range(n), key=lambda turn: pooled[turn].surely(CAUTION))
             turn *= pooled[turn].surely(CAUTION) > LEAST_GAIN
             plain = pooled[n + turn].surely(TAUGHT) > LEAST_GAIN
-            self._kinds, best = _Kinds(turn, plain), pooled[turn if turn or not plain else n]
+            self._kinds, best = (turn, plain), pooled[turn if turn or not plain else n]
             if best.surely(TAUGHT) > LEAST_GAIN:
                 break
         return best, count
 
-    def _place(self, shares: Sequence[NDArray[np.float32]], kinds: "_Kinds") -> NDArray[np.float32]:
-        """The clusters of the images of the prototypes, as probabilities.
-
-        An image whose kind no pair has changed stays where the start has it, if the kinds are not taken as they are:
-        prototypes are coarser than a good start.
-        """
-        before, after = shares[0].argmax(1), shares[kinds.turn].argmax(1)
-        clusters = after if kinds.plain else np.where(after == before, self._placed, after)
-        return np.asarray(np.eye(shares[0].shape[1], dtype=np.float32)[clusters])
-
     def _name(self, model: ClusterModel) -> str:
         return "the start" if model is self.start else "the head alone"
+
+    def _are_chosen(self) -> bool:
+        """Whether the start finds the images of the pairs more alike than images that are paired at random.
+
+        Such pairs say how to change a few images, and held-out ones do not say what that does to the others.
+        """
+        if not len(self.pairs):
+            return False
+        p = self._predict(self.start, self.all_pairs.rows)
+        left, right = (p[np.searchsorted(self.all_pairs.rows, side)] for side in (self.pairs.left, self.pairs.right))
+        same = self.all_pairs.same(p)
+        return bool(same.mean() - left.mean(0) @ right.mean(0) > CHOSEN * same.std() / np.sqrt(len(same)))
 
     def _are_doubtful(self) -> bool:
         """Whether most must-links look wrong to the start: then the groups that they join say nothing."""
@@ -326,23 +321,23 @@ class _SafeTraining:
 
     def _teach_kinds(self, pairs: Constraints) -> ClusterModel:
         """The start with a head that repeats what the pairs say of the kinds of prototypes."""
-        clusters = self._place(self._learn_kinds(pairs), self._kinds).argmax(1)
-        some = spread(len(clusters), REPEATED)
-        features = self._frozen.features[self._prototypes.rows[some]]
-        head = part_head(features, clusters[some], self.start.config.n_clusters)
+        (rows, start, _), some = self._prototypes, spread(len(self._prototypes[0]), REPEATED)
+        clusters = place(self._learn_kinds(pairs), start, *self._kinds).argmax(1)
+        head = part_head(self._frozen.features[rows[some]], clusters[some], self.start.config.n_clusters)
         return self.start if head is None else with_head(self.start, *head).to(self.device)
 
     def _learn_kinds(self, pairs: Constraints) -> list[NDArray[np.float32]]:
         """The share of each kind in the images of the prototypes: before the pairs, and after each round."""
-        beliefs = self._frozen.probabilities(self.start)[self._prototypes.rows]
-        return agree(self._prototypes.learn(beliefs, self._weigh(pairs, self.start)))
+        rows, beliefs, divisions = self._prototypes
+        return agree(learn_kinds(divisions, rows, beliefs, self._weigh(pairs, self.start)))
 
     @cached_property
-    def _prototypes(self) -> Prototypes:
+    def _prototypes(self) -> tuple[NDArray[np.int64], NDArray[np.float32], list[Tensor]]:
+        """The rows of some images, what the start believes of them, and their divisions into prototypes."""
         rows = choose_rows([self.all_pairs.rows], len(self.images), MOST)
-        self._placed = self._frozen.probabilities(self.start)[rows].argmax(1)
         seed = derive_seed(self.settings.seed, "prototypes")
-        return Prototypes(self._frozen.features[rows], rows, self.start.config.n_clusters, seed=seed)
+        beliefs = self._frozen.probabilities(self.start)[rows]
+        return rows, beliefs, divide(self._frozen.features[rows], beliefs.shape[1], seed=seed)
 
     def _predict(self, model: ClusterModel, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """What the model says of some images; with several ranks what rank 0 finds, so that all keep the same."""
