@@ -158,13 +158,17 @@ class _SafeTraining:
     @cached_property
     def first(self) -> ClusterModel:
         """The start, or the start with the better of the heads that the training pairs teach."""
-        best, found = -np.inf, self.start
-        for teach, judge in ((self._teach, self._judge_groups), (self._teach_kinds, self._judge_kinds)):
+        found = self.start
+        for teach, judge, caution in (
+            (self._teach, self._judge_groups, TAUGHT),
+            (self._teach_kinds, self._judge_kinds, CAUTION),
+        ):
             verdict, count = judge()
             said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {count:,} held-out pairs"
-            caution = TAUGHT if teach == self._teach else CAUTION
-            if verdict.surely(caution) > LEAST_GAIN and verdict.gain > best:
-                best, found, self._teacher, self._judged = verdict.gain, teach(self.task.constraints), teach, said
+            if verdict.surely(caution) > LEAST_GAIN:
+                taught = teach(self.task.constraints)
+                if self.judge.compare(self._losses(found), self._losses(taught)).gain > 0 or found is self.start:
+                    found, self._teacher, self._judged = taught, teach, said
             elif found is self.start and count:
                 self._judged = said
         return found
