@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def no_waiting() -> Iterator[None]:
     """Nothing waits for the disk, git or a GPU that is not there; the digits and the command line are made once.
 
-    Prototypes learn for 40 larger steps, not 150: enough for few kinds; most tests only pass by.
+    Two divisions into prototypes, not four, learn for 25 larger steps, not 150: few kinds need no more.
     """
     import torch
     import typer.testing
@@ -49,8 +49,9 @@ def no_waiting() -> Iterator[None]:
             patch.setattr(torch.cuda, "manual_seed_all", lambda _: None)
             patch.setattr(torch.xpu, "manual_seed_all", lambda _: None)
         patch.setattr("os.fsync", lambda _: None)
-        patch.setattr(prototypes, "STEPS", 40)
-        patch.setattr(prototypes, "RATE", 0.4)
+        patch.setattr(prototypes, "STEPS", 25)
+        patch.setattr(prototypes, "RATE", 0.6)
+        patch.setattr(prototypes, "DIVISIONS", 2)
         digits = functools.cache(functools.partial(DATASETS["digits"].load, None))
         once = replace(DATASETS["digits"], load=lambda _, part, __=None: digits(part))  # whoever watches
         patch.setitem(DATASETS, "digits", once)
