@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.evaluation.judge import Rates, estimate_rates
+from constraintmatch.evaluation.judge import TRIPLETS_WRONG, Rates, estimate_rates
 from constraintmatch.training.batches import derive_seed
 
 TRIES, TURNS = 3, 30  # fresh beginnings of k-means, and turns of each
@@ -28,7 +28,6 @@ CALM = 20.0  # the same, or all pairs if they are more, where only the rates of 
 STEPS, RATE = 150, 0.15
 FLOOR = 0.01  # share of any kind at the beginning
 CAPS = 2.0, 4.0  # the most that the must-links, and the cannot-links, of one image weigh
-TRIPLETS_WRONG = 0.05
 
 
 def divide(features: NDArray[np.float32], n_clusters: int, *, seed: int) -> list[Tensor]:
