@@ -50,6 +50,7 @@ def no_waiting() -> Iterator[None]:
             patch.setattr(torch.xpu, "manual_seed_all", lambda _: None)
         patch.setattr("os.fsync", lambda _: None)
         patch.setattr(prototypes, "STEPS", 25)
+        patch.setattr(prototypes, "BENT_RATE", 0.15)
         patch.setattr(prototypes, "RATE", 0.6)
         patch.setattr(prototypes, "DIVISIONS", 2)
         digits = functools.cache(functools.partial(DATASETS["digits"].load, None))

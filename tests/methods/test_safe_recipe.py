@@ -168,13 +168,13 @@ def test_enough_right_pairs_mend_a_bad_start(blobs: ImageSet, wrong: float, seed
 def spy_on(monkeypatch: pytest.MonkeyPatch) -> list[set[tuple[int, int]]]:
     """The pairs that prototypes learn from, one set after the other."""
     seen: list[set[tuple[int, int]]] = []
-    learn = safe_recipe.learn_kinds
+    learn = safe_recipe.Prototypes.learn
 
-    def spy(divisions: Any, rows: Any, beliefs: Any, pairs: Constraints) -> Any:
+    def spy(self: Any, pairs: Constraints) -> Any:
         seen.append(set(zip(pairs.left.tolist(), pairs.right.tolist(), strict=True)))
-        return learn(divisions, rows, beliefs, pairs)
+        return learn(self, pairs)
 
-    monkeypatch.setattr(safe_recipe, "learn_kinds", spy)
+    monkeypatch.setattr(safe_recipe.Prototypes, "learn", spy)
     monkeypatch.setattr(safe_recipe._SafeTraining, "_judge_groups", lambda _: (safe_recipe.NO_VERDICT, 0))
     return seen
 

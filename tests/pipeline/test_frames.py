@@ -28,7 +28,7 @@ def test_a_step_is_few_frames_below_the_command(tmp_path: Path, monkeypatch: pyt
 
     def watched(self: torch.optim.Optimizer, *given: Any, **how: Any) -> Any:
         stack = [f"{Path(frame.filename).stem}.{frame.name}" for frame in traceback.extract_stack()[:-1]]
-        if {"train.rehearse", "prototypes._learn"} & {*stack}:  # a head on frozen features learns first
+        if {"train.rehearse", "prototypes._minimise"} & {*stack}:  # a head on frozen features learns first
             return steps[type(self)](self, *given, **how)
         found.extend(stack[stack.index("training.train") :])
         raise FirstStepError

@@ -4,8 +4,8 @@ A linear head has thousands of numbers, and a few hundred pairs lead it anywhere
 hundred prototypes, and pairs only have to say which kind each of them is. Some of the pairs may be wrong.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.evaluation.judge import TRIPLETS_WRONG, Rates, estimate_rates
+from constraintmatch.evaluation.judge import TRIPLETS_WRONG, Rates, doubts, estimate_rates
 from constraintmatch.training.batches import derive_seed
 
 TRIES, TURNS = 3, 30  # fresh beginnings of k-means, and turns of each
@@ -22,60 +22,13 @@ BETTER = 1e-4  # by how much the mean cosine of a fresh one must be higher
 DIVISIONS = 4  # of the images into prototypes; their mean is steadier than each of them
 PROTOTYPES, EACH, SMALLEST = 100, 5, 20  # in a division; at least for each kind; images of each, at least
 WIDTH = 0.05  # of a prototype, in cosines
-ROUNDS = 5  # in which the divisions learn, each from what all of them found before
+ROUNDS = 3  # in which the divisions learn, each from what all of them found before; the last one is bent
 HELD = 6.0  # images of a prototype that say before a round what is known by then
 CALM = 20.0  # the same, or all pairs if they are more, where only the rates of wrong pairs are asked for
-STEPS, RATE = 150, 0.15
+STEPS, RATE, BENT_RATE = 150, 0.15, 0.03
+STIFF = 0.1  # what bending costs
 FLOOR = 0.01  # share of any kind at the beginning
 CAPS = 2.0, 4.0  # the most that the must-links, and the cannot-links, of one image weigh
-
-
-def divide(features: NDArray[np.float32], n_clusters: int, *, seed: int) -> list[Tensor]:
-    """Several divisions of images with these features (n, d): the share of each of m prototypes in an image (n, m)."""
-    points = torch.from_numpy(features)
-    points = F.normalize(points - points.mean(0), dim=-1)
-    m = max(2, min(max(PROTOTYPES, EACH * n_clusters), len(points) // SMALLEST))
-    found = []
-    for number in range(DIVISIONS):
-        clusters = spherical_k_means(points, m, seed=derive_seed(seed, "division", number), tries=1)
-        found.append((points @ _centres(points, clusters, m).mT / WIDTH).softmax(-1))
-    return found
-
-
-def learn_kinds(
-    divisions: Sequence[Tensor], rows: NDArray[np.int64], beliefs: NDArray[np.float32], pairs: Constraints
-) -> list[NDArray[np.float32]]:
-    """The share of each kind (n, k) in the images of these rows: before the pairs, and after each round.
-
-    It begins with what a model believes of each prototype (`beliefs` (n, k)). The kinds of the prototypes are those
-    that make the links likeliest, which miss "same" and invent it at rates that are estimated, and that stay near what
-    was known before. The mean of several divisions begins the next round: a mistake of one of them goes no further.
-    More rounds learn more from many pairs, and more mistakes from wrong ones.
-    """
-    links, mean, found = _Links.of(pairs, rows), torch.from_numpy(beliefs), list[NDArray[np.float32]]()
-    rates = _find_rates(divisions[0], _known(divisions[0], mean), links)
-    held = HELD / (1 - rates.missed - rates.invented) ** 2  # what noisy links say falls with this square
-    for turn in range(ROUNDS + 1):
-        kinds = [_known(shares, mean) for shares in divisions]
-        if turn:
-            both = zip(divisions, kinds, strict=True)
-            kinds = [_learn(shares, known, links, rates, held) for shares, known in both]
-        mean = torch.stack([shares @ each for shares, each in zip(divisions, kinds, strict=True)]).mean(0)
-        found.append(mean.numpy())
-    return found
-
-
-def place(
-    shares: Sequence[NDArray[np.float32]], beliefs: NDArray[np.float32], turn: int, plain: bool
-) -> NDArray[np.float32]:
-    """The clusters of images by what was learned (n, k) in round `turn`, as probabilities.
-
-    An image whose kind no pair has changed stays where the `beliefs` (n, k) of the start have it, if what was learned
-    is not taken `plain`: prototypes are coarser than a good start.
-    """
-    before, after = shares[0].argmax(1), shares[turn].argmax(1)
-    clusters = after if plain else np.where(after == before, beliefs.argmax(1), after)
-    return np.asarray(np.eye(shares[0].shape[1], dtype=np.float32)[clusters])
 
 
 @dataclass(frozen=True)
@@ -119,6 +72,56 @@ class _Links:
         return -(self.weight @ of_pairs) - self.triplet_weight @ of_triplets
 
 
+@dataclass(frozen=True)
+class Prototypes:
+    """Images (n), what a model believes of them, and their divisions into prototypes."""
+
+    rows: NDArray[np.int64]
+    beliefs: Tensor  # (n, k)
+    points: Tensor  # (n, d), of length 1
+    divisions: Sequence[Tensor]  # the share of each of m prototypes in an image (n, m)
+
+    @classmethod
+    def of(
+        cls, features: NDArray[np.float32], rows: NDArray[np.int64], beliefs: NDArray[np.float32], *, seed: int
+    ) -> "Prototypes":
+        """Those of the images of these rows, with their features (n, d)."""
+        points = torch.from_numpy(features)
+        points = F.normalize(points - points.mean(0), dim=-1)
+        m = max(2, min(max(PROTOTYPES, EACH * beliefs.shape[1]), len(points) // SMALLEST))
+        divisions = []
+        for number in range(DIVISIONS):
+            clusters = spherical_k_means(points, m, seed=derive_seed(seed, "division", number), tries=1)
+            divisions.append((points @ _centres(points, clusters, m).mT / WIDTH).softmax(-1))
+        return cls(rows, torch.from_numpy(beliefs), points, divisions)
+
+    def learn(self, pairs: Constraints) -> list[NDArray[np.float32]]:
+        """Beliefs (n, k) about the images: before the pairs, after each round, then half and all bent.
+
+        The kinds of the prototypes begin with what the model believes of them. They become those that make the links
+        likeliest, which miss "same" and invent it at rates that are estimated, and that stay near what was known
+        before. The mean of several divisions begins the next round: a mistake of one of them goes no further. More
+        rounds learn more from many pairs, and more mistakes from wrong ones.
+        """
+        links, mean = _Links.of(pairs, self.rows), self.beliefs
+        rates = _find_rates(self.divisions[0], _known(self.divisions[0], mean), links)
+        held = HELD / (1 - rates.missed - rates.invented) ** 2  # what noisy links say falls with this square
+        found = list[Tensor]()
+        for turn in range(ROUNDS + 1):
+            kinds = [_known(shares, mean) for shares in self.divisions]
+            if turn:
+                both = zip(self.divisions, kinds, strict=True)
+                kinds = [_learn(shares, known, links, rates, held) for shares, known in both]
+            mean = torch.stack([shares @ each for shares, each in zip(self.divisions, kinds, strict=True)]).mean(0)
+            found.append(mean)
+        before = found[0].argmax(1)
+        for turn, mean in enumerate(found):  # prototypes are coarser than a good start, and steadier than a weak one
+            as_before = (mean.argmax(1) == before)[:, None]
+            found[turn] = torch.where(as_before, (self.beliefs + mean) / 2, mean)
+        bent = _bend(self.points, found[ROUNDS], links, rates)
+        return [one.numpy() for one in (*found, (found[ROUNDS] + bent) / 2, bent)]
+
+
 def _known(shares: Tensor, beliefs: Tensor) -> Tensor:
     """The mean beliefs (m, k) of the images of each prototype."""
     return F.normalize(shares.mT @ beliefs + 1e-6, p=1, dim=1)
@@ -126,14 +129,40 @@ def _known(shares: Tensor, beliefs: Tensor) -> Tensor:
 
 def _learn(shares: Tensor, known: Tensor, links: _Links, rates: Rates, held: float) -> Tensor:
     """The kinds (m, k) of prototypes that make the links likeliest; `held` images say what is known of each (m, k)."""
-    logits, some = (known + FLOOR).log().requires_grad_(), shares[links.at]
-    optimizer = torch.optim.Adam([logits], lr=RATE)
+    some = shares[links.at]
+
+    def loss(logits: Tensor) -> Tensor:
+        return links.loss(some @ logits.softmax(-1), rates) - held * (known * logits.log_softmax(-1)).sum()
+
+    return _minimise(loss, (known + FLOOR).log(), RATE).softmax(-1)
+
+
+def _bend(points: Tensor, mean: Tensor, links: _Links, rates: Rates) -> Tensor:
+    """The beliefs (n, k) times a linear function of the points (n, d): the one that makes the links likeliest.
+
+    Prototypes are coarse, and many links say more than their kinds. A link counts as far as the beliefs trust it,
+    because a linear function can explain mistakes too.
+    """
+    same, link = (one.numpy().astype(float) for one in (links.same(mean[links.at]), links.link))
+    trust = torch.from_numpy(1 - doubts(same, link, rates)).float()
+    links, base = replace(links, weight=links.weight * trust), (mean + FLOOR).log()
+    some, before = points[links.at], base[links.at]
+
+    def loss(weight: Tensor) -> Tensor:
+        return links.loss((before + some @ weight).softmax(-1), rates) + STIFF * weight.square().sum()
+
+    weight = _minimise(loss, points.new_zeros(points.shape[1], mean.shape[1]), BENT_RATE)
+    return (base + points @ weight).softmax(-1)
+
+
+def _minimise(loss: Callable[[Tensor], Tensor], begin: Tensor, rate: float) -> Tensor:
+    numbers = begin.requires_grad_()
+    optimizer = torch.optim.Adam([numbers], lr=rate)
     for _ in range(STEPS):
-        loss = links.loss(some @ logits.softmax(-1), rates) - held * (known * logits.log_softmax(-1)).sum()
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss(numbers).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    return logits.detach().softmax(-1)
+    return numbers.detach()
 
 
 def _find_rates(shares: Tensor, known: Tensor, links: _Links) -> Rates:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
@@ -38,7 +37,7 @@ from constraintmatch.methods.heads import REPEATED, calm_head, part_head
 from constraintmatch.methods.pair_training import PairTask, begin, build_training, check_task
 from constraintmatch.methods.preparation import Context, Trained, ViewChoice, find_neighbours, spread
 from constraintmatch.methods.propagate import Frozen, answers_lead, choose_rows, teach_groups
-from constraintmatch.methods.prototypes import divide, learn_kinds, place
+from constraintmatch.methods.prototypes import Prototypes
 from constraintmatch.methods.self_label import reliable_labels, repeat_labels, repeats_well
 from constraintmatch.models.cluster_model import ClusterModel, with_head
 from constraintmatch.training.batches import derive_seed
@@ -58,7 +57,7 @@ KNOWN_EACH = 8  # known images for each cluster from which on answers train the 
 ALIKE = 0.9  # one head may replace another if they agree on at least this share of the images
 AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
 FOR_A_NETWORK = 12  # held-out images of either kind of link that it takes to judge one that pairs alone train
-PARTS = 5  # of the images, hidden in turn to judge a head
+PARTS, SOME_PARTS = 5, 3  # of the images, hidden in turn to judge a head; fewer may do
 CHOSEN = 3.0  # standard errors by which pairs must look more alike than pairs at random to count as chosen
 MOST = 20_000  # images that are divided among prototypes, and those of the pairs
 RELIABLE, NEAR = 0.8, 20  # the share of each cluster that teaches the network: those whose neighbours agree most
@@ -209,18 +208,13 @@ class _SafeTraining:
             judge = Judge(hidden)
             if not len(judge.rows):
                 break
-            (rows, start, _), shares = self._prototypes, self._learn_kinds(training)
-            at, n, count = np.searchsorted(rows, judge.rows), len(shares), count + len(hidden)
-            placed = [place(shares, start, turn, plain) for plain in (False, True) for turn in range(n)]
-            losses = [judge.losses(one[at]) for one in (*shares, *placed)]
-            both = zip([losses[0]] * n + losses[n : 2 * n], losses[:n] + losses[2 * n :], strict=True)
-            found.append([judge.compare(*pair) for pair in both])
+            at, count = np.searchsorted(self._prototypes.rows, judge.rows), count + len(hidden)
+            before, *after = [judge.losses(beliefs[at]) for beliefs in self._learn_kinds(training)]
+            found.append([judge.compare(before, one) for one in after])
             pooled = [pool(some) for some in zip(*found, strict=True)]
-            turn = max(range(n), key=lambda turn: pooled[turn].surely(CAUTION))
-            turn *= pooled[turn].surely(CAUTION) > LEAST_GAIN
-            plain = pooled[n + turn].surely(TAUGHT) > LEAST_GAIN
-            self._kinds, best = (turn, plain), pooled[turn if turn or not plain else n]
-            if best.surely(TAUGHT) > LEAST_GAIN:
+            best = max(pooled, key=lambda one: one.surely(CAUTION))
+            self._kinds = 1 + pooled.index(best)
+            if part + 1 >= SOME_PARTS and best.surely(TAUGHT) > LEAST_GAIN:
                 break
         return best, count
 
@@ -325,23 +319,20 @@ class _SafeTraining:
 
     def _teach_kinds(self, pairs: Constraints) -> ClusterModel:
         """The start with a head that repeats what the pairs say of the kinds of prototypes."""
-        (rows, start, _), some = self._prototypes, spread(len(self._prototypes[0]), REPEATED)
-        clusters = place(self._learn_kinds(pairs), start, *self._kinds).argmax(1)
+        rows, some = self._prototypes.rows, spread(len(self._prototypes.rows), REPEATED)
+        clusters = self._learn_kinds(pairs)[self._kinds].argmax(1)
         head = part_head(self._frozen.features[rows[some]], clusters[some], self.start.config.n_clusters)
         return self.start if head is None else with_head(self.start, *head).to(self.device)
 
     def _learn_kinds(self, pairs: Constraints) -> list[NDArray[np.float32]]:
-        """The share of each kind in the images of the prototypes: before the pairs, and after each round."""
-        rows, beliefs, divisions = self._prototypes
-        return agree(learn_kinds(divisions, rows, beliefs, self._weigh(pairs, self.start)))
+        return agree(self._prototypes.learn(self._weigh(pairs, self.start)))
 
     @cached_property
-    def _prototypes(self) -> tuple[NDArray[np.int64], NDArray[np.float32], list[Tensor]]:
-        """The rows of some images, what the start believes of them, and their divisions into prototypes."""
+    def _prototypes(self) -> Prototypes:
         rows = choose_rows([self.all_pairs.rows], len(self.images), MOST)
         seed = derive_seed(self.settings.seed, "prototypes")
         beliefs = self._frozen.probabilities(self.start)[rows]
-        return rows, beliefs, divide(self._frozen.features[rows], beliefs.shape[1], seed=seed)
+        return Prototypes.of(self._frozen.features[rows], rows, beliefs, seed=seed)
 
     def _predict(self, model: ClusterModel, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """What the model says of some images; with several ranks what rank 0 finds, so that all keep the same."""
