@@ -57,7 +57,7 @@ RESULTS: dict[str, str | dict[str, str]] = {  # rows of the README: a cell of th
     "**ConstraintMatch**, 10,000 random pairs": "constraintmatch-10000",
     "10,000 random pairs, default recipe, better start": {
         "cifar10": "safety-cifar10-byol-network",
-        "cifar100-20": "safety-cifar100-20-propos-network",
+        "cifar100-20": "safety-cifar100-20-propos-network-10000",
     },
     "500 chosen questions, head alone, on a CPU": "chosen-which-head",
     "500 chosen questions, default recipe, better start": {
@@ -367,11 +367,14 @@ def photographs_table() -> str:
 
 def loop_table() -> str:
     """Test ACC of `loop` on photographs, the network trained in every round: mean and lowest of the samples."""
-    curves = json.loads((ROOT / "results" / "loop-stl10.json").read_text(encoding="utf-8"))["curves"]
+    rows: dict[float, list[list[float]]] = {}
+    for path in sorted((ROOT / "results").glob("loop-stl10*"), key=lambda path: len(path.name)):
+        curves = json.loads(path.read_text(encoding="utf-8"))["curves"]
+        for wrong in {one["wrong"] for one in curves}:  # a row that was run again has the longer name
+            rows[wrong] = [[100 * point["acc"] for point in one["points"]] for one in curves if one["wrong"] == wrong]
     sizes = [point["answers"] for point in curves[0]["points"]]
     lines = [f"| answers | {' | '.join(map(str, sizes))} |", "|---|" + "--:|" * len(sizes)]
-    for wrong in sorted({one["wrong"] for one in curves}):
-        samples = [[100 * point["acc"] for point in one["points"]] for one in curves if one["wrong"] == wrong]
+    for wrong, samples in sorted(rows.items()):
         cells = [f"{statistics.fmean(column):.1f} ({min(column):.1f})" for column in zip(*samples, strict=True)]
         lines.append(f"| {f'{100 * wrong:g} % wrong' if wrong else 'all right'} | {' | '.join(cells)} |")
     return "\n".join(lines)

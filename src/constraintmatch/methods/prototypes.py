@@ -22,7 +22,7 @@ BETTER = 1e-4  # by how much the mean cosine of a fresh one must be higher
 DIVISIONS = 4  # of the images into prototypes; their mean is steadier than each of them
 PROTOTYPES, EACH, SMALLEST = 100, 5, 20  # in a division; at least for each kind; images of each, at least
 WIDTH = 0.05  # of a prototype, in cosines
-ROUNDS = 3  # in which the divisions learn, each from what all of them found before; the last one is bent
+ROUNDS = 5  # in which the divisions learn, each from what all of them found before
 HELD = 6.0  # images of a prototype that say before a round what is known by then
 CALM = 20.0  # the same, or all pairs if they are more, where only the rates of wrong pairs are asked for
 STEPS, RATE, BENT_RATE = 60, 0.4, 0.08
@@ -96,30 +96,31 @@ class Prototypes:
         return cls(rows, torch.from_numpy(beliefs), points, divisions)
 
     def learn(self, pairs: Constraints) -> list[NDArray[np.float32]]:
-        """Beliefs (n, k) about the images: before the pairs, after each round, then half and all bent.
+        """Beliefs (n, k) about the images: before the pairs, after each round, and what the last one bends them to.
 
         The kinds of the prototypes begin with what the model believes of them. They become those that make the links
         likeliest, which miss "same" and invent it at rates that are estimated, and that stay near what was known
-        before. The mean of several divisions begins the next round: a mistake of one of them goes no further. More
-        rounds learn more from many pairs, and more mistakes from wrong ones.
+        before. The mean of several divisions, half bent to the links, begins the next round: a mistake of one of them
+        goes no further. More rounds learn more from many pairs, and more mistakes from wrong ones.
         """
         links, mean = _Links.of(pairs, self.rows), self.beliefs
         rates = _find_rates(self.divisions[0], _known(self.divisions[0], mean), links)
         held = HELD / (1 - rates.missed - rates.invented) ** 2  # what noisy links say falls with this square
-        found = list[Tensor]()
-        for turn in range(ROUNDS + 1):
-            kinds = [_known(shares, mean) for shares in self.divisions]
-            if turn:
-                both = zip(self.divisions, kinds, strict=True)
-                kinds = [_learn(shares, known, links, rates, held) for shares, known in both]
-            mean = torch.stack([shares @ each for shares, each in zip(self.divisions, kinds, strict=True)]).mean(0)
+        mean = self._average([_known(shares, mean) for shares in self.divisions])
+        first, found = mean.argmax(1), [(self.beliefs + mean) / 2]
+        for _ in range(ROUNDS):
+            kinds = [_learn(shares, _known(shares, mean), links, rates, held) for shares in self.divisions]
+            mean = self._average(kinds)
+            as_before = (mean.argmax(1) == first)[:, None]  # prototypes are coarser than a good start
+            mean = torch.where(as_before, (self.beliefs + mean) / 2, mean)
+            bent = _bend(self.points, mean, links, rates)
+            mean = (mean + bent) / 2
             found.append(mean)
-        before = found[0].argmax(1)
-        for turn, mean in enumerate(found):  # prototypes are coarser than a good start, and steadier than a weak one
-            as_before = (mean.argmax(1) == before)[:, None]
-            found[turn] = torch.where(as_before, (self.beliefs + mean) / 2, mean)
-        bent = _bend(self.points, found[ROUNDS], links, rates)
-        return [one.numpy() for one in (*found, (found[ROUNDS] + bent) / 2, bent)]
+        return [one.numpy() for one in (*found, bent)]
+
+    def _average(self, kinds: Sequence[Tensor]) -> Tensor:
+        """Beliefs (n, k) about the images from the kinds of the prototypes of each division (m, k)."""
+        return torch.stack([shares @ each for shares, each in zip(self.divisions, kinds, strict=True)]).mean(0)
 
 
 def _known(shares: Tensor, beliefs: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ ALIKE = 0.9  # one head may replace another if they agree on at least this share
 AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
 FOR_A_NETWORK = 12  # held-out images of either kind of link that it takes to judge one that pairs alone train
 PARTS, SOME_PARTS = 5, 3  # of the images, hidden in turn to judge a head; fewer may do
+LINKED = 3  # images with a must-link for each cluster: fewer say nothing of the kinds of prototypes
 CHOSEN = 3.0  # standard errors by which pairs must look more alike than pairs at random to count as chosen
 MOST = 20_000  # images that are divided among prototypes, and those of the pairs
 RELIABLE, NEAR = 0.8, 20  # the share of each cluster that teaches the network: those whose neighbours agree most
@@ -203,7 +204,8 @@ class _SafeTraining:
         A fifth of the pairs often cannot tell a gain from chance, so other images are hidden in turn (decision 054).
         """
         found, count, best = list[list[Verdict]](), 0, NO_VERDICT
-        for part in range(0 if self._are_chosen() else PARTS):
+        few = self.all_pairs.n_must_links < LINKED * self.start.config.n_clusters
+        for part in range(0 if few or self._are_chosen() else PARTS):
             training, hidden = hide_images(self.pairs, seed=self.settings.seed, part=part)
             judge = Judge(hidden)
             if not len(judge.rows):
