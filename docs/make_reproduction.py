@@ -245,7 +245,7 @@ def draw(shown: Drawing, folder: Path | str) -> tuple[Path, Path]:
             colour, _, dash = _LOOKS[level.method]
             if level.method in {curve.method for curve in shown.curves}:  # plain ConstraintMatch across its variants
                 colour, dash = "#CC79A7", (0, (6, 1.5))
-            axes.axhline(level.summary.mean, color=colour, ls=dash, lw=1.6, label=level.label)
+            axes.axhline(level.points[0][1].mean, color=colour, ls=dash, lw=1.6, label=level.label)
         for method, place, value in shown.paper:
             colour, marker, _ = _LOOKS[method]
             axes.plot(place, value, marker, mfc="none", mec=colour, ms=10, label="_")

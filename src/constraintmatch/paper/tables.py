@@ -224,20 +224,11 @@ FIGURES: dict[str, Any] = tomllib.loads(files("constraintmatch.paper").joinpath(
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of points (x, score over the folds), in order of x."""
+    """One line of points (x, score over the folds), in order of x; of a level, drawn across, one point at 0."""
 
     label: str
     method: str  # or a variant of it: its colours
     points: tuple[tuple[float, Summary], ...]
-
-
-@dataclass(frozen=True)
-class Level:
-    """A score that does not depend on x, drawn across the figure."""
-
-    label: str
-    method: str
-    summary: Summary
 
 
 @dataclass(frozen=True)
@@ -251,7 +242,7 @@ class Drawing:
     metric: str
     steps: int
     curves: tuple[Curve, ...]
-    levels: tuple[Level, ...]
+    levels: tuple[Curve, ...]
     paper: tuple[tuple[str, float, float], ...] = ()  # (method, x, value) that the paper's tables print
     log_x: bool = False
 
@@ -301,7 +292,7 @@ def drawing(name: str, rows: Mapping[Cell, Row], dataset: str, steps: int | None
         steps,
         # a variant is shown if it has more than the training that it shares with its method
         tuple(curve for curve in curves if len(curve.points) > (curve.method not in PAIRED)),
-        tuple(Level(label, row.cell.method, row.summary("test", metric)) for label, row in levels),
+        tuple(Curve(label, row.cell.method, ((0.0, row.summary("test", metric)),)) for label, row in levels),
         _paper_points(dataset, metric) if name == "amount" and steps == STEPS else (),
         log_x=name == "amount",
     )
@@ -337,5 +328,5 @@ def figure_numbers(shown: Drawing) -> str:
         known = dict(curve.points)
         lines.append([curve.label, *(spread(known[x]) if x in known else DASH for x in places)])
     table = markdown([f"{shown.metric.upper()} in %", *(f"{x:,g}" for x in places)], lines)
-    across = ", ".join(f"{level.label} {spread(level.summary)}" for level in shown.levels)
+    across = ", ".join(f"{level.label} {spread(level.points[0][1])}" for level in shown.levels)
     return table + (f"\n\nFor comparison: {across}." if across else "")
