@@ -204,7 +204,7 @@ class _SafeTraining:
         A fifth of the pairs often cannot tell a gain from chance, so other images are hidden in turn (decision 054).
         """
         found, count, best = list[list[Verdict]](), 0, NO_VERDICT
-        few = self.all_pairs.n_must_links < LINKED * self.start.config.n_clusters
+        few = self.all_pairs.n_must_links < LINKED * self.start.config.n_clusters and not len(self.pairs.triplets)
         for part in range(0 if few or self._are_chosen() else PARTS):
             training, hidden = hide_images(self.pairs, seed=self.settings.seed, part=part)
             judge = Judge(hidden)
