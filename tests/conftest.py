@@ -53,6 +53,7 @@ def no_waiting() -> Iterator[None]:
         patch.setattr(prototypes, "BENT_RATE", 0.15)
         patch.setattr(prototypes, "RATE", 0.6)
         patch.setattr(prototypes, "DIVISIONS", 2)
+        patch.setattr(prototypes, "ROUNDS", 2)
         digits = functools.cache(functools.partial(DATASETS["digits"].load, None))
         once = replace(DATASETS["digits"], load=lambda _, part, __=None: digits(part))  # whoever watches
         patch.setitem(DATASETS, "digits", once)

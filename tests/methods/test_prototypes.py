@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.constraints.graph import Places, Triplets
 from constraintmatch.evaluation.metrics import Predictions, scores
-from constraintmatch.methods.prototypes import ROUNDS, Prototypes, spherical_k_means
+from constraintmatch.methods.prototypes import Prototypes, spherical_k_means
 
 module = importlib.import_module("constraintmatch.methods.prototypes")
 
@@ -90,7 +90,7 @@ def test_pairs_tell_two_kinds_of_one_cluster_apart(merged: Merged) -> None:
     state = torch.random.get_rng_state()
     before, *rounds = prototypes.learn(Constraints.sample(labels, 300, seed=0))
     assert right(before, labels) == 0.75
-    assert len(rounds) == ROUNDS + 1
+    assert len(rounds) == module.ROUNDS + 1
     assert min(right(rounds[turn], labels) for turn in (-3, -2, -1)) > 0.98
     assert np.allclose(rounds[-1].sum(1), 1, atol=1e-5)
     assert torch.equal(torch.random.get_rng_state(), state)  # nobody else's draws are changed
