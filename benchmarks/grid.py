@@ -33,10 +33,10 @@ from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models.cluster_model import ClusterModel, load_model
 from constraintmatch.pipeline.config import make_config, training_size
 from constraintmatch.pipeline.train import train
-from constraintmatch.questions.answers import Answer
+from constraintmatch.questions.answers import Answer, constraints_of
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Kind
-from constraintmatch.questions.rounds import Asking, closure_pairs, favour, image_belief, simulate
+from constraintmatch.questions.rounds import Asking, closure_pairs, image_belief, simulate
 from constraintmatch.training.loop import choose_device
 from constraintmatch.training.run_folder import write_result
 
@@ -77,10 +77,10 @@ def curve(task: Task, job: Curve, budgets: list[int]) -> dict[str, Any]:
     (start, images, test), (way, wrong, sample) = task, job
     began, kept = time.monotonic(), [""]
 
-    def learn(pairs: Constraints, before: ClusterModel | None = None) -> ClusterModel:
+    def learn(pairs: Constraints, **around: Any) -> ClusterModel:
         options = {**training_size(len(images), cpu=True), "recipe": "safe", "device": "cpu"}
         config = make_config("constraintmatch", options, start=start)
-        model, log = train(images, pairs, config, Context(before=before))
+        model, log = train(images, pairs, config, Context(**around))
         kept[0] = log[-1].get("kept", "")
         return model
 
@@ -119,8 +119,8 @@ def asked_models(
 
     def learn_answers(answers: tuple[Answer, ...]) -> ClusterModel:
         nonlocal newest
-        stays = favour(answers, beliefs, predict(newest, images).probabilities)
-        newest = learn(closure_pairs(answers, len(images), beliefs, frozen), newest if stays else None)
+        pairs = closure_pairs(answers, len(images), beliefs, frozen)
+        newest = learn(pairs, before=newest, stated=constraints_of(answers, len(images)))
         return newest
 
     some = np.random.default_rng(sample).permutation(len(images))[len(images) // 10 :]  # so that samples differ

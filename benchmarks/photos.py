@@ -44,8 +44,8 @@ from constraintmatch.models.cluster_model import ClusterModel, build_model
 from constraintmatch.pipeline.config import SHORT_STAGES, make_config, round_size, short_start
 from constraintmatch.pipeline.embedding import DEFAULT, encode
 from constraintmatch.pipeline.train import pretrain, train
-from constraintmatch.questions.answers import Answer
-from constraintmatch.questions.rounds import Asking, LabelOracle, closure_pairs, favour, head_belief, simulate
+from constraintmatch.questions.answers import Answer, constraints_of
+from constraintmatch.questions.rounds import Asking, LabelOracle, closure_pairs, head_belief, simulate
 from constraintmatch.training.run_folder import write_result
 
 Split = tuple[ImageSet, ImageSet]  # to learn from, and others for scores
@@ -117,10 +117,11 @@ def in_rounds(start: ClusterModel, seen: ImageSet) -> Iterator[tuple[list[Answer
         nonlocal newest
         before = frozen.probabilities(newest) if newest.config.n_clusters else None
         first = round_start(start, frozen, seen, answers, CPU, before)
-        first = copy.deepcopy(start) if start.config.n_clusters else first
+        beliefs, around = None, Context()
+        if start.config.n_clusters:
+            first, beliefs = copy.deepcopy(start), frozen.probabilities(start)
+            around = Context(before=newest, stated=constraints_of(answers, len(seen)))
         config = make_config("constraintmatch", {"recipe": "safe", **size, **CPU}, start=first)
-        beliefs = frozen.probabilities(start) if start.config.n_clusters else None
-        around = Context(before=newest if beliefs is not None and favour(answers, beliefs, before) else None)
         newest = train(seen, closure_pairs(answers, len(seen), beliefs, frozen), config, around).model
         return newest
 

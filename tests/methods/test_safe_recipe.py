@@ -273,16 +273,14 @@ def test_pairs_at_random_teach_a_head_through_prototypes(blobs: ImageSet, monkey
     assert len(seen) > 2
 
 
-def test_pairs_that_somebody_chose_say_nothing_of_prototypes(blobs: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between images that look alike: what they say of these places the others worse."""
-    seen, begun, everything = spy_on(monkeypatch), start(blobs), Constraints.sample(blobs.labels, 4_000, seed=5)
+@pytest.mark.parametrize("seed", [5, 6, 7])
+def test_pairs_that_somebody_chose_teach_the_kinds_too(blobs: ImageSet, seed: int) -> None:
+    """Links between images that look alike, and none between images that do not."""
+    begun, everything = start(blobs, wrong=1.0, seed=seed), Constraints.sample(blobs.labels, 4_000, seed=seed)
     p = predict(begun, blobs).probabilities
     order = np.argsort(-(p[everything.left] * p[everything.right]).sum(1))
     chosen = everything.take(np.concatenate([order[everything.link[order] == link][:150] for link in (0, 1)]))
-    assert_unchanged(train(begun, blobs, chosen).model, begun)
-    assert not seen
-    train(begun, blobs, everything.take(np.arange(300)))
-    assert seen
+    assert acc(train(begun, blobs, chosen).model, blobs) > acc(begun, blobs) + 0.05
 
 
 def test_answers_lead_however_many_pairs_they_imply(blobs: ImageSet) -> None:
@@ -405,7 +403,6 @@ def test_a_network_that_begins_with_the_start_is_judged_against_it(pictures: Ima
     safe = safe_recipe._SafeTraining(fresh, pictures, task, SHORT, UPRIGHT, Context())
     safe.begun = safe.start
     assert np.array_equal(safe.network_losses, safe._losses(safe.network))
-    assert safe._teach(safe.pairs.take(safe.pairs.link < 0)) is safe.start  # no pairs separate no kinds
 
 
 @pytest.mark.parametrize(

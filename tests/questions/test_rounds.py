@@ -22,7 +22,6 @@ from constraintmatch.questions.rounds import (
     LabelOracle,
     ask_until,
     closure_pairs,
-    favour,
     image_belief,
     predict_each_other,
     simulate,
@@ -64,17 +63,6 @@ def test_hidden_answers_decide_whether_answers_about_pairs_know_better(monkeypat
     stated = confirm_merges(stated_constraints(right, 120))
     found = (trusted_constraints(some, 120, beliefs, frozen).components() for some in (right, random))
     assert [np.array_equal(one, stated.components()) for one in found] == [True, False]
-
-
-def test_answers_favour_the_model_that_agrees_with_them() -> None:
-    right = np.full((120, 4), 0.02, np.float32)
-    right[np.arange(120), LABELS] = 0.94
-    wrong = np.roll(right, 1, axis=0)
-    assert favour(answered(40), wrong, right)
-    assert not favour(answered(40), right, wrong)
-    assert not favour(answered(40), right, right * np.float32(1.000001))  # the same, but for rounding
-    assert not favour(answered(40), wrong, right[:, :3])  # another number of clusters
-    assert not favour([], wrong, right)
 
 
 @pytest.mark.parametrize("most", [50, 10**6])

@@ -37,9 +37,9 @@ from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models.cluster_model import ClusterModel, load_model, save_model
 from constraintmatch.pipeline.config import SHORT_STAGES, make_config
 from constraintmatch.pipeline.train import train
-from constraintmatch.questions.answers import Answer, n_kinds
+from constraintmatch.questions.answers import Answer, constraints_of, n_kinds
 from constraintmatch.questions.belief import Belief
-from constraintmatch.questions.rounds import closure_pairs, favour, head_belief, image_belief, inform_start
+from constraintmatch.questions.rounds import closure_pairs, head_belief, image_belief, inform_start
 from constraintmatch.training.loop import Interrupted
 from constraintmatch.training.run_folder import OtherRequest, is_finished
 
@@ -162,10 +162,11 @@ class Learner:
             before = self._of_newest().probabilities
             first = round_start(start, self.frozen, self.images, answers, settings, before)
             self._ahead = head_belief(first, self.frozen)  # better questions while the network is trained
+            around: dict[str, Any] = {}
             if start.config.n_clusters:  # the start is judged by answers that it does not know
-                first = copy.deepcopy(start)
-            stays = beliefs is not None and favour(answers, beliefs, before)
-            model = self._train(first, self._newest if stays else None, pairs, settings, watched)
+                first, said = copy.deepcopy(start), constraints_of(answers, len(self.images))
+                around = {"before": self._newest, "stated": said}
+            model = self._train(first, pairs, settings, watched, around)
             self._belief = image_belief(model.to(start.device), self.images)
             self._newest, self.n_learned, self._steps = model, len(answers), int(settings.get("steps", 0))
             self.run = self._round(len(answers))
@@ -177,15 +178,15 @@ class Learner:
     def _train(
         self,
         first: ClusterModel,
-        before: ClusterModel | None,
         pairs: Constraints,
         settings: Mapping[str, Any],
         reporter: Watched,
+        around: Mapping[str, Any],
     ) -> ClusterModel:
         """One round; a stopped one continues from its checkpoint, unless answers have changed since."""
         place, options = self._round(reporter.n_answers), {"recipe": "safe", **self.learning.arguments, **settings}
         config = make_config("constraintmatch", options, start=first, views=self.views)
-        context = Context(place, True, reporter, held_out=self.held_out, stop=self._is_stopped, before=before)
+        context = Context(place, True, reporter, held_out=self.held_out, stop=self._is_stopped, **around)
         old = place.with_name(f"{place.name}-old")
         try:
             train(self.images, pairs, config, context)

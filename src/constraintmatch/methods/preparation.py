@@ -90,6 +90,7 @@ class Context:
     run: RunFolder | None = None  # the open run folder
     guard: Guard | None = None  # of the safe recipe; None: train as published
     before: ClusterModel | None = None  # of the round before: the safe recipe keeps it instead of the start
+    stated: Constraints | None = None  # what the answers say themselves, if the constraints are what follows from them
 
     def within(self, folder: str) -> "Context":
         """The same, one folder deeper."""

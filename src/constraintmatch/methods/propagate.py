@@ -30,15 +30,14 @@ from constraintmatch.methods.preparation import (
     prepare,
     spread,
 )
-from constraintmatch.models.cluster_model import ClusterModel, with_head
+from constraintmatch.models.cluster_model import ClusterModel, mean_head, with_head
 from constraintmatch.training.loop import TrainSettings
 
 NEARER = 5  # the shorter reach has this many times fewer steps
 SHORT = 0.95  # a reach for a first look
 JUDGED = 10_000  # both reaches are tried up to this many images; with more it takes minutes
 PARTS, FEW = 5, 2  # parts of the images by how sure the model is, and images of each for which the model is believed
-SLACK, CHANGED = 0.045, 0.15  # by how much the gain may look like a loss: shares of all images, and of changed ones
-MANY = 100  # known images from which on by that much: questions are about hard ones, and few say little (decision 054)
+SURELY = 0.015  # the share of all images that must be gained: questions are about hard ones, and few say little
 KNOWN = 0.5  # the answers lead if they separate at least this share of the kinds
 IMPLIED = 0.5  # pairs are answers to questions if they have at least this share of the must-links that groups imply
 EACH = 2  # or this many must-links for each known image: a draw of a large closure has them, pairs at random have not
@@ -139,33 +138,33 @@ def teach_groups(
     n_neighbours: int = 20,
     reach: float = 0.99,
     most_images: int = 50_000,
-    cautious: bool = False,
+    rival: ClusterModel | None = None,
 ) -> ClusterModel:
     """The model with a head that repeats what two groups or more say about the images, spread along neighbours.
 
     A known image counts as much as others on average, and each of them by how clearly its neighbours place it: between
-    two kinds, what was spread is a guess. A cluster without answers and without images stays empty. With `cautious` the
-    model comes back unchanged if it places images as well as known ones, hidden in turn, place each other (`_gain`).
+    two kinds, what was spread is a guess. A cluster without answers and without images stays empty. If a `rival`
+    places images as well as known ones, hidden in turn, place each other (`_gain`), this head is half of the result,
+    the model and the rival are the other half (decision 062).
     """
     rows, k = choose_rows(groups, len(frozen), most_images), model.config.n_clusters
     part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
     probabilities = part.probabilities(model)
     graph, nearer = part.graph(_count_neighbours(len(rows), k, n_neighbours)), 1 - NEARER * (1 - reach)
-    begun, hide = [seeds(inside, probabilities)], cautious or len(rows) <= JUDGED
+    begun, hide = [seeds(inside, probabilities)], rival is not None or len(rows) <= JUDGED
+    if rival is not None and rival is not model:
+        begun.append(seeds(inside, part.probabilities(rival)))
     if hide and not begun[0][np.concatenate(inside)].any(1).all():  # a group without a cluster: mistaken, or rare
-        others = _firmest_and_largest(graph, inside, k, nearer if nearer >= 0 else reach)
-        begun += [seeds(inside, probabilities, some) for some in others]
+        numbers = _firmest_and_largest(graph, inside, k, nearer if nearer >= 0 else reach)
+        begun += [seeds(inside, probabilities, some) for some in numbers]
     reaches = (nearer, reach) if len(rows) <= JUDGED and nearer >= 0 else (reach,)
     ways = [(first, _placed(first, inside), one) for first in begun for one in reaches]
     tried = [find_hidden(graph, *way) for way in ways] if hide else [np.empty(0, bool)]
     doubt = [SURER * np.sqrt(len(np.setxor1d(way[1], ways[0][1]))) for way in ways]
     best = int(np.argmax([hits.sum() - less for hits, less in zip(tried, doubt, strict=True)]))
     (first, known, reach), hits = ways[best], tried[best]
-    shares = spread_labels(graph, first, reach=reach)
-    slack = min(SLACK, CHANGED * float((shares.argmax(1) != probabilities.argmax(1)).mean()))
-    slack *= min(1.0, len(known) / MANY) ** 2
-    if cautious and _gain(probabilities, shares, known, hits, first[known].argmax(1)) <= -slack:
-        return model
+    shares, clusters = spread_labels(graph, first, reach=reach), first[known].argmax(1)
+    trusted = rival is None or _gain(part.probabilities(rival), shares, known, hits, clusters) >= SURELY
     if 2 * len(known) > len(rows):  # most answers are given; with few, neighbours correct a wrong group
         shares[known] = first[known]
     reached = np.flatnonzero(shares.max(1) > 0)
@@ -175,7 +174,10 @@ def teach_groups(
         sure /= max(float(sure[~given].mean()), 1e-9)
     sure[given] = 1.0
     head = part_head(part.features[chosen], shares[chosen].argmax(1), k, sure)
-    return model if head is None else with_head(model, *head)  # None: groups that all went to one cluster
+    if head is None:  # groups that all went to one cluster
+        return model
+    taught = with_head(model, *head)
+    return taught if trusted or rival is None else mean_head([taught, taught, model, rival])
 
 
 def _count_neighbours(n: int, k: int, most: int = 20) -> int:

@@ -22,6 +22,7 @@ from constraintmatch.evaluation.judge import (
     CAUTION,
     LEAST,
     LEAST_GAIN,
+    UNDECIDED,
     Guard,
     Judge,
     Rates,
@@ -46,7 +47,7 @@ from constraintmatch.training.ranks import agree
 from constraintmatch.training.run_folder import read_log
 
 NO_VERDICT = Verdict(0.0, 0.0)
-Teacher = Callable[[Constraints], ClusterModel]
+Teacher = Callable[[bool], ClusterModel]  # of all pairs, or without those that are held out
 
 RECIPES = ("safe", "paper")
 SUREST = 0.85  # highest mean confidence at the first step: the gradients of a surer head ruin the features
@@ -59,7 +60,6 @@ AS_MANY = 100  # the predictions of the start weigh as much as this many pairs
 FOR_A_NETWORK = 12  # held-out images of either kind of link that it takes to judge one that pairs alone train
 PARTS, SOME_PARTS = 5, 3  # of the images, hidden in turn to judge a head; fewer may do
 LINKED = 2  # images with a must-link for each cluster: fewer say nothing of the kinds of prototypes
-CHOSEN = 3.0  # standard errors by which pairs must look more alike than pairs at random to count as chosen
 MOST = 20_000  # images that are divided among prototypes, and those of the pairs
 RELIABLE, NEAR = 0.8, 20  # the share of each cluster that teaches the network: those whose neighbours agree most
 
@@ -102,8 +102,9 @@ class _SafeTraining:
         self.all_pairs = Judge(self.pairs)
         training, held_out = hide_images(self.pairs, seed=settings.seed)
         self.task, self.judge = replace(task, constraints=training), Judge(held_out)
+        self.stated = None if context.stated is None else context.stated.merged()
         self.repeated, self._n_known = repeat_rate(task.constraints), sum(map(len, known_groups(self.pairs)))
-        self._teacher: Teacher = self._teach  # of `first`
+        self._teacher: Teacher = self._teach  # of `first`, and of `begun`
         self._judged = "no head"  # the best head, or the last one tried
 
     def choose_before(self) -> Trained | None:
@@ -116,10 +117,10 @@ class _SafeTraining:
             must, cannot = self.all_pairs.n_must_links, self.all_pairs.n_cannot_links
             there = f"{must:,} images have a must-link, {cannot:,} a cannot-link"
             why = f"{there}; to judge a training takes {LEAST} of each, so nothing more was trained"
-            model = self._teach(self.pairs) if self.leads else self.start
+            model = self._teach(False) if self.leads else self.informed
             return self._keep(model, self._name(model), why)
         if self.leads and (self.images.embedded or self._n_known < KNOWN_EACH * self.start.config.n_clusters):
-            said = "do not place known images better" if self.begun is self.start else "separate the kinds"
+            said = "do not place known images better" if self.begun is self.informed else "separate the kinds"
             return self._keep(self.begun, self._name(self.begun), f"the answers {said}")
         return None
 
@@ -143,7 +144,7 @@ class _SafeTraining:
         said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {self.judge.count}"
         beginning = verdict if begun is self.start else self._compare(self.network)
         better = min(verdict.surely(CAUTION), beginning.surely(CAUTION)) > LEAST_GAIN
-        step = _kept_step(log)
+        step = int(next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"]))
         if better or (begun is not self.start and self.is_taught and repeats_well(verdict, log, step)):
             why = f"better than {name} by {said}" if better else f"it repeats {name} on strong views ({said})"
             return self._keep(self.network, f"the network of step {step:,}", why, log, step)
@@ -161,12 +162,12 @@ class _SafeTraining:
         found = self.start
         for teach, judge, caution in (
             (self._teach, self._judge_groups, TAUGHT),
-            (self._teach_kinds, self._judge_kinds, CAUTION),
+            (self._teach_kinds, lambda: self._judged_kinds, CAUTION if self.stated is None else UNDECIDED),
         ):
             verdict, count = judge()
             said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {count:,} held-out pairs"
             if verdict.surely(caution) > LEAST_GAIN:
-                taught = teach(self.task.constraints)
+                taught = teach(True)
                 if self.judge.compare(self._losses(found), self._losses(taught)).gain > 0 or found is self.start:
                     found, self._teacher, self._judged = taught, teach, said
             elif found is self.start and count:
@@ -177,36 +178,36 @@ class _SafeTraining:
     def begun(self) -> ClusterModel:
         """The model that the network begins with: the first, or where answers lead the head that all of them teach.
 
-        To hide a fifth of few known images costs a head up to twelve points (decision 059). So they are hidden to ask
-        whether the answers do harm, and from the network alone.
+        To hide a fifth of few known images costs up to twelve points: it only asks if answers do harm (decision 059).
         """
         if not self.leads:
             return self.first
-        worse = self._compare(self._led).surely(LEADING) < 0
+        worse = self._compare(self._teach(True)).surely(LEADING) < 0
         refused = worse and 2 * self._n_known < len(self.images)  # most images known: they are right in any case
-        return self.start if refused else self._teach(self.pairs)
-
-    @cached_property
-    def _led(self) -> ClusterModel:
-        return self._teach(self.task.constraints)
+        if refused:
+            self._teacher = self._inform
+        return self.informed if refused else self._teach(False)
 
     def _judge_groups(self) -> tuple[Verdict, int]:
         """How much better than the start a head is that the groups of training pairs teach, and by how many pairs."""
         pairs = self.task.constraints
         if len(known_groups(pairs)) < 2 or self._are_doubtful():
             return NO_VERDICT, 0
-        return self._compare(self._teach(pairs)), len(self.judge.pairs)
+        return self._compare(self._teach(True)), len(self.judge.pairs)
 
-    def _judge_kinds(self) -> tuple[Verdict, int]:
+    @cached_property
+    def _judged_kinds(self) -> tuple[Verdict, int]:
         """How much better pairs make the kinds of prototypes, and by how many pairs; `_kinds` becomes what to take.
 
         What the pairs change is judged apart from the prototypes, which may be steadier than the start, or coarser.
         A fifth of the pairs often cannot tell a gain from chance, so other images are hidden in turn (decision 054).
+        Few answers cannot tell rounds apart: of what they state the last round is taken.
         """
         found, count, best = list[list[Verdict]](), 0, NO_VERDICT
-        few = self.all_pairs.n_must_links < LINKED * self.start.config.n_clusters and not len(self.pairs.triplets)
-        for part in range(0 if few or self._are_chosen() else PARTS):
-            training, hidden = hide_images(self.pairs, seed=self.settings.seed, part=part)
+        pairs, k = self._state(), self.start.config.n_clusters
+        few = self.stated is None and self.all_pairs.n_must_links < LINKED * k and not len(pairs.triplets)
+        for part in range(0 if few or not len(pairs) + len(pairs.triplets) else PARTS):
+            training, hidden = hide_images(pairs, seed=self.settings.seed, part=part)
             judge = Judge(hidden)
             if not len(judge.rows):
                 break
@@ -214,7 +215,7 @@ class _SafeTraining:
             before, *after = [judge.losses(beliefs[at]) for beliefs in self._learn_kinds(training)]
             found.append([judge.compare(before, one) for one in after])
             pooled = [pool(some) for some in zip(*found, strict=True)]
-            best = max(pooled, key=lambda one: one.surely(CAUTION))
+            best = max(pooled, key=lambda one: one.surely(CAUTION)) if self.stated is None else pooled[-2]
             self._kinds = 1 + pooled.index(best)
             if part + 1 >= SOME_PARTS and best.surely(TAUGHT) > LEAST_GAIN:
                 break
@@ -222,18 +223,6 @@ class _SafeTraining:
 
     def _name(self, model: ClusterModel) -> str:
         return "the start" if model is self.start else "the head alone"
-
-    def _are_chosen(self) -> bool:
-        """Whether the start finds the images of the pairs more alike than images that are paired at random.
-
-        Such pairs say how to change a few images, and held-out ones do not say what that does to the others.
-        """
-        if not len(self.pairs):
-            return False
-        p = self._predict(self.start, self.all_pairs.rows)
-        left, right = (p[np.searchsorted(self.all_pairs.rows, side)] for side in (self.pairs.left, self.pairs.right))
-        same = self.all_pairs.same(p)
-        return bool(same.mean() - left.mean(0) @ right.mean(0) > CHOSEN * same.std() / np.sqrt(len(same)))
 
     def _are_doubtful(self) -> bool:
         """Whether most must-links look wrong to the start: then the groups that they join say nothing."""
@@ -245,7 +234,7 @@ class _SafeTraining:
 
         Of prototypes any head may replace it: most pairs have judged one in turn.
         """
-        taught = self._teacher(self.pairs)
+        taught = self._teacher(False)
         if self._teacher == self._teach_kinds:
             return taught
         one, other = (self._frozen.probabilities(model).argmax(1) for model in (first, taught))
@@ -253,10 +242,7 @@ class _SafeTraining:
 
     @cached_property
     def is_taught(self) -> bool:
-        """Whether the network learns to repeat its first head: a taught one, or that of the start where answers lead.
-
-        Then the known images go to their places. Embeddings have no strong views.
-        """
+        """Whether the network learns to repeat its first head; embeddings have no strong views."""
         return not self.images.embedded and (self.leads or self.first is not self.start)
 
     @cached_property
@@ -281,7 +267,7 @@ class _SafeTraining:
     @cached_property
     def network_losses(self) -> NDArray[np.float64]:
         """The losses of the network before its training, or of a head of the answers that are not held out."""
-        return self._losses(self._led if self.leads and self.begun is not self.start else self.network)
+        return self._losses(self._teacher(True) if self.leads and self.begun is not self.start else self.network)
 
     def guard(self) -> Context:
         """The context with the guard of the training."""
@@ -314,24 +300,48 @@ class _SafeTraining:
     def _frozen(self) -> Frozen:
         return Frozen.of(self.start, self.images, device=self.device)
 
-    def _teach(self, pairs: Constraints) -> ClusterModel:
-        if len(groups := known_groups(pairs)) < 2:  # those that are not held out may separate fewer kinds than all
+    def _teach(self, hiding: bool) -> ClusterModel:
+        """The start with a head that repeats the groups of all pairs, or of those that are not held out."""
+        groups = known_groups(self.task.constraints if hiding else self.pairs)
+        if len(groups) < 2:  # those that are not held out may separate fewer kinds than all
             return self.start
-        return teach_groups(self.start, self._frozen, groups, cautious=self.leads).to(self.device)
+        model, rival = self._inform(True) if hiding else self.informed, self.start if self.leads else None
+        return teach_groups(model, self._frozen, groups, rival=rival).to(self.device)
 
-    def _teach_kinds(self, pairs: Constraints) -> ClusterModel:
-        """The start with a head that repeats what the pairs say of the kinds of prototypes."""
+    @cached_property
+    def informed(self) -> ClusterModel:
+        """The start that knows what all answers state."""
+        return self._inform(False)
+
+    def _inform(self, hiding: bool) -> ClusterModel:
+        """The start, or with answers the same with the kinds that they state, unless hidden ones are against that."""
+        if self.stated is None or self._judged_kinds[0].surely(UNDECIDED) <= LEAST_GAIN:
+            return self.start
+        return self._teach_kinds(hiding)
+
+    def _teach_kinds(self, hiding: bool) -> ClusterModel:
+        """The same of what the pairs say of the kinds of prototypes."""
+        pairs = self._state(hiding)
         rows, some = self._prototypes.rows, spread(len(self._prototypes.rows), REPEATED)
         clusters = self._learn_kinds(pairs)[self._kinds].argmax(1)
         head = part_head(self._frozen.features[rows[some]], clusters[some], self.start.config.n_clusters)
         return self.start if head is None else with_head(self.start, *head).to(self.device)
+
+    def _state(self, hiding: bool = False) -> Constraints:
+        """What the answers state, of which the pairs are the closure, or the pairs; `hiding` what is held out."""
+        given = self.task.constraints if hiding else self.pairs
+        if self.stated is None:
+            return given
+        hidden = np.setdiff1d(self.judge.rows, Judge(given).rows)
+        ends = np.stack([self.stated.left, self.stated.right])
+        return replace(self.stated.take(~np.isin(ends, hidden).any(0)), triplets=given.triplets)
 
     def _learn_kinds(self, pairs: Constraints) -> list[NDArray[np.float32]]:
         return agree(self._prototypes.learn(self._weigh(pairs, self.start)))
 
     @cached_property
     def _prototypes(self) -> Prototypes:
-        rows = choose_rows([self.all_pairs.rows], len(self.images), MOST)
+        rows = choose_rows([Judge(self._state()).rows], len(self.images), MOST)
         seed = derive_seed(self.settings.seed, "prototypes")
         beliefs = self._frozen.probabilities(self.start)[rows]
         return Prototypes.of(self._frozen.features[rows], rows, beliefs, seed=seed)
@@ -347,6 +357,14 @@ class _SafeTraining:
         """How much better than the start a model is on held-out pairs."""
         return self.judge.compare(self._losses(self.start), self._losses(model))
 
+    def _is_behind(self, model: ClusterModel, before: ClusterModel) -> bool:
+        """Whether what the answers state is likelier by the model of the round before."""
+        judge = Judge(self._state())
+        if before.config.n_clusters != model.config.n_clusters or not len(judge.rows):
+            return False
+        losses = (judge.losses(self._predict(one, judge.rows)) for one in (model, before))
+        return judge.compare(*losses).gain > LEAST_GAIN
+
     def _doubts(self, model: ClusterModel) -> NDArray[np.float64]:
         return self.all_pairs.doubts(self._predict(model, self.all_pairs.rows))
 
@@ -355,10 +373,10 @@ class _SafeTraining:
     ) -> Trained:
         """The model, and the log with the verdict, which also goes to the run folder and the reporter.
 
-        The model of the round before, if there is one, stays instead of the start (decision 055).
+        A head is not kept where the answers favour the model of the round before, if there is one (decision 055).
         """
         before = self.context.before
-        if model is self.start and before is not None:
+        if before is not None and not step and self._is_behind(model, before):
             model, what = copy.deepcopy(before).to(self.device), "the model of the round before"
         entry = {
             "step": log[-1]["step"] if log else 0,
@@ -374,7 +392,3 @@ class _SafeTraining:
         if run is not None and not any(line["kind"] == "verdict" for line in read_log(run.path)):  # resumed at its end
             run.log(entry)
         return Trained(model, [*log, entry])
-
-
-def _kept_step(log: Sequence[dict[str, Any]]) -> int:
-    return int(next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"]))

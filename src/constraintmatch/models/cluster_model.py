@@ -5,7 +5,7 @@ import math
 import re
 import reprlib
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -198,6 +198,12 @@ def with_head(model: ClusterModel, weight: torch.Tensor, bias: torch.Tensor) -> 
         placed.head.weight.copy_(weight)
         placed.head.bias.copy_(bias)
     return placed
+
+
+def mean_head(models: Sequence[ClusterModel]) -> ClusterModel:
+    """The first model with a head whose logits are the mean of theirs: the product of what they believe."""
+    heads = [[model.state_dict()[f"head.{part}"] for model in models] for part in ("weight", "bias")]
+    return with_head(models[0], *(torch.stack(each).mean(0) for each in heads))
 
 
 def with_projection(model: ClusterModel, width: int = 128, *, seed: int = 0) -> ClusterModel:

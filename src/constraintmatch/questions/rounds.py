@@ -220,17 +220,6 @@ def predict_each_other(answers: Sequence[Answer], beliefs: NDArray[np.float32], 
     return bool(found) and all(pool(some).surely(LIKELIER) > 0 for some in zip(*found, strict=True))
 
 
-def favour(answers: Sequence[Answer], beliefs: NDArray[np.float32], before: NDArray[np.float32] | None) -> bool:
-    """Whether what the answers state is likelier by another model (n, k) than by these beliefs (n, k)."""
-    from constraintmatch.evaluation.judge import LEAST_GAIN, Judge
-
-    left, right, link = links_of(answers)
-    if before is None or before.shape != beliefs.shape or not len(link):
-        return False
-    judge = Judge(Constraints.from_arrays(left, right, link, n_images=len(beliefs)).merged())
-    return judge.compare(*(judge.losses(one[judge.rows]) for one in (beliefs, before))).gain > LEAST_GAIN
-
-
 def closure_pairs(
     answers: Sequence[Answer],
     n_images: int,
