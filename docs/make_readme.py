@@ -229,6 +229,38 @@ def embeddings_table() -> str:
     return "\n".join([*lines, "", note])
 
 
+SYSTEMS = {  # those of benchmarks/compare.py
+    "constraintmatch": "**ConstraintMatch**, safe recipe",
+    "constrained": "MCL on the pairs alone",
+    "start": "the start, no pairs",
+    "k_means": "k-means, no pairs",
+    "s3c2": "S³C²",
+    "cpac": "CPAC",
+    "clusternet": "ClusterNet",
+    "framework": "deep constrained clustering framework",
+    "volmax": "VolMaxDCC",
+    "spherepair": "SpherePair",
+}
+
+
+def compare_table() -> str:
+    """Test ACC / NMI of every system on embeddings, by the number of pairs, and seconds with the most."""
+    names = {"cifar10": "CIFAR-10, BYOL", "cifar100-20": "CIFAR-100-20, ProPos"}
+    parts = []
+    for name, title in names.items():
+        found = json.loads((ROOT / "results" / f"compare-{name}.json").read_text(encoding="utf-8"))
+        sizes = sorted({row["pairs"] for row in found["rows"]})
+        lines = [f"| {title} | {' | '.join(f'{n:,} pairs' for n in sizes)} | s |", f"|---|{'--:|' * (len(sizes) + 1)}"]
+        for method, system in SYSTEMS.items():
+            own = [[row for row in found["rows"] if (row["method"], row["pairs"]) == (method, n)] for n in sizes]
+            means = [[100 * statistics.fmean(row[score] for row in rows) for score in ("acc", "nmi")] for rows in own]
+            cells = [" / ".join(f"{mean:.1f}" for mean in pair) for pair in means]
+            seconds = statistics.fmean(row["seconds"] for row in own[-1])
+            lines.append(f"| {system} | {' | '.join(cells)} | {seconds:.0f} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
 PHOTO_ROWS = {  # those of benchmarks/photos.py, by ACC
     "loop": "**`loop`**, chosen questions",
     "PCKMeans": "PCKMeans on the same answers",
@@ -663,6 +695,7 @@ def filled(text: str) -> str:
         "wrong table": wrong_table,
         "merging table": merging_table,
         "embeddings table": embeddings_table,
+        "compare table": compare_table,
         "photo answers table": photo_answers_table,
         "stage table": stage_table,
         "pretext table": pretext_table,

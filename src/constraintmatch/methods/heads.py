@@ -25,6 +25,7 @@ from constraintmatch.training.losses import scan_loss
 
 BATCH, JUDGED = 1_000, 10_000  # images in a step, and images that judge the heads
 REPEATED = 10_000  # images whose clusters the steady head repeats; after a merge twice as many
+STEADY = 0.75  # the share of images, on average, that each of the best heads must place as they do together
 AGREEMENTS = 5  # times that the clusters of the voters are matched
 LARGEST_RATE = 0.06  # for inputs of length 1
 LOWEST = -80.0  # of logits, the largest of the row being 0: e^-80 is 2e-35, still a normal number in fp32
@@ -35,10 +36,7 @@ EMPTY = -1  # the group of a cluster without images
 
 
 class LinearHead(NamedTuple):
-    """Weights (k, d) and biases (k,) of the best head, and the loss of every head (h,), in the order of their seeds.
-
-    `voters` are the weights (v, k, d) and biases (v, k) of the best eighth, the best first.
-    """
+    """Weights (k, d) and biases (k,) of the best head, losses (h,) by seed, weights and biases of all, best first."""
 
     weight: Tensor
     bias: Tensor
@@ -85,7 +83,7 @@ def best_linear_head(
         optimizer.step()
     with torch.no_grad():
         losses = head_losses(inputs, near, weight.mT, bias[:, 0], entropy_weight=entropy_weight)
-        best = losses.argsort(stable=True)[: max(1, n_heads // 8)]
+        best = losses.argsort(stable=True)
         weights = weight[best].mT / scale
         biases = bias[best, 0] - weights @ mean
         calm = calm_factor(inputs @ weight[best[0]] + bias[best[0]], SUREST)
@@ -93,31 +91,34 @@ def best_linear_head(
 
 
 def steady_head(features: Tensor, head: LinearHead) -> tuple[Tensor, Tensor]:
-    """Weights (k, d) and biases (k,) that repeat what the voters agree on and stay right while the network moves.
+    """Weights (k, d) and biases (k,) that repeat what heads agree on and stay right while the network moves.
 
-    If the voters leave a cluster empty, it is the best head unchanged.
+    The best eighth of the heads vote, or all where these disagree (decision 028). If they leave a cluster empty, it is
+    the best head unchanged.
     """
     rows = torch.linspace(0, len(features) - 1, min(REPEATED, len(features)), device=features.device).long()
     chosen = features[rows]
     votes = torch.stack([(chosen @ weight.T + bias).softmax(-1) for weight, bias in zip(*head.voters, strict=True)])
-    clusters = agreed_clusters(votes).cpu().numpy()
+    agreed, share = agreed_clusters(votes[: max(1, len(votes) // 8)])
+    clusters = (agreed if share >= STEADY else agreed_clusters(votes)[0]).cpu().numpy()
     if len(np.unique(clusters)) < len(head.bias):
         return head.weight, head.bias
     return regression_head(chosen.cpu().numpy(), clusters, len(head.bias))
 
 
-def agreed_clusters(votes: Tensor) -> Tensor:
-    """The clusters (n,) that several clusterings agree on, from their probabilities (v, n, k), the best first.
+def agreed_clusters(votes: Tensor) -> tuple[Tensor, float]:
+    """The clusters (n,) that several clusterings agree on, from their probabilities (v, n, k), and how far they agree.
 
     Each clustering numbers its clusters in its own way, so each is matched to the mean of all, which begins as the
-    first. The mean is then taken again, a few times. Heads of about the same loss differ in some clusters; the majority
-    is better than the best head (docs/findings.md).
+    first, the best one. The majority is better than the best head (docs/findings.md).
     """
     mean = votes[0]
     for _ in range(AGREEMENTS):
         orders = [linear_sum_assignment(-(mean.T @ vote).cpu().numpy())[1] for vote in votes]
-        mean = torch.stack([vote[:, order] for vote, order in zip(votes, orders, strict=True)]).mean(0)
-    return mean.argmax(-1)
+        matched = torch.stack([vote[:, order] for vote, order in zip(votes, orders, strict=True)])
+        mean = matched.mean(0)
+    clusters = mean.argmax(-1)
+    return clusters, float((matched.argmax(-1) == clusters).float().mean())
 
 
 @torch.no_grad()

@@ -181,10 +181,7 @@ def teach_groups(
 
 
 def _count_neighbours(n: int, k: int, most: int = 20) -> int:
-    """The neighbours of an image: a tenth of a cluster, or five if a quarter is as much.
-
-    More of them lead to other kinds (docs/findings.md).
-    """
+    """The neighbours of an image: a tenth of a cluster, or five if a quarter is as much (docs/findings.md)."""
     return min(most, max(1, min(int(n / k / 4), max(LEAST_NEAR, int(n / k / 10)))))
 
 
