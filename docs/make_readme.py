@@ -248,11 +248,15 @@ def compare_table() -> str:
     names = {"cifar10": "CIFAR-10, BYOL", "cifar100-20": "CIFAR-100-20, ProPos"}
     parts = []
     for name, title in names.items():
-        found = json.loads((ROOT / "results" / f"compare-{name}.json").read_text(encoding="utf-8"))
-        sizes = sorted({row["pairs"] for row in found["rows"]})
+        by_method: dict[str, list[dict[str, Any]]] = {}
+        for path in sorted((ROOT / "results").glob(f"compare-{name}[.-]*json"), key=lambda path: len(path.name)):
+            rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+            for method in {row["method"] for row in rows}:  # a system that was run again has the longer name
+                by_method[method] = [row for row in rows if row["method"] == method]
+        sizes = sorted({row["pairs"] for row in by_method["start"]})
         lines = [f"| {title} | {' | '.join(f'{n:,} pairs' for n in sizes)} | s |", f"|---|{'--:|' * (len(sizes) + 1)}"]
         for method, system in SYSTEMS.items():
-            own = [[row for row in found["rows"] if (row["method"], row["pairs"]) == (method, n)] for n in sizes]
+            own = [[row for row in by_method[method] if row["pairs"] == n] for n in sizes]
             means = [[100 * statistics.fmean(row[score] for row in rows) for score in ("acc", "nmi")] for rows in own]
             cells = [" / ".join(f"{mean:.1f}" for mean in pair) for pair in means]
             seconds = statistics.fmean(row["seconds"] for row in own[-1])
