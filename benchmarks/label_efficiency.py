@@ -31,13 +31,13 @@ from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, predict, scores
-from constraintmatch.methods import ViewChoice
+from constraintmatch.methods import Context, ViewChoice
 from constraintmatch.methods.heads import attach_head, detach_head
 from constraintmatch.methods.propagate import Frozen
 from constraintmatch.models.cluster_model import ClusterModel, load_model, save_model
 from constraintmatch.pipeline.config import make_config, round_size
 from constraintmatch.pipeline.train import train, weights_hash
-from constraintmatch.questions.answers import Answer, Question, implied_groups
+from constraintmatch.questions.answers import Answer, Question, constraints_of, implied_groups
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.rounds import (
     Asking,
@@ -119,7 +119,7 @@ class WholeNetwork:
         self.asked, self.images, self.test = asked, images, test
         self.start = load_model(asked.model).to(asked.device)
         self.frozen = Frozen.of(self.start, images, device=asked.device)
-        self.last = asked.last_steps or asked.steps
+        self.last, self.newest = asked.last_steps or asked.steps, self.start
         self.options = {**options, "seed": asked.seed, "log_every": self.last}
         row = DATASETS[asked.name]
         self.views = ViewChoice(flip=row.flip, without=tuple(sorted(row.without)))
@@ -141,7 +141,9 @@ class WholeNetwork:
         options = {**self.options, "steps": self.last if len(answers) >= asked.budgets[-1] else asked.steps}
         options |= {"recipe": "safe"} if asked.safe else {}
         config = make_config("constraintmatch", options, start=begun, views=self.views)
-        model, log = train(self.images, pairs, config)
+        said = Context(before=self.newest, stated=constraints_of(answers, len(self.frozen)))
+        model, log = train(self.images, pairs, config, said if asked.safe else Context())
+        self.newest = model
         if asked.safe:
             print(f"{len(answers):,} answers: kept {log[-1]['kept']}: {log[-1]['why']}", flush=True)
         if asked.keep:

@@ -129,9 +129,9 @@ def test_the_last_training_of_a_curve_may_be_longer(tmp_path: Path, monkeypatch:
     steps: list[int] = []
     train = benchmark.train
 
-    def watched(images: Any, pairs: Any, config: Any) -> Any:
-        steps.append(config.settings.steps)
-        return train(images, pairs, config)
+    def watched(images: Any, pairs: Any, *around: Any) -> Any:
+        steps.append(around[0].settings.steps)
+        return train(images, pairs, *around)
 
     monkeypatch.setattr(benchmark, "train", watched)
     asked = ["digits", "--model", str(tmp_path / "start"), "--ways", "chosen-which", "--errors", "0", "--anchors"]

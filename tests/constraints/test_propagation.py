@@ -23,6 +23,7 @@ from constraintmatch.constraints.propagation import (
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import nearest_neighbours, predict, scores
 from constraintmatch.methods import METHODS, Context
+from constraintmatch.methods.heads import regression_head
 from constraintmatch.methods.propagate import Frozen, teach_groups
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_clusters, with_head
 from constraintmatch.pipeline.train import weights_hash
@@ -241,6 +242,9 @@ def test_if_most_images_are_known_they_keep_their_kind_whatever_their_neighbours
     frozen, groups = Frozen.of(model, images), [np.flatnonzero(labels == kind) for kind in range(3)]
     found = frozen.probabilities(teach_groups(model, frozen, groups)).argmax(1)
     assert len(set(zip(labels.tolist(), found.tolist(), strict=True))) == 3
+    knows = with_head(model, *regression_head(frozen.features[2:], labels[2:], 3))  # all but the first two
+    again = frozen.probabilities(teach_groups(knows, frozen, groups, rival=knows)).argmax(1)
+    assert len(set(zip(labels.tolist(), again.tolist(), strict=True))) == 3
 
 
 # The method

@@ -22,7 +22,7 @@ from constraintmatch.methods.pair_training import PairTask
 from constraintmatch.methods.propagate import Frozen, teach_groups
 from constraintmatch.methods.safe_recipe import PARTS, SUREST, TAUGHT
 from constraintmatch.methods.self_label import repeats_well
-from constraintmatch.models.cluster_model import ClusterModel, build_model
+from constraintmatch.models.cluster_model import ClusterModel, build_model, with_head
 from constraintmatch.training.loop import TrainSettings
 from constraintmatch.training.run_folder import open_run, read_log
 
@@ -115,11 +115,14 @@ def test_answers_at_random_do_no_harm(blobs: ImageSet) -> None:
     assert acc(train(begun, blobs, RIGHT.flip(0.5, seed=1)).model, blobs) >= acc(begun, blobs) - 0.01
 
 
-def test_the_model_of_the_round_before_stays_where_the_start_would(blobs: ImageSet) -> None:
-    begun, better = start(blobs, wrong=1.0), start(blobs)
-    found, log = train(begun, blobs, RIGHT.take(np.arange(20)), context=Context(before=better))
+def test_the_model_of_the_round_before_stays_where_the_pairs_favour_it(blobs: ImageSet) -> None:
+    begun, better, few = start(blobs, wrong=1.0), start(blobs), RIGHT.take(np.arange(20))
+    found, log = train(begun, blobs, few, context=Context(before=better))
     assert_unchanged(found, better)
     assert log[-1]["kept"] == "the model of the round before"
+    wide = with_head(better, torch.cat([head := better.head.weight.detach(), head[:1]]), torch.zeros(K + 1))
+    for other in (start(blobs, wrong=3.0), copy.deepcopy(begun), wide):  # worse, the same, with more clusters
+        assert_unchanged(train(begun, blobs, few, context=Context(before=other)).model, begun)
 
 
 # Trainings that ruin

@@ -89,7 +89,7 @@ class Context:
     stop: Callable[[], bool] = lambda: False  # asked after every step: True ends the training with a checkpoint
     run: RunFolder | None = None  # the open run folder
     guard: Guard | None = None  # of the safe recipe; None: train as published
-    before: ClusterModel | None = None  # of the round before: the safe recipe keeps it instead of the start
+    before: ClusterModel | None = None  # of the round before: the safe recipe keeps it where the answers favour it
     stated: Constraints | None = None  # what the answers say themselves, if the constraints are what follows from them
 
     def within(self, folder: str) -> "Context":

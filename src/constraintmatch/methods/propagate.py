@@ -144,8 +144,8 @@ def teach_groups(
 
     A known image counts as much as others on average, and each of them by how clearly its neighbours place it: between
     two kinds, what was spread is a guess. A cluster without answers and without images stays empty. If a `rival`
-    places images as well as known ones, hidden in turn, place each other (`_gain`), this head is half of the result,
-    the model and the rival are the other half (decision 062).
+    places images nearly as well as known ones, hidden in turn, place each other (`_gain`), and most images are not
+    known, this head is half of the result, the model and the rival are the other half (decision 062).
     """
     rows, k = choose_rows(groups, len(frozen), most_images), model.config.n_clusters
     part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
@@ -164,8 +164,9 @@ def teach_groups(
     best = int(np.argmax([hits.sum() - less for hits, less in zip(tried, doubt, strict=True)]))
     (first, known, reach), hits = ways[best], tried[best]
     shares, clusters = spread_labels(graph, first, reach=reach), first[known].argmax(1)
-    trusted = rival is None or _gain(part.probabilities(rival), shares, known, hits, clusters) >= SURELY
-    if 2 * len(known) > len(rows):  # most answers are given; with few, neighbours correct a wrong group
+    most = 2 * len(known) > len(rows)  # then the answers are right; with few, neighbours correct a wrong group
+    trusted = most or rival is None or _gain(part.probabilities(rival), shares, known, hits, clusters) >= SURELY
+    if most:
         shares[known] = first[known]
     reached = np.flatnonzero(shares.max(1) > 0)
     chosen = np.union1d(known, reached[spread(len(reached), REPEATED)])

@@ -8,7 +8,7 @@ repeat it on strong views; if not, it learns from the pairs. The paper's recipe 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -104,6 +104,7 @@ class _SafeTraining:
         self.task, self.judge = replace(task, constraints=training), Judge(held_out)
         self.stated = None if context.stated is None else context.stated.merged()
         self.repeated, self._n_known = repeat_rate(task.constraints), sum(map(len, known_groups(self.pairs)))
+        self._teach: Teacher = cache(self._teach_groups)
         self._teacher: Teacher = self._teach  # of `first`, and of `begun`
         self._judged = "no head"  # the best head, or the last one tried
 
@@ -129,7 +130,7 @@ class _SafeTraining:
         if self.first is self.start:
             few = "" if self.images.embedded else ", and too few pairs are held out to judge a network"
             return self._keep(self.start, "the start", f"no head is surely better ({self._judged}){few}")
-        return self._keep(self._refine(self.first), "the head alone", f"better than the start by {self._judged}")
+        return self._keep(self._refine(self.first), "the head alone", self._judged)
 
     def train_network(self) -> list[dict[str, Any]]:
         """Train the network on the pairs, and return the log."""
@@ -169,7 +170,8 @@ class _SafeTraining:
             if verdict.surely(caution) > LEAST_GAIN:
                 taught = teach(True)
                 if self.judge.compare(self._losses(found), self._losses(taught)).gain > 0 or found is self.start:
-                    found, self._teacher, self._judged = taught, teach, said
+                    sure = "better" if verdict.surely(CAUTION) > LEAST_GAIN else "not surely worse"
+                    found, self._teacher, self._judged = taught, teach, f"{sure} than the start by {said}"
             elif found is self.start and count:
                 self._judged = said
         return found
@@ -190,8 +192,7 @@ class _SafeTraining:
 
     def _judge_groups(self) -> tuple[Verdict, int]:
         """How much better than the start a head is that the groups of training pairs teach, and by how many pairs."""
-        pairs = self.task.constraints
-        if len(known_groups(pairs)) < 2 or self._are_doubtful():
+        if len(known_groups(self.task.constraints)) < 2 or self._are_doubtful():
             return NO_VERDICT, 0
         return self._compare(self._teach(True)), len(self.judge.pairs)
 
@@ -300,7 +301,7 @@ class _SafeTraining:
     def _frozen(self) -> Frozen:
         return Frozen.of(self.start, self.images, device=self.device)
 
-    def _teach(self, hiding: bool) -> ClusterModel:
+    def _teach_groups(self, hiding: bool) -> ClusterModel:
         """The start with a head that repeats the groups of all pairs, or of those that are not held out."""
         groups = known_groups(self.task.constraints if hiding else self.pairs)
         if len(groups) < 2:  # those that are not held out may separate fewer kinds than all
