@@ -64,13 +64,20 @@ def derive_seed(seed: int, *path: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
     """The same batch, a tensor, a tuple or a dataclass, with `function` applied to every tensor in it."""
     if batch is None or isinstance(batch, Tensor):
         return None if batch is None else function(batch)
     if isinstance(batch, tuple):
         return tuple(map_tensors(value, function) for value in batch)
     return replace(batch, **{field.name: map_tensors(getattr(batch, field.name), function) for field in fields(batch)})
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Every tensor in a batch, always in the same order."""
+    found: list[Tensor] = []
+    map_tensors(batch, found.append)
+    return found
 
 
 class ImageStore:
@@ -225,13 +232,9 @@ def _on_stream(next_batch: Callable[[int], B], stream: torch.cuda.Stream) -> Cal
         def finish() -> B:
             here = torch.cuda.current_stream(stream.device)
             here.wait_event(made)
-
-            def keep(tensor: Tensor) -> Tensor:
+            for tensor in tensors_of(batch):
                 tensor.record_stream(here)  # its memory is not given away before this stream is done with it
-                return tensor
-
-            kept: B = map_tensors(batch, keep)
-            return kept
+            return batch
 
         return finish
 

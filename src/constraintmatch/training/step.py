@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from constraintmatch.training import ranks
-from constraintmatch.training.batches import map_tensors
+from constraintmatch.training.batches import map_tensors, tensors_of
 
 B = TypeVar("B")
 FEWEST, SMALL = 16, 8  # channels, and side of a map: elsewhere a forward convolution is no faster way back
@@ -64,7 +64,7 @@ class Stepper(Generic[B]):
             else:
                 group["lr"] = lr
         if self.graph is not None:
-            for held, given in zip(self.static, _tensors(batch), strict=True):
+            for held, given in zip(self.static, tensors_of(batch), strict=True):
                 held.copy_(given)
             self.graph.replay()
             return
@@ -102,7 +102,7 @@ class Stepper(Generic[B]):
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 yield static
             graph.replay()  # a capture records the step and does not do it
-            self.graph, self.static = graph, _tensors(static)
+            self.graph, self.static = graph, tensors_of(static)
 
     def _note(self, names: list[str], values: Tensor) -> None:
         """Update the average of the weights and the sums of the terms."""
@@ -248,14 +248,3 @@ def _record(values: Tensor, count: Tensor, summed: Tensor, sums: Tensor, bad: Te
     summed += 1
     sums += values
     bad.copy_(torch.where(~values.isfinite() & (bad < 0), count, bad))
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(value: Tensor) -> Tensor:
-        found.append(value)
-        return value
-
-    map_tensors(batch, note)
-    return found
