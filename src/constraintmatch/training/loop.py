@@ -19,7 +19,7 @@ from constraintmatch._internal.rng import check_seed
 from constraintmatch.training import ranks
 from constraintmatch.training.batches import batches_ahead
 from constraintmatch.training.run_folder import RunFolder, read_log
-from constraintmatch.training.step import Stepper
+from constraintmatch.training.step import Stepper, part_of
 
 B = TypeVar("B")
 Batches = Callable[[int], B]
@@ -378,7 +378,7 @@ class _History(Generic[B]):
             if "best_step" in metadata:
                 score, highest = (float(metadata[name]) for name in ("best_score", "best_highest"))
                 self.best = {"step": int(metadata["best_step"]), "score": score, "highest": highest}
-                self.kept = {name[5:]: value for name, value in tensors.items() if name.startswith("best.")}
+                self.kept = part_of(tensors, "best")
         if run is not None:
             run.cut_log(self.saved)
         self.log = ranks.agree(read_log(run.path) if run is not None and tensors else [])

@@ -140,19 +140,11 @@ class Stepper(Generic[B]):
 
     def load(self, tensors: Mapping[str, Tensor], terms: list[str]) -> None:
         """Load what `state` returned, and the names of the terms."""
-        parts: dict[str, dict[str, Tensor]] = {"module": {}, "average": {}, "optimizer": {}}
-        for name, value in tensors.items():
-            part, _, rest = name.partition(".")
-            parts.setdefault(part, {})[rest] = value
-        self.module.load_state_dict(parts["module"])
-        for name, value in parts["average"].items():
+        self.module.load_state_dict(part_of(tensors, "module"))
+        for name, value in part_of(tensors, "average").items():
             self.average[name].copy_(value)
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, value in parts["optimizer"].items():
-            index, _, key = name.partition(".")
-            state.setdefault(int(index), {})[key] = value
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        entries = {index: part_of(tensors, f"optimizer.{index}") for index in range(len(self.parameters))}
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": entries})
         self.terms = terms
         self.count, self.sums, self.summed = (tensors[k].to(self.device) for k in ("count", "sums", "summed"))
         self.bad = torch.full((len(terms),), -1, dtype=torch.int64, device=self.device)
@@ -182,6 +174,11 @@ class Stepper(Generic[B]):
             for value in entries.values():
                 if isinstance(value, Tensor):
                     value.zero_()
+
+
+def part_of(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+    """The tensors of `part.…` in a checkpoint, by the rest of their names."""
+    return {name[len(part) + 1 :]: value for name, value in tensors.items() if name.startswith(f"{part}.")}
 
 
 def _quick_backward(device: torch.device) -> AbstractContextManager[Any]:
