@@ -257,8 +257,8 @@ def test_kcl_is_symmetric_kl_for_must_links_and_a_hinge_for_cannot_links() -> No
     hinges = np.maximum(0, margin - there) + np.maximum(0, margin - back)
     assert ((hinges > 0) & (hinges < margin)).any()  # the hinge must bite for some and not for others
     assert float(kcl(left, right, torch.ones(20))) == pytest.approx(np.mean(there + back), abs=1e-9)
-    assert float(kcl(left, right, torch.zeros(20), margin=margin)) == pytest.approx(np.mean(hinges), abs=1e-9)
-    soft = kcl(left, right, torch.full((20,), 0.25), margin=margin)
+    assert float(kcl(left, right, torch.zeros(20))) == pytest.approx(np.mean(hinges), abs=1e-9)
+    soft = kcl(left, right, torch.full((20,), 0.25))
     assert float(soft) == pytest.approx(np.mean(0.25 * (there + back) + 0.75 * hinges), abs=1e-9)
 
 
@@ -660,8 +660,8 @@ def contrast_of(first: Any, second: Any, temperature: float) -> float:
 def test_the_contrast_of_clusters_is_that_of_their_columns_less_both_entropies() -> None:
     p, q = rows(9, 4, 1).numpy(), rows(9, 4, 2).numpy()
     spread = entropy(p.mean(0)) + entropy(q.mean(0))
-    found = cluster_contrast(rows(9, 4, 1), rows(9, 4, 2), temperature=0.7, entropy_weight=3.0)
-    assert float(found) == pytest.approx(contrast_of(p.T, q.T, 0.7) - 3 * spread, abs=1e-9)
+    found = cluster_contrast(rows(9, 4, 1), rows(9, 4, 2))
+    assert float(found) == pytest.approx(contrast_of(p.T, q.T, 1.0) - spread, abs=1e-9)
     assert float(mean_entropy(rows(9, 4, 1))) == pytest.approx(entropy(p.mean(0)), abs=1e-9)
 
 

@@ -71,8 +71,8 @@ def angular_loss(left: Tensor, right: Tensor, link: Tensor) -> Tensor:
     return _weigh(must, link) + _weigh(cannot, 1 - link)
 
 
-def kcl(left: Tensor, right: Tensor, link: Tensor, weight: Tensor | None = None, *, margin: float = 2.0) -> Tensor:
-    """The KCL of n pairs (Hsu & Kira 2016): c · d + (1 − c) · max(0, margin − d), for KL(p‖q) and KL(q‖p) added.
+def kcl(left: Tensor, right: Tensor, link: Tensor, weight: Tensor | None = None) -> Tensor:
+    """The KCL of n pairs (Hsu & Kira 2016): c · d + (1 − c) · max(0, 2 − d), for KL(p‖q) and KL(q‖p) added.
 
     The weighted mean over pairs. Soft links blend the two cases linearly. Both arguments of each KL carry gradients;
     zeros are clamped as in `pair_loss`.
@@ -81,7 +81,7 @@ def kcl(left: Tensor, right: Tensor, link: Tensor, weight: Tensor | None = None,
     link = link.to(left.dtype)
     ratios = _log(left) - _log(right)
     there, back = (left * ratios).sum(-1), -(right * ratios).sum(-1)
-    must, cannot = there + back, F.relu(margin - there) + F.relu(margin - back)
+    must, cannot = there + back, F.relu(2 - there) + F.relu(2 - back)
     return _weigh(link * must + (1 - link) * cannot, weight)
 
 
@@ -247,17 +247,17 @@ def prototype_loss(online: Tensor, target: Tensor, clusters: Tensor, n_clusters:
     return _weigh(_cross_entropies(similarity, torch.arange(n_clusters, device=online.device)), used)
 
 
-def cluster_contrast(p: Tensor, q: Tensor, *, temperature: float = 1.0, entropy_weight: float = 1.0) -> Tensor:
+def cluster_contrast(p: Tensor, q: Tensor) -> Tensor:
     """CC's contrast of clusters: `nt_xent` of the columns of two views' probabilities (n, k), less their entropies.
 
     A cluster is what it holds: its column of one view finds that of the other among all columns. The entropies, in
-    nats, are those of both mean rows, times `entropy_weight`; they spread images over clusters.
+    nats, are those of both mean rows; they spread images over clusters.
     """
-    return nt_xent(p.mT, q.mT, temperature=temperature) - entropy_weight * (mean_entropy(p) + mean_entropy(q))
+    return nt_xent(p.mT, q.mT, temperature=1.0) - (mean_entropy(p) + mean_entropy(q))
 
 
-def partition_loss(p: Tensor, q: Tensor, *, entropy_weight: float = 2.0) -> Tensor:
-    """PICA's loss: cross-entropy of the cosines of clusters in two views, less `entropy_weight` · H(mean p).
+def partition_loss(p: Tensor, q: Tensor) -> Tensor:
+    """PICA's loss: cross-entropy of the cosines of clusters in two views, less 2 H(mean p).
 
     The cosine of columns i of p and j of q (n, k) is the partition's uncertainty about i and j: 1 on the diagonal and
     0 elsewhere if every row is sure and the same in both views. Each i finds itself among the j, at temperature 1.
@@ -266,12 +266,10 @@ def partition_loss(p: Tensor, q: Tensor, *, entropy_weight: float = 2.0) -> Tens
     with torch.autocast(p.device.type, enabled=False):
         cosines = first @ second.mT
     itself = torch.arange(p.shape[-1], device=p.device)
-    return _weigh(_cross_entropies(cosines, itself)) - entropy_weight * mean_entropy(p)
+    return _weigh(_cross_entropies(cosines, itself)) - 2 * mean_entropy(p)
 
 
-def set_contrast(
-    first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], *, temperature: float, entropy_weight: float = 1.0
-) -> Tensor:
+def set_contrast(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], *, temperature: float) -> Tensor:
     """TCC's contrast of clusters as sets: `nt_xent` of their places in two views, less the entropies as CC has them.
 
     Each view is its probabilities (n, k) and projections (n, d). The place of a cluster is the sum of the directions of
@@ -279,8 +277,7 @@ def set_contrast(
     """
     with torch.autocast(first[0].device.type, enabled=False):
         places = [_lift(p).mT @ F.normalize(_lift(z), dim=-1) for p, z in (first, second)]
-    spread = mean_entropy(first[0]) + mean_entropy(second[0])
-    return nt_xent(*places, temperature=temperature) - entropy_weight * spread
+    return nt_xent(*places, temperature=temperature) - (mean_entropy(first[0]) + mean_entropy(second[0]))
 
 
 def expert_scores(gate: Tensor, online: Tensor, target: Tensor, prototypes: Tensor, temperature: float) -> Tensor:
