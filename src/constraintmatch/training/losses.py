@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from constraintmatch.training.ranks import add, mine
+from constraintmatch.training.ranks import add, lift, mine
 
 # Elements of one (rows, m, k) block in soft_links: what stays in a CPU's cache; what keeps a GPU's launches few; and,
 # where a compiler fuses the block into its sum and forms none of it, what keeps the kernels (and their compiling) few.
@@ -23,7 +23,7 @@ Rate = float | Tensor  # a tensor () is not compiled in as a constant: another v
 
 def pair_scores(left: Tensor, right: Tensor) -> Tensor:
     """The alignment scores ĉ_ij = ⟨ŷ_i, ŷ_j⟩ of n pairs; (n, k) and (n, k) to (n,)."""
-    return (_lift(left) * _lift(right)).sum(-1)
+    return (lift(left) * lift(right)).sum(-1)
 
 
 def pair_loss(
@@ -44,7 +44,7 @@ def pair_loss(
     ĉ_ij. Two rates (missed, invented) are those of "same" answered "different" and of "different" answered "same":
     then it is (1 − missed) ĉ_ij + invented (1 − ĉ_ij). Rates are numbers, or tensors () on the device of the rows.
     """
-    left, right = _lift(left), _lift(right)
+    left, right = lift(left), lift(right)
     same, different = pair_scores(left, right), pair_scores(left, _complements(right))
     return _weigh(_binary_cross_entropy(same, different, link, error_rate), weight, mean=mean)
 
@@ -56,7 +56,7 @@ def triplet_loss(near: Tensor, far: Tensor, weight: Tensor | None = None, *, err
     the first case the answer is right but for ε = `error_rate`; if both are of that kind, or none, it is a coin's. So
     a triplet of three kinds, which says nothing of clusters, does little harm. The weighted mean over triplets.
     """
-    return _weigh(-_log(0.5 + (0.5 - error_rate) * (_lift(near) - _lift(far))), weight)
+    return _weigh(-_log(0.5 + (0.5 - error_rate) * (lift(near) - lift(far))), weight)
 
 
 def angular_loss(left: Tensor, right: Tensor, link: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def angular_loss(left: Tensor, right: Tensor, link: Tensor) -> Tensor:
     many, and those that are kept say no more. A soft link counts as both, with its value and with the rest. The
     mean over must-links and the mean over cannot-links are added.
     """
-    cosine = (F.normalize(_lift(left), dim=-1) * F.normalize(_lift(right), dim=-1)).sum(-1)
+    cosine = (F.normalize(lift(left), dim=-1) * F.normalize(lift(right), dim=-1)).sum(-1)
     must, cannot = -_log((1 + cosine) / 2), -_log(1 - cosine.clamp(min=0) ** 2)
     return _weigh(must, link) + _weigh(cannot, 1 - link)
 
@@ -77,7 +77,7 @@ def kcl(left: Tensor, right: Tensor, link: Tensor, weight: Tensor | None = None)
     The weighted mean over pairs. Soft links blend the two cases linearly. Both arguments of each KL carry gradients;
     zeros are clamped as in `pair_loss`.
     """
-    left, right = _lift(left), _lift(right)
+    left, right = lift(left), lift(right)
     link = link.to(left.dtype)
     ratios = _log(left) - _log(right)
     there, back = (left * ratios).sum(-1), -(right * ratios).sum(-1)
@@ -90,7 +90,7 @@ def normalized_entropy(p: Tensor) -> Tensor:
 
     0 for a row that is sure (and for k = 1), 1 for an even one.
     """
-    p = _lift(p)
+    p = lift(p)
     largest = math.log(max(p.shape[-1], 2))  # k = 1: the entropy is 0 whatever divides it
     return (_entropy(p) / largest).clamp(0, 1)
 
@@ -102,7 +102,7 @@ def informative(p: Tensor, max_entropy: float) -> Tensor:
 
 def confident(p: Tensor, min_confidence: float) -> Tensor:
     """I^conf: the mask of rows with max_l ŷ_l ≥ τ, τ = `min_confidence`; ≥ as in FixMatch. (n, k) to bool (n,)."""
-    return _lift(p).amax(-1) >= min_confidence
+    return lift(p).amax(-1) >= min_confidence
 
 
 def soft_links(p: Tensor, q: Tensor | None = None) -> Tensor:
@@ -114,8 +114,8 @@ def soft_links(p: Tensor, q: Tensor | None = None) -> Tensor:
     are taken in blocks: memory is O(n m) plus a constant, no (n, n, k) tensor is formed (gradients, if wanted, keep
     what they need). Where the slope is infinite (equal rows, exact zeros) the gradient is finite.
     """
-    p = _lift(p)
-    q = p if q is None else _lift(q)
+    p = lift(p)
+    q = p if q is None else lift(q)
     square = torch.cat([_squared_distances(block, q) for block in torch.split(p, _block_rows(q))])
     if q is p:
         square = (square + square.mT) / 2  # changes nothing, unless compiled blocks sum in different orders
@@ -138,7 +138,7 @@ def all_pairs_loss(
     (i, i) count, as in the published code, unless `self_pairs` is false. 0 with a graph if nothing is selected. λ
     (`pseudo_weight`) is applied outside. `error_rate`: see `pair_loss`.
     """
-    p = _lift(p)
+    p = lift(p)
     keep, rows = keep.to(p.dtype), mine(p)
     pair_weight = mine(keep)[:, None] * keep[None, :]
     if not self_pairs:
@@ -179,7 +179,7 @@ def pseudo_label_loss(logits: Tensor, guess: Tensor, keep: Tensor) -> Tensor:
 
 def soft_cross_entropy(logits: Tensor, belief: Tensor) -> Tensor:
     """The mean of −Σ_l b_l log ŷ_l for logits and beliefs (n, k) whose rows sum to one."""
-    return _weigh(-(_lift(belief) * _lift(logits).log_softmax(-1)).sum(-1))
+    return _weigh(-(lift(belief) * lift(logits).log_softmax(-1)).sum(-1))
 
 
 def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
@@ -188,7 +188,7 @@ def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
     z1 and z2 are (n, d) and are normalised here. The product is fp32 as torch.set_float32_matmul_precision has it.
     """
     n = len(z1)
-    z = F.normalize(torch.cat([_lift(z1), _lift(z2)]), dim=-1)
+    z = F.normalize(torch.cat([lift(z1), lift(z2)]), dim=-1)
     itself = mine(torch.eye(2 * n, dtype=torch.bool, device=z.device))
     with torch.autocast(z.device.type, enabled=False):
         similarity = (mine(z) @ z.mT / temperature).masked_fill(itself, -math.inf)
@@ -198,7 +198,7 @@ def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
 
 def mean_entropy(p: Tensor) -> Tensor:
     """H(mean p) of rows (n, k), in nats: highest when they use all clusters alike."""
-    return _entropy(_lift(p).sum(0) / max(1, len(p)))
+    return _entropy(lift(p).sum(0) / max(1, len(p)))
 
 
 def scan_loss(p_anchor: Tensor, p_neighbour: Tensor, *, entropy_weight: float = 5.0) -> Tensor:
@@ -225,7 +225,7 @@ def cosine_loss(prediction: Tensor, target: Tensor) -> Tensor:
 
     Detaching the target is the caller's part.
     """
-    cosine = (F.normalize(_lift(prediction), dim=-1) * F.normalize(_lift(target), dim=-1)).sum(-1)
+    cosine = (F.normalize(lift(prediction), dim=-1) * F.normalize(lift(target), dim=-1)).sum(-1)
     return _weigh(2 - 2 * cosine)
 
 
@@ -238,7 +238,7 @@ def prototype_loss(online: Tensor, target: Tensor, clusters: Tensor, n_clusters:
     """
     here = clusters[:, None] == torch.arange(n_clusters, device=clusters.device)
     with torch.autocast(online.device.type, enabled=False):
-        units = (F.normalize(_lift(z), dim=-1) for z in (online, target))
+        units = (F.normalize(lift(z), dim=-1) for z in (online, target))
         mine, other = (F.normalize(here.to(unit.dtype).mT @ unit, dim=-1) for unit in units)
         among = mine @ mine.mT / temperature
     used, itself = here.any(0), torch.eye(n_clusters, dtype=torch.bool, device=online.device)
@@ -262,7 +262,7 @@ def partition_loss(p: Tensor, q: Tensor) -> Tensor:
     The cosine of columns i of p and j of q (n, k) is the partition's uncertainty about i and j: 1 on the diagonal and
     0 elsewhere if every row is sure and the same in both views. Each i finds itself among the j, at temperature 1.
     """
-    first, second = (F.normalize(_lift(side).mT, dim=-1) for side in (p, q))
+    first, second = (F.normalize(lift(side).mT, dim=-1) for side in (p, q))
     with torch.autocast(p.device.type, enabled=False):
         cosines = first @ second.mT
     itself = torch.arange(p.shape[-1], device=p.device)
@@ -276,7 +276,7 @@ def set_contrast(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], *,
     all images, each weighted by the probability that it belongs there; `nt_xent` takes its direction.
     """
     with torch.autocast(first[0].device.type, enabled=False):
-        places = [_lift(p).mT @ F.normalize(_lift(z), dim=-1) for p, z in (first, second)]
+        places = [lift(p).mT @ F.normalize(lift(z), dim=-1) for p, z in (first, second)]
     return nt_xent(*places, temperature=temperature) - (mean_entropy(first[0]) + mean_entropy(second[0]))
 
 
@@ -287,18 +287,14 @@ def expert_scores(gate: Tensor, online: Tensor, target: Tensor, prototypes: Tens
     `online` (2n, k, d) and finds its partner, the other view, among all other rows of `target` by
     ⟨target, online + prototype⟩ / temperature, all normalised. The softmax of the scores is EM's posterior.
     """
-    seen, keys, centres = (F.normalize(_lift(part), dim=-1) for part in (online, target, prototypes))
+    seen, keys, centres = (F.normalize(lift(part), dim=-1) for part in (online, target, prototypes))
     with torch.autocast(gate.device.type, enabled=False):
         found = torch.einsum("ild,jld->lij", seen + centres, keys) / temperature
     itself = torch.eye(len(gate), dtype=torch.bool, device=gate.device)
     chances = found.masked_fill(itself, -math.inf).log_softmax(-1)
     partner = torch.arange(len(gate), device=gate.device).roll(len(gate) // 2)
     picked = chances.gather(2, partner[None, :, None].expand(len(chances), -1, 1))
-    return _lift(gate).log_softmax(-1) + picked.squeeze(2).mT
-
-
-def _lift(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    return lift(gate).log_softmax(-1) + picked.squeeze(2).mT
 
 
 def _log(x: Tensor) -> Tensor:
@@ -357,7 +353,7 @@ def _squared_distances(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _cross_entropies(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(_lift(logits), target, reduction="none")
+    return F.cross_entropy(lift(logits), target, reduction="none")
 
 
 def _weigh(losses: Tensor, weight: Tensor | None = None, *, mean: bool = True, split: bool = False) -> Tensor:

@@ -65,13 +65,14 @@ def gather(share: Tensor, *sizes: int) -> Tensor:
     if world() == 1:
         return share
     bounds = [_bounds(n) for n in sizes]
-    parts = torch.split(_lift(share), [end - begin for begin, end in bounds])
+    parts = torch.split(lift(share), [end - begin for begin, end in bounds])
     rest = (0, 0) * (share.ndim - 1)
     placed = [F.pad(part, (*rest, begin, n - end)) for part, (begin, end), n in zip(parts, bounds, sizes, strict=True)]
     return add(torch.cat(placed))
 
 
-def _lift(values: Tensor) -> Tensor:
+def lift(values: Tensor) -> Tensor:
+    """Half precisions as fp32; float64 stays float64."""
     return values if values.dtype == torch.float64 else values.float()
 
 
@@ -138,7 +139,7 @@ def _batch_norm(
 
         given = (input, weight, bias, running_mean, running_var, eps, momentum, distributed.group.WORLD, _size)
         return cast(Tensor, SyncBatchNorm.apply(*given))
-    values = _lift(input)
+    values = lift(input)
     mean, var, n = _moments(values, [0, *range(2, input.ndim)])
     with torch.no_grad():
         if running_mean is not None and running_var is not None:
