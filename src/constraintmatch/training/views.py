@@ -89,29 +89,27 @@ def without_numbers(mean: Sequence[float], *, share: float = 0.5) -> View:
     return View("without numbers", len(mean), apply)
 
 
-def weak(*, flip: bool = True, translate: float = 0.125) -> View:
-    """Mirrored with probability 1/2 and moved by up to `translate` of the side, in whole pixels.
+def weak(*, flip: bool = True) -> View:
+    """Mirrored with probability 1/2 and moved by up to an eighth of the side, in whole pixels.
 
     The gap is filled by reflection, as FixMatch does; the paper does not say how.
     """
-    return chain("weak", _move("weak", flip=flip, share=translate, reflect=True))
+    return chain("weak", _move(flip=flip, reflect=True))
 
 
-def crop(*, flip: bool = True, padding: float = 0.125) -> View:
+def crop(*, flip: bool = True) -> View:
     """The constrained branch's view: a random crop of the image padded with black (4 px at 32), mirrored or not."""
-    return chain("crop", _move("crop", flip=flip, share=padding, reflect=False))
+    return chain("crop", _move(flip=flip, reflect=False))
 
 
-def _move(name: str, *, flip: bool, share: float, reflect: bool) -> View:
-    _check_share(name, "padding" if name == "crop" else "translate", share, most=0.5)
-
+def _move(*, flip: bool, reflect: bool) -> View:
     def apply(images: Tensor, uniforms: Tensor) -> Tensor:
-        reach = round(share * images.shape[-1])
+        reach = round(images.shape[-1] / 8)
         right, down = (_whole(uniforms[:, 1:], 2 * reach + 1).to(torch.int64) - reach).unbind(1)
         mirrored = uniforms[:, 0] < (0.5 if flip else 0.0)
         return pixel_ops.move(images, right, down, mirrored, reflect=reflect)
 
-    return View(name, 3, apply)
+    return View("move", 3, apply)
 
 
 def _flip() -> View:
@@ -192,7 +190,6 @@ def strong(
     operations: int = 2,
     probability: float = 0.5,
     cutout: float = 0.5,
-    translate: float = 0.0,
     style: str = "fixmatch",
 ) -> View:
     """Mirrored or not, then random operations of FixMatch's pool, then a grey cutout: the strong view A().
@@ -203,7 +200,7 @@ def strong(
     shear and translation uncover is black, Pillow's default. The cutout, `cutout` of the side, is always there.
 
     The published ConstraintMatch code differs from FixMatch in one operation: its solarize threshold is rounded to 0,
-    so the image is inverted; `style="published"` repeats that. FixMatch also moves the image first: `translate=0.125`.
+    so the image is inverted; `style="published"` repeats that.
     """
     if style not in ("fixmatch", "published"):
         raise InputError(f"strong: no style {style!r} (known: fixmatch, published)")
@@ -214,9 +211,8 @@ def strong(
     pool = _pool(without)
     if style == "published" and "solarize" in pool:
         pool["solarize"] = replace(pool["solarize"], value=lambda tenths, *_: torch.zeros_like(tenths))
-    first = [_move("strong", flip=flip, share=translate, reflect=True)] if translate else [_flip()] * flip
     last = [_cutout(cutout, random_size=False)] if cutout else []
-    return chain("strong", *first, *[_random_operation(pool, probability)] * operations, *last)
+    return chain("strong", *[_flip()] * flip, *[_random_operation(pool, probability)] * operations, *last)
 
 
 def scan_strong(*, flip: bool = True, without: Collection[str] = (), cutout: float = 0.5) -> View:
@@ -228,7 +224,7 @@ def scan_strong(*, flip: bool = True, without: Collection[str] = (), cutout: flo
     _check_share("scan_strong", "cutout", cutout)
     slots = [_random_operation(_pool(without), 1.0)] * 4
     last = [_cutout(cutout, random_size=True)] if cutout else []
-    return chain("scan_strong", _move("crop", flip=flip, share=0.125, reflect=False), *slots, *last)
+    return chain("scan_strong", _move(flip=flip, reflect=False), *slots, *last)
 
 
 # SimCLR
