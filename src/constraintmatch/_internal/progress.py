@@ -113,17 +113,14 @@ class Bar(Reporter):
     """A bar with the speed and the time left, and below it a line with the newest values, cut to the width."""
 
     def __init__(self, console: Console) -> None:
-        from rich.text import Text
-
         self.console = console
         self.live: Live | None = None
-        self.values = Text(style="dim", no_wrap=True, overflow="ellipsis")
-        self.began, self.first = 0.0, 0
 
     def start(self, title: str, total: int, done: int = 0) -> None:
         from rich.console import Group
         from rich.live import Live
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.text import Text
 
         self.stop()
         self.progress = Progress(
@@ -136,8 +133,8 @@ class Bar(Reporter):
             expand=True,
         )
         self.task = self.progress.add_task(title, total=total, completed=done, rate="")
+        self.values = Text(style="dim", no_wrap=True, overflow="ellipsis")
         self.began, self.first = time.monotonic(), done
-        self.values.plain = ""
         group = Group(self.progress, self.values)
         self.live = Live(group, console=self.console, transient=True, refresh_per_second=4)
         self.live.start()
