@@ -273,12 +273,6 @@ def apply_operations(images: Tensor, picks: Sequence[tuple[Operation, Tensor, Te
 # Colour in floats, for the contrastive view: float32 0–255 in and out
 
 
-def blend_float(other: Tensor, images: Tensor, factor: Tensor) -> Tensor:
-    """other + factor × (images − other), kept within 0–255."""
-    factor = factor[:, None, None, None]
-    return (factor * images + (1 - factor) * other).clamp(0, 255)
-
-
 def grey_float(images: Tensor) -> Tensor:
     """Luma .299 .587 .114, (n, 1, h, w); a one-channel image is its own."""
     if images.shape[1] == 1:

@@ -55,8 +55,6 @@ def _copy_layout(images: Tensor, result: Tensor) -> Tensor:
 
 def _whole(uniforms: Tensor, n: int | Tensor) -> Tensor:
     """Whole numbers 0 … n − 1, uniform; the clamp is for the uniforms that times n round up to n."""
-    if isinstance(n, Tensor):
-        return (uniforms * n).floor().minimum(n - 1)
     return (uniforms * n).floor().clamp(max=n - 1)
 
 
@@ -297,9 +295,9 @@ def _jitter(images: Tensor, uniforms: Tensor, most: Sequence[float], probability
         luma = pixel_ops.grey_float(images)
         mean = luma.mean((1, 2, 3), keepdim=True)
         factor = torch.where(which == 0, brightness, torch.where(which == 1, contrast, saturation))
-        factor = torch.where(which < 3, factor, 1.0)
+        factor = torch.where(which < 3, factor, 1.0)[:, None, None, None]
         is_contrast, is_saturation, is_hue = ((which == i)[:, None, None, None] for i in (1, 2, 3))
         other = torch.where(is_contrast, mean, torch.where(is_saturation, luma, 0.0))
         turned = torch.where(is_hue, pixel_ops.turn_hue(images, turns), images)
-        images = pixel_ops.blend_float(other, turned, factor)
+        images = (factor * turned + (1 - factor) * other).clamp(0, 255)
     return images
