@@ -280,21 +280,12 @@ def push_model(model: ClusterModel, name: str, *, private: bool, half: bool, mes
     _check_hub_name(name)
     from huggingface_hub import HfApi
 
-    config, what = model.config, "embeddings of {1} numbers" if model.config.side == 1 else "images of {0} × {0} pixels"
-    lines = [f"| trained by | {one['method']}, {one.get('steps', 0):,} steps |" for one in config.trained]
-    card = (
-        files("constraintmatch.models")
-        .joinpath("card.md")
-        .read_text(encoding="utf-8")
-        .format(
-            name=name,
-            clusters=config.n_clusters,
-            backbone=config.backbone,
-            numbers=sum(part.numel() for part in model.parameters()),
-            takes=what.format(config.side, config.channels),
-            stages="\n".join(lines),
-        )
-    )
+    side, channels = model.config.side, model.config.channels
+    takes = f"embeddings of {channels} numbers" if side == 1 else f"images of {side} × {side} pixels"
+    lines = [f"| trained by | {one['method']}, {one.get('steps', 0):,} steps |" for one in model.config.trained]
+    numbers = sum(part.numel() for part in model.parameters())
+    card = (files("constraintmatch.models") / "card.md").read_text(encoding="utf-8")
+    card = card.format(name=name, config=model.config, numbers=numbers, takes=takes, stages="\n".join(lines))
     with tempfile.TemporaryDirectory() as place:
         save_model(model, place, half=half)
         (Path(place) / "README.md").write_text(card, encoding="utf-8")
@@ -366,8 +357,7 @@ def _read_config(path: Path) -> ModelConfig:
     if (heads := values.pop("n_heads", 1)) != 1:
         fix = "keep the rows of one of them in head.weight and head.bias, and set n_heads to 1"
         raise InputError(f"{path}: n_heads is {reprlib.repr(heads)}; a model has one cluster head: {fix}")
-    known = ModelConfig.__dataclass_fields__.keys()
-    if odd := sorted(values.keys() ^ known):
+    if odd := sorted(values.keys() ^ _FIELDS.keys()):
         raise InputError(f"{path}: missing or unknown entries: {', '.join(odd)}")
     for key, (fits, words) in _FIELDS.items():
         if not fits(values[key]):
