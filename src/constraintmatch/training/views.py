@@ -9,7 +9,6 @@ uint8 in, uint8 of the same shape out.
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -36,21 +35,16 @@ class View:
 
 def chain(name: str, *views: View) -> View:
     """One view that applies the given ones in turn, each with its own share of the uniforms."""
-    ends = list(accumulate(view.n_draws for view in views))
+    draws = [view.n_draws for view in views]
 
     def apply(images: Tensor, uniforms: Tensor) -> Tensor:
         result = images
-        for view, end in zip(views, ends, strict=True):
-            result = view.apply(result, uniforms[:, end - view.n_draws : end])
-        return _copy_layout(images, result)
+        for view, share in zip(views, torch.split(uniforms, draws, dim=1), strict=True):
+            result = view.apply(result, share)
+        last = not images.is_contiguous() and images.is_contiguous(memory_format=torch.channels_last)
+        return result.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
-    return View(name, sum(view.n_draws for view in views), apply)
-
-
-def _copy_layout(images: Tensor, result: Tensor) -> Tensor:
-    """The result in the images' memory format, so that channels-last data stays channels-last."""
-    last = not images.is_contiguous() and images.is_contiguous(memory_format=torch.channels_last)
-    return result.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    return View(name, sum(draws), apply)
 
 
 def _whole(uniforms: Tensor, n: int | Tensor) -> Tensor:
@@ -61,9 +55,6 @@ def _whole(uniforms: Tensor, n: int | Tensor) -> Tensor:
 def _check_share(view: str, name: str, value: float, *, most: float = 1.0) -> None:
     if not 0 <= value <= most:
         raise InputError(f"{view}: {name} is a share between 0 and {most:g}, not {value:g}")
-
-
-# Weak views
 
 
 def plain() -> View:
@@ -132,9 +123,6 @@ def from_function(name: str, function: Callable[[Tensor, Tensor], Tensor], *, n_
         return result
 
     return View(name, n_draws, apply)
-
-
-# RandAugment
 
 
 def check_operation_names(names: Iterable[str]) -> None:
@@ -225,9 +213,6 @@ def scan_strong(*, flip: bool = True, without: Collection[str] = (), cutout: flo
     return chain("scan_strong", _move(flip=flip, reflect=False), *slots, *last)
 
 
-# SimCLR
-
-
 def contrastive(
     *,
     flip: bool = True,
@@ -251,12 +236,10 @@ def contrastive(
         raise InputError(f"contrastive: jitter is four numbers from 0 upwards, the last up to 0.5, not {jitter}")
     _check_share("contrastive", "jitter_probability", jitter_probability)
     _check_share("contrastive", "grey_probability", grey_probability)
-    box_draws = 2 * _CROP_ATTEMPTS + 2
+    draws = [2 * _CROP_ATTEMPTS + 2, 1, 9, 1]
 
     def apply(images: Tensor, uniforms: Tensor) -> Tensor:
-        boxes, mirror, colours, grey = (
-            uniforms[:, a:b] for a, b in pairwise((0, box_draws, box_draws + 1, box_draws + 10, box_draws + 11))
-        )
+        boxes, mirror, colours, grey = torch.split(uniforms, draws, dim=1)
         top, left, height, width = _boxes(boxes, images.shape[-1], scale, ratio)
         mirrored = mirror[:, 0] < (0.5 if flip else 0.0)
         result = pixel_ops.resized_crop(images, top, left, height, width, mirrored)
@@ -264,7 +247,7 @@ def contrastive(
         greyed = (grey < grey_probability)[:, :, None, None]
         return pixel_ops.to_bytes(torch.where(greyed, pixel_ops.grey_float(result), result))
 
-    return chain("contrastive", View("contrastive", box_draws + 11, apply))
+    return chain("contrastive", View("contrastive", sum(draws), apply))
 
 
 def _boxes(
