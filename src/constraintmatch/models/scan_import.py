@@ -32,7 +32,10 @@ def import_scan(
 
     Of several cluster heads it takes `head`; without one the head that the file calls the best, or the first.
     """
-    file, out, row = Path(file), Path(out), _row(data)
+    known = {name: row for name, row in DATASETS.items() if row.backbone in _DEPTHS.values()}
+    if data not in known:
+        raise InputError(f"{data}: SCAN checkpoints can be imported for {', '.join(known)}")
+    file, out, row = Path(file), Path(out), known[data]
     check_new_folder(out)
     weights, heads, chosen = _read_head(file, head)
     projects = any(name.startswith("contrastive_head.") for name in weights)
@@ -52,13 +55,6 @@ def import_scan(
     model.config = replace(model.config, trained=({**stage, "head": chosen} if len(heads) > 1 else stage,))
     save_model(model, out, half=half)
     return model.eval()
-
-
-def _row(data: str) -> DataSet:
-    known = [name for name, row in DATASETS.items() if row.backbone in _DEPTHS.values()]
-    if data not in known:
-        raise InputError(f"{data}: SCAN checkpoints can be imported for {', '.join(known)}")
-    return DATASETS[data]
 
 
 def _unpickle(file: Path) -> Any:

@@ -202,8 +202,7 @@ def _check_kinds(values: Mapping[str, Any], kinds: Mapping[str, Any], place: Pat
 
 def is_finished(path: Path | str) -> bool:
     """Whether the folder holds a run that came to its end."""
-    stored = _read_record(Path(path))
-    return stored is not None and stored.get("status") == "finished"
+    return (_read_record(Path(path)) or {}).get("status") == "finished"
 
 
 def read_log(path: Path | str) -> list[dict[str, Any]]:
