@@ -156,12 +156,12 @@ def _pool(without: Collection[str]) -> dict[str, Operation]:
     return pool
 
 
-def _cutout(share: float, *, random_size: bool) -> View:
-    """A grey square centred anywhere, cut off at the border; its size is the share, or drawn up to it."""
+def _cutout(*, random_size: bool) -> View:
+    """A grey square centred anywhere, cut off at the border; its side is half of the image's, or drawn up to it."""
 
     def apply(images: Tensor, uniforms: Tensor) -> Tensor:
         side = images.shape[-1]
-        most = round(share * side)
+        most = round(side / 2)
         row, column = _whole(uniforms[:, :2], side).unbind(1)
         size = 1 + _whole(uniforms[:, 2], max(most, 1)) if random_size else torch.full_like(row, most)
         return pixel_ops.cover(images, row, column, size.to(torch.int64), value=_GREY)
@@ -169,48 +169,33 @@ def _cutout(share: float, *, random_size: bool) -> View:
     return View("cutout", 3 if random_size else 2, apply)
 
 
-def strong(
-    *,
-    flip: bool = True,
-    without: Collection[str] = (),
-    operations: int = 2,
-    probability: float = 0.5,
-    cutout: float = 0.5,
-    style: str = "fixmatch",
-) -> View:
-    """Mirrored or not, then random operations of FixMatch's pool, then a grey cutout: the strong view A().
+def strong(*, flip: bool = True, without: Collection[str] = (), style: str = "fixmatch") -> View:
+    """Mirrored or not, then two random operations of FixMatch's pool, then a grey cutout: the strong view A().
 
-    Per image and slot an operation is drawn from the pool minus `without` and applied with `probability`, at a strength
+    Per image and slot an operation is drawn from the pool minus `without` and applied every other time, at a strength
     of 1 … 9 tenths of its range: factor 0.05–0.95 (brightness, color, contrast, sharpness), 4–8 bits (posterize), ±30°
     (rotate), ±0.3 (shear), threshold 256 × (1 − strength) (solarize), ±0.3 of the side (translate). What rotation,
-    shear and translation uncover is black, Pillow's default. The cutout, `cutout` of the side, is always there.
+    shear and translation uncover is black, Pillow's default. The cutout is always there.
 
     The published ConstraintMatch code differs from FixMatch in one operation: its solarize threshold is rounded to 0,
     so the image is inverted; `style="published"` repeats that.
     """
     if style not in ("fixmatch", "published"):
         raise InputError(f"strong: no style {style!r} (known: fixmatch, published)")
-    if operations < 0:
-        raise InputError(f"strong: operations is a number from 0 upwards, not {operations:,}")
-    _check_share("strong", "probability", probability)
-    _check_share("strong", "cutout", cutout)
     pool = _pool(without)
     if style == "published" and "solarize" in pool:
         pool["solarize"] = replace(pool["solarize"], value=lambda tenths, *_: torch.zeros_like(tenths))
-    last = [_cutout(cutout, random_size=False)] if cutout else []
-    return chain("strong", *[_flip()] * flip, *[_random_operation(pool, probability)] * operations, *last)
+    return chain("strong", *[_flip()] * flip, *[_random_operation(pool, 0.5)] * 2, _cutout(random_size=False))
 
 
-def scan_strong(*, flip: bool = True, without: Collection[str] = (), cutout: float = 0.5) -> View:
+def scan_strong(*, flip: bool = True, without: Collection[str] = ()) -> View:
     """SCAN's strong view: mirrored or not, padded random crop, four operations, one cutout of random size.
 
     The four are drawn from FixMatch's pool and always applied, at the strengths of `strong`. The cutout is of 1 pixel
-    up to `cutout` of the side (16 px at 32; SCAN's 32 px at 96 are `cutout=1/3`).
+    up to half of the side (16 px at 32).
     """
-    _check_share("scan_strong", "cutout", cutout)
-    slots = [_random_operation(_pool(without), 1.0)] * 4
-    last = [_cutout(cutout, random_size=True)] if cutout else []
-    return chain("scan_strong", _move(flip=flip, reflect=False), *slots, *last)
+    four = [_random_operation(_pool(without), 1.0)] * 4
+    return chain("scan_strong", _move(flip=flip, reflect=False), *four, _cutout(random_size=True))
 
 
 def contrastive(
