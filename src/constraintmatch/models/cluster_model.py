@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from constraintmatch._internal.errors import InputError, one_line
-from constraintmatch._internal.files import read_json, write_atomically, write_json
+from constraintmatch._internal.files import read_errors, read_json, write_atomically, write_json
 from constraintmatch.models import backbones
 from constraintmatch.models.backbones import ENCODER
 
@@ -246,13 +246,12 @@ def load_model(path: Path | str, *, device: torch.device | str = "cpu") -> Clust
 
     folder = model_folder(path)
     config, file = _read_config(folder / "config.json"), folder / "model.safetensors"
-    try:
+    with read_errors(file):
         file.open("rb").close()  # of a file that may not be read safetensors says that there is none
-        weights = load_file(file)
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror or error})") from None
-    except (SafetensorError, ValueError) as error:
-        raise InputError(f"{file}: not a readable safetensors file ({error})") from None
+        try:
+            weights = load_file(file)
+        except (SafetensorError, ValueError) as error:
+            raise InputError(f"{file}: not a readable safetensors file ({error})") from None
     if config.backbone.startswith(ENCODER + backbones.ONNX) and "backbone.body.content" in weights:
         model = _wrap(backbones.OnnxNetwork(weights["backbone.body.content"], str(file)), config)
     else:
