@@ -154,9 +154,8 @@ class OnnxNetwork(nn.Module):
             try:
                 self._session = onnxruntime.InferenceSession(self.content.cpu().numpy().tobytes(), options)
             except Exception as error:  # it has a class for each kind of damage
-                raise InputError(
-                    f"no network of ONNX ({one_line(error)[:100]})", self.name, "export it again"
-                ) from None
+                problem = f"no network of ONNX ({one_line(error)[:100]})"
+                raise InputError(problem, self.name, "export it again") from None
         return self._session
 
     def __getstate__(self) -> dict[str, Any]:

@@ -190,13 +190,11 @@ def with_clusters(model: ClusterModel, n_clusters: int, *, seed: int = 0) -> Clu
     return _on_backbone(model, replace(model.config, n_clusters=n_clusters, projection=0), seed)
 
 
-def with_head(model: ClusterModel, weight: torch.Tensor, bias: torch.Tensor) -> ClusterModel:
+def with_head(model: ClusterModel, weight: Tensor, bias: Tensor) -> ClusterModel:
     """The same backbone under a linear cluster head of these weights (k, d) and biases (k,)."""
     placed = _on_backbone(model, replace(model.config, n_clusters=len(bias), projection=0), None)
     assert placed.head is not None
-    with torch.no_grad():
-        placed.head.weight.copy_(weight)
-        placed.head.bias.copy_(bias)
+    placed.head.load_state_dict({"weight": weight, "bias": bias})
     return placed
 
 
