@@ -132,12 +132,11 @@ class Shuffled:
             raise InputError("there is nothing to draw batches from: the set is empty")
         if batch < 1:
             raise InputError(f"{batch} images or pairs a step: ask for 1 or more")
-        if min(batch, n) < (size := ranks.world()):
-            raise InputError(
-                f"{min(batch, n)} images or pairs a step for {size} ranks: some have none; start fewer ranks"
-            )
-        self.n, self.batch, self.seed, self.device = n, min(batch, n), seed, device
-        self.steps_per_epoch = n // self.batch
+        batch = min(batch, n)
+        if batch < (size := ranks.world()):
+            raise InputError(f"{batch} images or pairs a step for {size} ranks: some have none; start fewer ranks")
+        self.n, self.batch, self.seed, self.device = n, batch, seed, device
+        self.steps_per_epoch = n // batch
         self._epoch, self._order = -1, torch.empty(0)
 
     def __call__(self, step: int) -> Tensor:

@@ -8,6 +8,7 @@ Gradients: each rank has the whole loss, sums over ranks pass gradients back as 
 """
 
 import hashlib
+import logging
 import os
 import signal
 import sys
@@ -156,9 +157,8 @@ def _moments(values: Tensor, over: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Mean (c,) and variance (c,) over these dimensions and all ranks, and the number of values ()."""
     var, mean = torch.var_mean(values, over, correction=0)
     count = mean.new_tensor([values.numel() // len(mean)])
-    means, vars, counts = torch.split(
-        gather(torch.cat((mean, var, count))[None], _size), [len(mean), len(mean), 1], dim=1
-    )
+    found = gather(torch.cat((mean, var, count))[None], _size)
+    means, vars, counts = torch.split(found, [len(mean), len(mean), 1], dim=1)
     share = counts / counts.sum()
     mean = (share * means).sum(0)
     return mean, (share * (vars + (means - mean) ** 2)).sum(0), counts.sum()
@@ -331,8 +331,6 @@ def clear_errors() -> Iterator[None]:
 
 def launch(n: int, device: torch.device) -> int:
     """Run this command in n processes, one for each GPU, and give back the exit code."""
-    import logging
-
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
