@@ -306,13 +306,11 @@ def list_misfits(
 ) -> str:
     """The keys that are missing, unexpected or of a wrong shape, and further lists, in one line; empty if they fit."""
     both = sorted(expected.keys() & weights.keys())
-    shapes = {key: (tuple(getattr(weights[key], "shape", ())), tuple(expected[key].shape)) for key in both}
+    shapes = [(key, tuple(getattr(weights[key], "shape", ())), tuple(expected[key].shape)) for key in both]
     lists = {
         "missing": sorted(expected.keys() - weights.keys()),
         "unexpected": sorted(weights.keys() - expected.keys()),
-        "wrong shape": [
-            f"{key} {shape} instead of {right}" for key, (shape, right) in shapes.items() if shape != right
-        ],
+        "wrong shape": [f"{key} {shape} instead of {right}" for key, shape, right in shapes if shape != right],
         **(further or {}),
     }
     more = {what: f" and {len(keys) - 8} more" if len(keys) > 8 else "" for what, keys in lists.items()}
