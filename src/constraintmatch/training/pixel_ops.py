@@ -19,11 +19,6 @@ def _wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def to_bytes(images: Tensor) -> Tensor:
-    """Float images (0–255) rounded to uint8."""
-    return images.round().clamp(0, 255).to(torch.uint8)
-
-
 # Moving pixels
 
 

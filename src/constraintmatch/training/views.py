@@ -230,7 +230,8 @@ def contrastive(
         result = pixel_ops.resized_crop(images, top, left, height, width, mirrored)
         result = _jitter(result, colours, jitter, jitter_probability)
         greyed = (grey < grey_probability)[:, :, None, None]
-        return pixel_ops.to_bytes(torch.where(greyed, pixel_ops.grey_float(result), result))
+        result = torch.where(greyed, pixel_ops.grey_float(result), result)
+        return result.round().clamp(0, 255).to(torch.uint8)
 
     return chain("contrastive", View("contrastive", sum(draws), apply))
 
