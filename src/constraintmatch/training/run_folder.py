@@ -276,14 +276,11 @@ def _places(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
 
     A data set's name is not among them: two sets may have the same images and other labels.
     """
-
-    def same(key: str) -> bool:
-        return before.get(key) is not None and before.get(key) == now.get(key)
-
+    same = [key for key in ("data.fingerprint", "model.weights") if before.get(key) and before[key] == now.get(key)]
     places = set()
-    if same("data.fingerprint"):
+    if "data.fingerprint" in same:
         places |= {"data.data_dir"} if now.get("data.kind") == "dataset" else {"data.name", "data.source"}
-    if same("model.weights") and before.get("data.start.model") and now.get("data.start.model"):
+    if "model.weights" in same and before.get("data.start.model") and now.get("data.start.model"):
         places |= {"data.start.model"}
     return places
 
