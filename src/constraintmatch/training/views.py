@@ -172,13 +172,13 @@ def _cutout(*, random_size: bool) -> View:
 def strong(*, flip: bool = True, without: Collection[str] = (), style: str = "fixmatch") -> View:
     """Mirrored or not, then two random operations of FixMatch's pool, then a grey cutout: the strong view A().
 
-    Per image and slot an operation is drawn from the pool minus `without` and applied every other time, at a strength
+    Per image and slot an operation is drawn from the pool minus `without` and applied or not, 1 : 1, at a strength
     of 1 … 9 tenths of its range: factor 0.05–0.95 (brightness, color, contrast, sharpness), 4–8 bits (posterize), ±30°
     (rotate), ±0.3 (shear), threshold 256 × (1 − strength) (solarize), ±0.3 of the side (translate). What rotation,
     shear and translation uncover is black, Pillow's default. The cutout is always there.
 
     The published ConstraintMatch code differs from FixMatch in one operation: its solarize threshold is rounded to 0,
-    so the image is inverted; `style="published"` repeats that.
+    so the image is inverted; `style="published"` repeats that. FixMatch also moves the image first.
     """
     if style not in ("fixmatch", "published"):
         raise InputError(f"strong: no style {style!r} (known: fixmatch, published)")
