@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods.preparation import (
     Bench,
@@ -21,11 +20,10 @@ from constraintmatch.methods.preparation import (
     ViewChoice,
     by_epochs,
     check_clusters,
-    check_least,
     evaluate_now,
     prepare,
 )
-from constraintmatch.methods.pretext import PROJECTION, Projector, follow
+from constraintmatch.methods.pretext import PROJECTION, Projector, check_batches, follow
 from constraintmatch.models.cluster_model import ClusterModel, with_clusters
 from constraintmatch.training.batches import Shuffled, derive_seed
 from constraintmatch.training.loop import Surroundings, TrainSettings, fit
@@ -39,9 +37,8 @@ from constraintmatch.training.losses import (
 )
 from constraintmatch.training.ranks import gather, mine
 
-CC_SETTINGS = TrainSettings(optimizer="adam", lr=3e-4, weight_decay=0.0, schedule="constant")
+CC_SETTINGS = TrainSettings(optimizer="adam", lr=3e-4, weight_decay=0.0, schedule="constant")  # and of TCC
 PICA_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=0.0, schedule="constant")
-TCC_SETTINGS = TrainSettings(optimizer="adam", lr=3e-4, weight_decay=0.0, schedule="constant")  # as CC
 MICE_SETTINGS = TrainSettings(lr=1.0, weight_decay=5e-4, schedule="cosine")
 TEMPERATURE = 0.5  # of the contrast between images in CC and TCC; between clusters it is 1, and in MiCE
 MOMENTUM = 0.999  # of the copy of the network that MiCE's experts find views in
@@ -149,7 +146,7 @@ def tcc(
     n_clusters: int,
     epochs: int = 1_000,
     images_per_step: int = 256,
-    settings: TrainSettings = TCC_SETTINGS,
+    settings: TrainSettings = CC_SETTINGS,
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
     context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
@@ -269,9 +266,7 @@ def mice(
 def place_head(title: str, model: ClusterModel, n_clusters: int, plan: Plan) -> ClusterModel:
     """The model's backbone under a fresh cluster head; an InputError where a system cannot begin."""
     check_clusters(n_clusters, plan.images)
-    if len(plan.images) < 4:
-        raise InputError(f"{title} compares images with their batch and needs at least 4; there are {len(plan.images)}")
-    check_least(title, epochs=(plan.epochs, 1), images_per_step=(plan.images_per_step, 4))
+    check_batches(title, plan.images, plan.epochs, plan.images_per_step)
     return with_clusters(model, n_clusters, seed=derive_seed(plan.settings.seed, "head"))
 
 

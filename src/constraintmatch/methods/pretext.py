@@ -42,7 +42,6 @@ SIMCLR_SETTINGS = TrainSettings(lr=0.4, weight_decay=1e-4, schedule="cosine")
 # fast. Under BatchNorm and a cosine, weights turn as far as rate · decay · steps: half the epochs, twice the rate.
 # With 256 images a step it beats SimCLR in less time (results/pretext); public benchmarks have it better than with 512.
 BYOL_SETTINGS = TrainSettings(lr=0.2, weight_decay=5e-4, schedule="cosine-warm")
-PROPOS_SETTINGS = TrainSettings(lr=0.2, weight_decay=5e-4, schedule="cosine-warm")  # as BYOL
 EVERY = 5  # epochs between two clusterings of ProPos: each epoch, as published, costs a pass over the images
 SEEN = 1_000  # images in a batch of that pass
 PROJECTION = 128  # the width of SimCLR's projection head
@@ -102,6 +101,13 @@ def simclr(
     return Trained(trained, log)
 
 
+def check_batches(title: str, images: ImageSet, epochs: int, images_per_step: int) -> None:
+    """An InputError without epochs, or with fewer than four images in all or in a step: BatchNorm is of no use then."""
+    if len(images) < 4:
+        raise InputError(f"{title} compares images with their batch and needs at least 4; there are {len(images)}")
+    check_least(title, epochs=(epochs, 1), images_per_step=(images_per_step, 4))
+
+
 @dataclass(frozen=True)
 class TargetBatch:
     """Two views of the same images (n, c, h, w) uint8, and the share 1 − τ () of the way that the target moves."""
@@ -158,10 +164,6 @@ class OnlineAndTarget(nn.Module):
         self.online = Projector(model, _perceptron(model.width, hidden, projection))
         self.predictor = _perceptron(projection, hidden, projection)
         self.target = copy.deepcopy(self.online).requires_grad_(False)
-
-    def follow(self, share: Tensor) -> None:
-        """Move the target's weights this share () of the way to the online ones."""
-        follow(self.target, self.online, share)
 
     def hurry_predictor(self, times: float, weight_decay: float) -> None:
         """Let SGD move the predictor's weights as if their learning rate were this many times higher.
@@ -237,7 +239,7 @@ def propos(
     projection: int = 256,
     target_momentum: float = 0.99,
     predictor_rate: float = 10.0,
-    settings: TrainSettings = PROPOS_SETTINGS,
+    settings: TrainSettings = BYOL_SETTINGS,
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
     context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
@@ -269,9 +271,7 @@ def bootstrap(
     context: Context,
 ) -> Trained:
     """BYOL, with what ProPos adds if there are clusters."""
-    if len(images) < 4:
-        raise InputError(f"{title} compares images with their batch and needs at least 4; there are {len(images)}")
-    check_least(title, epochs=(how.epochs, 1), images_per_step=(how.images_per_step, 4))  # BatchNorm over fewer: no use
+    check_batches(title, images, how.epochs, how.images_per_step)
     check_least(title, hidden=(how.hidden, 1), projection=(how.projection, 2))  # of one number only the sign is left
     check_shares(target_momentum=how.target_momentum)
     check_positive(predictor_rate=how.predictor_rate)
@@ -290,7 +290,9 @@ def bootstrap(
     next_batch = _build_batches(bench, rows, views.contrastive(images), how, settings.steps)
 
     def loss(network: Callable[..., Tensor], batch: TargetBatch) -> dict[str, Tensor]:
-        both.follow(batch.share)  # with the weights of the step before; part of the step, not of the network
+        follow(
+            both.target, both.online, batch.share
+        )  # with the weights of the step before; part of the step, not of the network
         found = network(torch.cat((batch.first, batch.second)), batch.noise).unbind()
         prediction, online, target = (gather(part, rows.batch, rows.batch) for part in found)
         partner = target.detach().roll(rows.batch, 0)  # first views with second ones, and back
