@@ -6,6 +6,7 @@ Their cluster heads are linear, on the features: a model has no other. The publi
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from constraintmatch.methods.preparation import (
 from constraintmatch.methods.pretext import PROJECTION, Projector, check_batches, follow
 from constraintmatch.models.cluster_model import ClusterModel, with_clusters
 from constraintmatch.training.batches import Shuffled, derive_seed
-from constraintmatch.training.loop import Surroundings, TrainSettings, fit
+from constraintmatch.training.loop import TrainSettings, fit
 from constraintmatch.training.losses import (
     cluster_contrast,
     expert_scores,
@@ -286,7 +287,7 @@ def learn(
     """
     images, settings, context = plan.images, plan.settings, plan.context
     bench = prepare(trained, images, settings)
-    rows = Shuffled(len(images), plan.images_per_step, derive_seed(settings.seed, "images"), bench.device)
+    rows = bench.draw_rows(plan.images_per_step)
     next_batch = _batches(bench, rows, plan, noise)
 
     def loss(network: Callable[..., Tensor], batch: TwinBatch) -> dict[str, Tensor]:
@@ -296,9 +297,7 @@ def learn(
         first, second = gather(both, rows.batch, rows.batch).chunk(2)
         return terms(first, second)
 
-    around = Surroundings(
-        title=title, evaluate=lambda: evaluate_now(trained, images, context), **bench.surroundings(context)
-    )
+    around = bench.surroundings(title, context, evaluate=partial(evaluate_now, trained, images, context))
     return Trained(trained, fit(module, next_batch, loss, by_epochs(settings, plan.epochs, rows), around))
 
 
@@ -306,8 +305,7 @@ def _batches(bench: Bench, rows: Shuffled, plan: Plan, noise: int) -> Callable[[
     view, draw, n = plan.views.contrastive(plan.images), torch.Generator(bench.device), rows.batch
 
     def next_batch(step: int) -> TwinBatch:
-        pixels = bench.store.take(mine(rows(step)))
-        first, second = (bench.maker(view, pixels, step, name, n) for name in ("first", "second"))
+        first, second = bench.two_views(view, rows(step), step)
         if not noise:
             return first, second, None
         draw.manual_seed(derive_seed(bench.seed, "noise", step))

@@ -33,8 +33,8 @@ from constraintmatch.methods.preparation import (
 from constraintmatch.models.backbones import frozen_statistics, passes
 from constraintmatch.models.cluster_model import ClusterModel, with_clusters
 from constraintmatch.training import losses, ranks
-from constraintmatch.training.batches import PairBatch, Shuffled, Views, derive_seed, pair_batches
-from constraintmatch.training.loop import Surroundings, TrainSettings, choose_device, fit
+from constraintmatch.training.batches import PairBatch, Views, derive_seed, pair_batches
+from constraintmatch.training.loop import TrainSettings, choose_device, fit
 
 MERGED = "merged.json"  # in a run folder: the number of clusters after a merge
 LOST = 0.25  # a cluster with less than this share of its images counts as lost
@@ -178,12 +178,12 @@ def build_training(
         _build_batches(bench, images, task, views, settings.steps, model.config.n_clusters, held=guard is not None),
         loss,
         settings,
-        Surroundings(
-            title=task.title,
+        bench.surroundings(
+            task.title,
+            context,
             measure=None if task.loss is None else partial(_measure, model, images, task),
             evaluate=lambda: {**evaluate_now(model, images, context), **judge_step(model, images, guard)},
             keep_best="held_out" if guard else None,
-            **bench.surroundings(context),
         ),
     )
 
@@ -244,7 +244,7 @@ def _build_batches(
     if task.loss is None and not held:
         return lambda step: SemiBatch(pairs(step), None, None, None)
     n = HELD_PER_PAIR * task.pairs_per_step if task.loss is None else task.images_per_step
-    free = Shuffled(len(images), n, derive_seed(bench.seed, "unconstrained"), bench.device)
+    free = bench.draw_rows(n, "unconstrained")
     rising = task.warm_up * steps
 
     def next_batch(step: int) -> SemiBatch:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,8 @@ from constraintmatch.methods.preparation import (
 )
 from constraintmatch.methods.prototypes import spherical_k_means
 from constraintmatch.models.cluster_model import ClusterModel, with_projection
-from constraintmatch.training.batches import Shuffled, Views, derive_seed
-from constraintmatch.training.loop import Surroundings, TrainSettings, fit
+from constraintmatch.training.batches import Shuffled, derive_seed
+from constraintmatch.training.loop import TrainSettings, fit
 from constraintmatch.training.losses import cosine_loss, nt_xent, prototype_loss
 from constraintmatch.training.ranks import deviation, gather, mine
 from constraintmatch.training.views import View
@@ -80,25 +80,21 @@ def simclr(
     check_least("simclr", epochs=(epochs, 1), images_per_step=(images_per_step, 2))
     check_positive(temperature=temperature)
     bench = prepare(model, images, settings, need_clusters=False)
-    rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
+    rows = bench.draw_rows(images_per_step)
     settings = replace(settings, steps=epochs * rows.steps_per_epoch, lr=settings.lr * rows.batch / 512)
     trained = with_projection(model, PROJECTION, seed=derive_seed(settings.seed, "projection"))
     view = views.contrastive(images)
 
-    def next_batch(step: int) -> Views:
-        chosen = rows(step)
-        pixels = bench.store.take(mine(chosen))
-        first, second = (bench.maker(view, pixels, step, name, rows.batch) for name in ("first", "second"))
-        return Views(first, second, chosen)
+    def next_batch(step: int) -> tuple[Tensor, Tensor]:
+        return bench.two_views(view, rows(step), step)
 
-    def loss(network: Callable[..., Tensor], batch: Views) -> dict[str, Tensor]:
-        both = network(torch.cat((batch.weak, batch.strong)))
+    def loss(network: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        both = network(torch.cat(batch))
         first, second = gather(both, rows.batch, rows.batch).chunk(2)
         return {"contrast": nt_xent(first, second, temperature=temperature)}
 
-    around = Surroundings(title="simclr", **bench.surroundings(context))
-    log = fit(Projector(trained), next_batch, loss, settings, around)
-    return Trained(trained, log)
+    around = bench.surroundings("simclr", context)
+    return Trained(trained, fit(Projector(trained), next_batch, loss, settings, around))
 
 
 def check_batches(title: str, images: ImageSet, epochs: int, images_per_step: int) -> None:
@@ -279,7 +275,7 @@ def bootstrap(
         problem = f"predictor_rate is {how.predictor_rate} and needs the optimizer sgd"
         raise InputError(problem, fix=f"set it to 1 for {settings.optimizer}")
     bench = prepare(model, images, settings, need_clusters=False)
-    rows = Shuffled(len(images), how.images_per_step, derive_seed(settings.seed, "images"), bench.device)
+    rows = bench.draw_rows(how.images_per_step)
     settings = replace(settings, steps=how.epochs * rows.steps_per_epoch, lr=settings.lr * rows.batch / 512)
     trained = with_projection(model, 0)
     with torch.random.fork_rng(devices=[]):  # layers draw from the global generator; no other draw may change
@@ -306,12 +302,12 @@ def bootstrap(
             terms["prototypes"] = batch.ramp * (apart[0] + apart[1]) / 2
         return terms
 
-    more: dict[str, Any] = {}
+    regroup = None
     if how.n_clusters:
         settings = replace(settings, evaluate_every=EVERY * rows.steps_per_epoch)
-        more = {"evaluate": partial(_regroup, both, bench, how.n_clusters)}
-    log = fit(both, next_batch, loss, settings, Surroundings(title=title, **more, **bench.surroundings(context)))
-    return Trained(trained, log)
+        regroup = partial(_regroup, both, bench, how.n_clusters)
+    around = bench.surroundings(title, context, evaluate=regroup)
+    return Trained(trained, fit(both, next_batch, loss, settings, around))
 
 
 def _build_batches(bench: Bench, rows: Shuffled, view: View, how: Follow, steps: int) -> Callable[[int], TargetBatch]:
@@ -322,12 +318,12 @@ def _build_batches(bench: Bench, rows: Shuffled, view: View, how: Follow, steps:
 
     def next_batch(step: int) -> TargetBatch:
         chosen, progress = rows(step), step / steps
-        pixels, n = bench.store.take(mine(chosen)), len(chosen)
-        first, second = (bench.maker(view, pixels, step, name, n) for name in ("first", "second"))
+        first, second = bench.two_views(view, chosen, step)
         share = fill(1 - momentum_at(progress, how.target_momentum))
         if not how.n_clusters:
             return TargetBatch(first, second, share)
         draw.manual_seed(derive_seed(bench.seed, "noise", step))
+        n = len(chosen)
         noise = mine(how.noise * torch.randn(2 * n, how.projection, generator=draw, device=bench.device), n, n)
         ramp = fill(how.prototype_weight if progress >= how.warm_up else 0.0)
         return TargetBatch(first, second, share, chosen, noise, ramp)

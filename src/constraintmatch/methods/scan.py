@@ -29,8 +29,8 @@ from constraintmatch.methods.preparation import (
 )
 from constraintmatch.models.backbones import passes
 from constraintmatch.models.cluster_model import ClusterModel, with_clusters, with_head
-from constraintmatch.training.batches import Shuffled, Views, derive_seed
-from constraintmatch.training.loop import Surroundings, TrainSettings, fit
+from constraintmatch.training.batches import Views, derive_seed
+from constraintmatch.training.loop import TrainSettings, fit
 from constraintmatch.training.losses import scan_loss
 from constraintmatch.training.ranks import gather, mine
 
@@ -103,7 +103,7 @@ def scan(
     features, view = torch.from_numpy(embed(model, images, device=bench.device)), views.scan_strong(images)
     found = nearest_neighbours(features.numpy(), n_neighbours, device=bench.device, say=context.reporter.say)
     near = torch.from_numpy(found).to(bench.device)
-    rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
+    rows = bench.draw_rows(images_per_step)
     settings = by_epochs(settings, epochs, rows)
     trained, picker = model, torch.Generator(bench.device)
     if n_tries and model.config.n_clusters != n_clusters:
@@ -130,5 +130,5 @@ def scan(
         anchor, other = (gather(side, rows.batch).float().softmax(-1) for side in sides)
         return {"head0": scan_loss(anchor, other, entropy_weight=entropy_weight)}  # the name that old logs have
 
-    kept = keep_quality(trained, images, bench, context, tolerance)
-    return Trained(trained, fit(trained, next_batch, loss, settings, Surroundings(title="scan", **kept)))
+    around = keep_quality("scan", trained, images, bench, context, tolerance)
+    return Trained(trained, fit(trained, next_batch, loss, settings, around))

@@ -37,7 +37,7 @@ from constraintmatch.methods.preparation import (
 )
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.batches import PairBatch, Shuffled, Views, derive_seed, pair_batches
-from constraintmatch.training.loop import Surroundings, TrainSettings, fit
+from constraintmatch.training.loop import TrainSettings, fit
 from constraintmatch.training.losses import balanced_confident_cross_entropy, confident, pseudo_label_loss
 from constraintmatch.training.ranks import gather, mine
 from constraintmatch.training.views import View
@@ -87,7 +87,7 @@ def self_label(
     if not sure.any():
         why = f"self_label: no image is surer than {min_confidence}; the model is unchanged"
         return keep_model(model, why, context)
-    rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
+    rows = bench.draw_rows(images_per_step)
     settings = by_epochs(settings, epochs, rows, averaged=averaged)
 
     def next_batch(step: int) -> Views:
@@ -101,8 +101,8 @@ def self_label(
         answer = gather(network(batch.strong), rows.batch)
         return {"self_label": balanced_confident_cross_entropy(answer, guess, min_confidence=min_confidence)}
 
-    kept = keep_quality(model, images, bench, context, tolerance)
-    return Trained(model, fit(model, next_batch, loss, settings, Surroundings(title="self_label", **kept)))
+    around = keep_quality("self_label", model, images, bench, context, tolerance)
+    return Trained(model, fit(model, next_batch, loss, settings, around))
 
 
 def neighbour_label(
@@ -135,12 +135,12 @@ def neighbour_label(
     seen = predict(model, images, features=True, device=bench.device)
     assert seen.features is not None
     near = find_neighbours(seen.features, n_neighbours, model.config.n_clusters, bench.device)
-    rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
+    rows = bench.draw_rows(images_per_step)
     next_batch = label_batches(bench, view, rows, *reliable_labels(seen.probabilities, near, reliable))
     settings = by_epochs(settings, epochs, rows, averaged=averaged)
     loss = partial(label_loss, n=rows.batch, min_confidence=min_confidence, rest_weight=rest_weight)
-    kept = keep_quality(model, images, bench, context, tolerance)
-    return Trained(model, fit(model, next_batch, loss, settings, Surroundings(title="neighbour_label", **kept)))
+    around = keep_quality("neighbour_label", model, images, bench, context, tolerance)
+    return Trained(model, fit(model, next_batch, loss, settings, around))
 
 
 def repeat_labels(
@@ -162,7 +162,7 @@ def repeat_labels(
     settings = replace(settings, **{name: getattr(NEIGHBOUR_LABEL_SETTINGS, name) for name in same})
     settings = replace(settings, evaluate_every=settings.evaluate_every or max(1, settings.steps // 10))
     bench, n = prepare(model, images, settings), min(NEIGHBOURLY, task.images_per_step)
-    rows = Shuffled(len(images), n, derive_seed(settings.seed, "images"), bench.device)
+    rows = bench.draw_rows(n)
     taught = label_batches(bench, views.scan_strong(images), rows, *labels)
     plain, many = views.pair(images), task.pairs_per_step
     pairs = pair_batches(bench.store, task.constraints, many, plain, bench.maker, bench.seed)
@@ -182,8 +182,7 @@ def repeat_labels(
         fallen = judge_step(model, images, context.guard)["fallen"]
         return {**evaluate_now(model, images, context), "quality": quality(model), "fallen": fallen}
 
-    kept: dict[str, Any] = {"evaluate": evaluate, "keep_best": "quality", "tolerance": TOLERANCE}
-    around = Surroundings(title=task.title, **kept, **bench.surroundings(context))
+    around = bench.surroundings(task.title, context, evaluate=evaluate, keep_best="quality", tolerance=TOLERANCE)
     return fit(model, next_batch, loss, settings, around)
 
 
