@@ -215,10 +215,8 @@ class Experts(nn.Module):
         scores = expert_scores(opened, online, target, self.prototypes.clone(), 1.0)
         with torch.no_grad():
             weight = scores.softmax(-1)
-            means = torch.einsum("il,ild->ld", weight, F.normalize(target, dim=-1)) / weight.sum(0)[:, None].clamp(
-                min=1e-12
-            )
-            self.prototypes.lerp_(means, 1 - KEPT)
+            sums = torch.einsum("il,ild->ld", weight, F.normalize(target, dim=-1))
+            self.prototypes.lerp_(sums / weight.sum(0)[:, None].clamp(min=1e-12), 1 - KEPT)
             self.middle.copy_(logits.mean(0))
         return scores, opened
 

@@ -3,7 +3,6 @@
 The paper's ablation is that term: none (constrained), pseudo-labels, or pseudo-constraints.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +24,7 @@ from constraintmatch.methods.preparation import (
     Context,
     ViewChoice,
     check_images,
+    check_not_negative,
     check_shares,
     evaluate_now,
     prepare,
@@ -90,8 +90,7 @@ def choose_selection(by: str, max_entropy: float, min_confidence: float) -> Call
 def check_task(task: PairTask, model: ClusterModel, images: ImageSet) -> None:
     """An InputError if the task has a bad value, or does not fit the model and the images."""
     constraints = task.constraints
-    if task.head_steps < 0:
-        raise InputError(f"head_steps is {task.head_steps}; it must be 0 or more")
+    check_not_negative(head_steps=task.head_steps)
     weights = constraints.weight, constraints.triplets.weight
     if not any(map(len, weights)):
         raise InputError(f"{task.title} needs constraints and there are none; sample or answer some pairs first")
@@ -99,8 +98,7 @@ def check_task(task: PairTask, model: ClusterModel, images: ImageSet) -> None:
         raise InputError(f"{task.title}: every constraint has the weight 0; give some of them a weight above 0")
     if constraints.n_images != len(images):
         raise InputError(f"the constraints are over {constraints.n_images:,} images, the set has {len(images):,}")
-    if not 0 <= task.pseudo_weight < math.inf:
-        raise InputError(f"pseudo_weight is {task.pseudo_weight}; it must be 0 or more")
+    check_not_negative(pseudo_weight=task.pseudo_weight)
     if not 0 <= task.warm_up <= 1:
         raise InputError(f"warm_up is {task.warm_up}; it is a share of the steps, in [0, 1]")
     check_shares(flip_fraction=task.flip_fraction)
@@ -131,8 +129,8 @@ def begin(
     if task.head_steps:
         alone = replace(task, title=f"{task.title}, head alone")
         around = Context(reporter=context.reporter, stop=context.stop)
-        plain: dict[str, Any] = {"compile": False, "cuda_graph": False, "bf16": False}  # no gain for a small head
-        short = replace(settings, steps=task.head_steps, lr=HEAD_RATE, **plain)
+        short = replace(settings, steps=task.head_steps, lr=HEAD_RATE)
+        short = replace(short, compile=False, cuda_graph=False, bf16=False)  # no gain for a small head
         seen = embed_images(model, images, device=device)
         head = detach_head(model, seen)
         build_training(head, seen, alone, short, ViewChoice(), around)()

@@ -180,6 +180,13 @@ def check_positive(**values: float) -> None:
             raise InputError(f"{name} is {value}; it must be a positive number")
 
 
+def check_not_negative(**values: float) -> None:
+    """An InputError if a number is negative, or not finite."""
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise InputError(f"{name} is {value}; it must be 0 or more")
+
+
 def check_least(title: str, **least: tuple[float, float]) -> None:
     """An InputError if an argument is too small; each is given as (value, smallest)."""
     for name, (value, smallest) in least.items():

@@ -25,6 +25,7 @@ from constraintmatch.methods.preparation import (
     ViewChoice,
     check_clusters,
     check_least,
+    check_not_negative,
     check_positive,
     check_shares,
     prepare,
@@ -248,9 +249,7 @@ def propos(
     """
     check_clusters(n_clusters, images)
     check_shares(warm_up=warm_up)
-    for name, value in {"prototype_weight": prototype_weight, "noise": noise}.items():
-        if not 0 <= value < float("inf"):
-            raise InputError(f"{name} is {value}; it must be 0 or more")
+    check_not_negative(prototype_weight=prototype_weight, noise=noise)
     check_positive(temperature=temperature)
     as_byol = (epochs, images_per_step, hidden, projection, target_momentum, predictor_rate)
     how = Follow(*as_byol, n_clusters, prototype_weight, temperature, noise, warm_up)

@@ -100,14 +100,14 @@ def scan(
     check_least("scan", epochs=(epochs, 1), images_per_step=(images_per_step, 1), n_neighbours=(n_neighbours, 1))
     check_least("scan", n_tries=(n_tries, 0))
     bench, seed = prepare(model, images, settings, need_clusters=False), derive_seed(settings.seed, "head")
-    features, view = torch.from_numpy(embed(model, images, device=bench.device)), views.scan_strong(images)
-    found = nearest_neighbours(features.numpy(), n_neighbours, device=bench.device, say=context.reporter.say)
+    features, view = embed(model, images, device=bench.device), views.scan_strong(images)
+    found = nearest_neighbours(features, n_neighbours, device=bench.device, say=context.reporter.say)
     near = torch.from_numpy(found).to(bench.device)
     rows = bench.draw_rows(images_per_step)
     settings = by_epochs(settings, epochs, rows)
     trained, picker = model, torch.Generator(bench.device)
     if n_tries and model.config.n_clusters != n_clusters:
-        inputs = features.to(bench.device)
+        inputs = torch.from_numpy(features).to(bench.device)
         best = best_linear_head(inputs, near, n_clusters, n_heads=n_tries, entropy_weight=entropy_weight, seed=seed)
         trained = with_head(model, *steady_head(inputs, best))
     elif model.config.n_clusters != n_clusters:
@@ -118,10 +118,8 @@ def scan(
         picker.manual_seed(derive_seed(settings.seed, "neighbour", step))
         pick = torch.randint(near.shape[1], (len(chosen), 1), generator=picker, device=bench.device)
         others = near[chosen].gather(1, pick).squeeze(1)
-        sides = zip((chosen, others), ("anchor", "neighbour"), strict=True)
-        anchor, other = (
-            bench.maker(view, bench.store.take(mine(side)), step, name, rows.batch) for side, name in sides
-        )
+        anchor = bench.maker(view, bench.store.take(mine(chosen)), step, "anchor", rows.batch)
+        other = bench.maker(view, bench.store.take(mine(others)), step, "neighbour", rows.batch)
         return Views(anchor, other, chosen)
 
     def loss(network: Callable[..., Tensor], batch: Views) -> dict[str, Tensor]:

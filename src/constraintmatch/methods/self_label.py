@@ -158,9 +158,8 @@ def repeat_labels(
 
     The weights are the last ones whose label-free quality is near the best; the guard of the context takes back a fall.
     """
-    same = ("optimizer", "lr", "weight_decay", "schedule")
-    settings = replace(settings, **{name: getattr(NEIGHBOUR_LABEL_SETTINGS, name) for name in same})
-    settings = replace(settings, evaluate_every=settings.evaluate_every or max(1, settings.steps // 10))
+    same = {name: getattr(NEIGHBOUR_LABEL_SETTINGS, name) for name in ("optimizer", "lr", "weight_decay", "schedule")}
+    settings = replace(settings, **same, evaluate_every=settings.evaluate_every or max(1, settings.steps // 10))
     bench, n = prepare(model, images, settings), min(NEIGHBOURLY, task.images_per_step)
     rows = bench.draw_rows(n)
     taught = label_batches(bench, views.scan_strong(images), rows, *labels)
