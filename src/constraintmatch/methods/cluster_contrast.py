@@ -19,7 +19,6 @@ from constraintmatch.methods.preparation import (
     Context,
     Trained,
     ViewChoice,
-    by_epochs,
     check_clusters,
     evaluate_now,
     prepare,
@@ -283,9 +282,9 @@ def learn(
 
     With a `noise` the module also gets this many of Gumbel's numbers for each view.
     """
-    images, settings, context = plan.images, plan.settings, plan.context
-    bench = prepare(trained, images, settings)
-    rows = bench.draw_rows(plan.images_per_step)
+    images, context = plan.images, plan.context
+    bench = prepare(trained, images, plan.settings)
+    rows, settings = bench.draw_epochs(plan.settings, plan.epochs, plan.images_per_step)
     next_batch = _batches(bench, rows, plan, noise)
 
     def loss(network: Callable[..., Tensor], batch: TwinBatch) -> dict[str, Tensor]:
@@ -296,7 +295,7 @@ def learn(
         return terms(first, second)
 
     around = bench.surroundings(title, context, evaluate=partial(evaluate_now, trained, images, context))
-    return Trained(trained, fit(module, next_batch, loss, by_epochs(settings, plan.epochs, rows), around))
+    return Trained(trained, fit(module, next_batch, loss, settings, around))
 
 
 def _batches(bench: Bench, rows: Shuffled, plan: Plan, noise: int) -> Callable[[int], TwinBatch]:

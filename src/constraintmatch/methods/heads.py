@@ -66,7 +66,7 @@ def best_linear_head(
     steps = steps or min(1_500, max(300, 30 * len(features) // BATCH))  # about 30 passes over the images
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(n_heads, features.shape[1], n_clusters, generator=generator).to(features.device)
-    bias = torch.zeros(n_heads, 1, n_clusters, device=features.device, requires_grad=True)
+    bias = torch.zeros(n_heads, 1, n_clusters, device=features.device).requires_grad_()
     weight.requires_grad_()
     rate = LARGEST_RATE * features.shape[1] ** 0.5
     optimizer = torch.optim.Adam([weight, bias], lr=rate)

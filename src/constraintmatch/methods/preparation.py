@@ -125,6 +125,20 @@ class Bench:
         """The rows of n images for each step."""
         return Shuffled(len(self.store.images), n, derive_seed(self.seed, stream), self.device)
 
+    def draw_epochs(
+        self, settings: TrainSettings, epochs: int, n: int, *, averaged: float = 0.0
+    ) -> tuple[Shuffled, TrainSettings]:
+        """The rows of n images for each step, and the settings with the steps of these epochs.
+
+        They have ten evaluations, and an average of weights over the share `averaged`, if they name no others.
+        """
+        rows, ema = self.draw_rows(n), settings.ema
+        steps = epochs * rows.steps_per_epoch
+        if ema is None and averaged * steps > 1:
+            ema = 1 - 1 / (averaged * steps)
+        every = settings.evaluate_every or max(1, steps // 10)
+        return rows, replace(settings, steps=steps, evaluate_every=every, ema=ema)
+
     def two_views(self, view: View, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """This rank's share of two views of the images of these rows."""
         pixels, n = self.store.take(mine(rows)), len(rows)
@@ -148,14 +162,6 @@ def keep_model(model: ClusterModel, why: str, context: Context) -> Trained:
     """The model without a training, and a log that says why."""
     context.reporter.say(why)
     return Trained(model, [{"step": 0, "kind": "evaluation", "warnings": [why], "seconds": 0.0}])
-
-
-def by_epochs(settings: TrainSettings, epochs: int, rows: Shuffled, *, averaged: float = 0.0) -> TrainSettings:
-    """The settings with the steps of these epochs; ten evaluations and an average of weights if they name no others."""
-    steps, ema = epochs * rows.steps_per_epoch, settings.ema
-    if ema is None and averaged * steps > 1:
-        ema = 1 - 1 / (averaged * steps)
-    return replace(settings, steps=steps, evaluate_every=settings.evaluate_every or max(1, steps // 10), ema=ema)
 
 
 def check_clusters(n_clusters: int, images: ImageSet) -> None:

@@ -17,7 +17,6 @@ from constraintmatch.methods.preparation import (
     Context,
     Trained,
     ViewChoice,
-    by_epochs,
     check_clusters,
     check_least,
     check_shares,
@@ -103,8 +102,7 @@ def scan(
     features, view = embed(model, images, device=bench.device), views.scan_strong(images)
     found = nearest_neighbours(features, n_neighbours, device=bench.device, say=context.reporter.say)
     near = torch.from_numpy(found).to(bench.device)
-    rows = bench.draw_rows(images_per_step)
-    settings = by_epochs(settings, epochs, rows)
+    rows, settings = bench.draw_epochs(settings, epochs, images_per_step)
     trained, picker = model, torch.Generator(bench.device)
     if n_tries and model.config.n_clusters != n_clusters:
         inputs = torch.from_numpy(features).to(bench.device)

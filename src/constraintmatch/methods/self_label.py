@@ -24,7 +24,6 @@ from constraintmatch.methods.preparation import (
     Context,
     Trained,
     ViewChoice,
-    by_epochs,
     check_least,
     check_shares,
     evaluate_now,
@@ -87,8 +86,7 @@ def self_label(
     if not sure.any():
         why = f"self_label: no image is surer than {min_confidence}; the model is unchanged"
         return keep_model(model, why, context)
-    rows = bench.draw_rows(images_per_step)
-    settings = by_epochs(settings, epochs, rows, averaged=averaged)
+    rows, settings = bench.draw_epochs(settings, epochs, images_per_step, averaged=averaged)
 
     def next_batch(step: int) -> Views:
         chosen = rows(step)
@@ -135,9 +133,8 @@ def neighbour_label(
     seen = predict(model, images, features=True, device=bench.device)
     assert seen.features is not None
     near = find_neighbours(seen.features, n_neighbours, model.config.n_clusters, bench.device)
-    rows = bench.draw_rows(images_per_step)
+    rows, settings = bench.draw_epochs(settings, epochs, images_per_step, averaged=averaged)
     next_batch = label_batches(bench, view, rows, *reliable_labels(seen.probabilities, near, reliable))
-    settings = by_epochs(settings, epochs, rows, averaged=averaged)
     loss = partial(label_loss, n=rows.batch, min_confidence=min_confidence, rest_weight=rest_weight)
     around = keep_quality("neighbour_label", model, images, bench, context, tolerance)
     return Trained(model, fit(model, next_batch, loss, settings, around))

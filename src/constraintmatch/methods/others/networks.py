@@ -148,9 +148,8 @@ def s3c2(setup: Setup) -> Predict:
 
     def first() -> Tensor:
         left, right, link = setup.some_pairs()
-        one, other, some, more = siamese(
-            setup.inputs[torch.cat((left, right, setup.some_rows(), setup.some_rows()))]
-        ).chunk(4)
+        rows = torch.cat((left, right, setup.some_rows(), setup.some_rows()))
+        one, other, some, more = siamese(setup.inputs[rows]).chunk(4)
         return siamese_loss(_squared(one, other), link, _squared(some, more))
 
     setup.descend(siamese.parameters(), first)
