@@ -14,18 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.methods.preparation import (
-    Bench,
-    Context,
-    Trained,
-    ViewChoice,
-    check_clusters,
-    evaluate_now,
-    prepare,
-)
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice, check_clusters, evaluate_now, prepare
 from constraintmatch.methods.pretext import PROJECTION, Projector, check_batches, follow
 from constraintmatch.models.cluster_model import ClusterModel, with_clusters
-from constraintmatch.training.batches import Shuffled, derive_seed
+from constraintmatch.training.batches import derive_seed
 from constraintmatch.training.loop import TrainSettings, fit
 from constraintmatch.training.losses import (
     cluster_contrast,
@@ -285,21 +277,7 @@ def learn(
     images, context = plan.images, plan.context
     bench = prepare(trained, images, plan.settings)
     rows, settings = bench.draw_epochs(plan.settings, plan.epochs, plan.images_per_step)
-    next_batch = _batches(bench, rows, plan, noise)
-
-    def loss(network: Callable[..., Tensor], batch: TwinBatch) -> dict[str, Tensor]:
-        before()
-        *views, drawn = batch
-        both = network(torch.cat(views)) if drawn is None else network(torch.cat(views), drawn)
-        first, second = gather(both, rows.batch, rows.batch).chunk(2)
-        return terms(first, second)
-
-    around = bench.surroundings(title, context, evaluate=partial(evaluate_now, trained, images, context))
-    return Trained(trained, fit(module, next_batch, loss, settings, around))
-
-
-def _batches(bench: Bench, rows: Shuffled, plan: Plan, noise: int) -> Callable[[int], TwinBatch]:
-    view, draw, n = plan.views.contrastive(plan.images), torch.Generator(bench.device), rows.batch
+    view, draw, n = plan.views.contrastive(images), torch.Generator(bench.device), rows.batch
 
     def next_batch(step: int) -> TwinBatch:
         first, second = bench.two_views(view, rows(step), step)
@@ -309,7 +287,15 @@ def _batches(bench: Bench, rows: Shuffled, plan: Plan, noise: int) -> Callable[[
         waits = torch.empty(2 * n, noise, device=bench.device).exponential_(generator=draw)
         return first, second, mine(-waits.clamp(min=TINY).log(), n, n)
 
-    return next_batch
+    def loss(network: Callable[..., Tensor], batch: TwinBatch) -> dict[str, Tensor]:
+        before()
+        *views, drawn = batch
+        both = network(torch.cat(views)) if drawn is None else network(torch.cat(views), drawn)
+        first, second = gather(both, n, n).chunk(2)
+        return terms(first, second)
+
+    around = bench.surroundings(title, context, evaluate=partial(evaluate_now, trained, images, context))
+    return Trained(trained, fit(module, next_batch, loss, settings, around))
 
 
 def _split(rows: Tensor, *widths: int) -> list[Tensor]:
