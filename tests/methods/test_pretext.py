@@ -18,7 +18,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed, predict, scores
 from constraintmatch.methods import METHODS, Context, Trained, ViewChoice
-from constraintmatch.methods.pretext import OnlineAndTarget, TargetBatch, byol, momentum_at
+from constraintmatch.methods.pretext import OnlineAndTarget, TargetBatch, byol, follow, momentum_at
 from constraintmatch.methods.scan import linear_scan
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_projection
 from constraintmatch.pipeline.train import pretrain
@@ -225,7 +225,7 @@ def test_a_momentum_of_one_keeps_the_first_target_and_of_zero_copies(few: ImageS
     with torch.no_grad():
         for value in both.online.parameters():
             value.add_(1.0)
-    both.follow(torch.ones(()))
+    follow(both.target, both.online, torch.ones(()))
     for name, value in parameters(both.target).items():
         torch.testing.assert_close(value, parameters(both.online)[name])
 
@@ -362,7 +362,7 @@ def test_the_network_compiles_in_one_piece_and_says_the_same() -> None:
     optimizers = [torch.optim.SGD(both.parameters(), lr=0.01, weight_decay=0.01) for both in (eager, traced)]
     for step in range(2):  # the second call reads weights that were changed in place
         for both, network, optimizer in zip((eager, traced), (eager, compiled), optimizers, strict=True):
-            both.follow(torch.tensor(0.5))
+            follow(both.target, both.online, torch.tensor(0.5))
             optimizer.zero_grad()
             prediction, _, target = network(some_images(seed=step)).unbind()
             (prediction * target.detach()).mean().backward()

@@ -21,14 +21,14 @@ from constraintmatch.methods.heads import calm_head
 from constraintmatch.methods.pair_training import PairTask
 from constraintmatch.methods.propagate import Frozen, teach_groups
 from constraintmatch.methods.safe_recipe import PARTS, SUREST, TAUGHT
-from constraintmatch.methods.self_label import repeats_well
+from constraintmatch.methods.scan import repeats_well
 from constraintmatch.models.cluster_model import ClusterModel, build_model, with_head
 from constraintmatch.training.loop import TrainSettings
 from constraintmatch.training.run_folder import open_run, read_log
 
 N, K = 240, 4
 LABELS = np.arange(N) % K
-SELF_LABEL = sys.modules["constraintmatch.methods.self_label"]  # the package has a function of this name
+SCAN = sys.modules["constraintmatch.methods.scan"]  # the package has a function of this name
 SETTINGS = TrainSettings(steps=30, lr=0.05, device="cpu", log_every=30, evaluate_every=10)
 SHORT = replace(SETTINGS, steps=12, evaluate_every=6)
 RIGHT = Constraints.sample(LABELS, 300, seed=0)
@@ -334,7 +334,7 @@ def test_the_network_repeats_a_head_that_answers_have_taught(
 ) -> None:
     """Answers alone give the labels; pairs at random stay beside them in every step."""
     terms: list[set[str]] = []
-    fit = SELF_LABEL.fit
+    fit = SCAN.fit
 
     def spy(model: Any, next_batch: Any, loss: Any, *rest: Any) -> Any:
         terms.append(set(loss(model, next_batch(0))))
@@ -342,7 +342,7 @@ def test_the_network_repeats_a_head_that_answers_have_taught(
             raise StopIteration  # the rest is known
         return fit(model, next_batch, loss, *rest)
 
-    monkeypatch.setattr(SELF_LABEL, "fit", spy)
+    monkeypatch.setattr(SCAN, "fit", spy)
     before = acc(fresh, pictures)
     monkeypatch.setattr(safe_recipe, "LEAST_GAIN", -1.0)  # the head is right everywhere: the network gains nothing
     with monkeypatch.context() as only:
@@ -443,7 +443,7 @@ def test_a_network_that_repeats_the_start_is_kept_only_if_held_out_answers_favou
 def test_a_network_that_forgets_its_head_is_not_kept(
     pictures: ImageSet, fresh: ClusterModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SELF_LABEL, "NEIGHBOUR_LABEL_SETTINGS", replace(SETTINGS, lr=30.0))
+    monkeypatch.setattr(SCAN, "NEIGHBOUR_LABEL_SETTINGS", replace(SETTINGS, lr=30.0))
     log = train(fresh, pictures, known_images(60), "constraintmatch", views=UPRIGHT).log
     assert log[-1]["kept"] == "the head alone" or log[-1]["kept_step"] == 0
 

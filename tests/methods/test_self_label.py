@@ -12,7 +12,7 @@ from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, cluster_sizes, predict
 from constraintmatch.methods import METHODS, ViewChoice
 from constraintmatch.methods.preparation import quality_judge
-from constraintmatch.methods.self_label import TaughtBatch, reliable_labels
+from constraintmatch.methods.scan import TaughtBatch, reliable_labels
 from constraintmatch.models.cluster_model import ClusterModel, build_model
 from constraintmatch.training.loop import TrainSettings
 
@@ -63,7 +63,7 @@ def test_a_large_cluster_gives_no_more_than_its_even_part_and_a_small_one_someth
 
 
 def test_a_step_teaches_every_cluster_as_often(started: ClusterModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, images = importlib.import_module("constraintmatch.methods.self_label"), stripes()
+    module, images = importlib.import_module("constraintmatch.methods.scan"), stripes()
     seen: list[TaughtBatch] = []
 
     def watch(_model: object, next_batch: object, *_: object, **__: object) -> list[object]:

@@ -144,7 +144,7 @@ def test_self_labelling_averages_its_weights_over_the_last_tenth(
         seen.append(given[3])
         return []
 
-    monkeypatch.setattr(sys.modules["constraintmatch.methods.self_label"], "fit", watched)
+    monkeypatch.setattr(sys.modules["constraintmatch.methods.scan"], "fit", watched)
     for epochs, ema in ((20, None), (20, 0.5), (1, None)):
         settings = TrainSettings(device="cpu", ema=ema)
         METHODS["self_label"](

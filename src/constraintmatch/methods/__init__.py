@@ -13,8 +13,7 @@ from constraintmatch.methods.constraintmatch import (
 from constraintmatch.methods.preparation import Context, Trained, ViewChoice
 from constraintmatch.methods.pretext import byol, propos, simclr
 from constraintmatch.methods.propagate import propagate
-from constraintmatch.methods.scan import linear_scan, scan
-from constraintmatch.methods.self_label import neighbour_label, self_label
+from constraintmatch.methods.scan import linear_scan, neighbour_label, scan, self_label
 
 __all__ = ["METHODS", "Context", "Trained", "ViewChoice"]
 

@@ -6,29 +6,19 @@ Their cluster heads are linear, on the features: a model has no other. The publi
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from constraintmatch._internal.errors import InputError
 from constraintmatch.data.image_set import ImageSet
-from constraintmatch.methods.preparation import (
-    Bench,
-    Context,
-    Trained,
-    ViewChoice,
-    by_epochs,
-    check_clusters,
-    check_least,
-    evaluate_now,
-    prepare,
-)
-from constraintmatch.methods.pretext import PROJECTION, Projector, follow
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice, check_clusters, evaluate_now, prepare
+from constraintmatch.methods.pretext import PROJECTION, Projector, check_batches, follow
 from constraintmatch.models.cluster_model import ClusterModel, with_clusters
-from constraintmatch.training.batches import Shuffled, derive_seed
-from constraintmatch.training.loop import Surroundings, TrainSettings, fit
+from constraintmatch.training.batches import derive_seed
+from constraintmatch.training.loop import TrainSettings, fit
 from constraintmatch.training.losses import (
     cluster_contrast,
     expert_scores,
@@ -39,9 +29,8 @@ from constraintmatch.training.losses import (
 )
 from constraintmatch.training.ranks import gather, mine
 
-CC_SETTINGS = TrainSettings(optimizer="adam", lr=3e-4, weight_decay=0.0, schedule="constant")
+CC_SETTINGS = TrainSettings(optimizer="adam", lr=3e-4, weight_decay=0.0, schedule="constant")  # and of TCC
 PICA_SETTINGS = TrainSettings(optimizer="adam", lr=1e-4, weight_decay=0.0, schedule="constant")
-TCC_SETTINGS = TrainSettings(optimizer="adam", lr=3e-4, weight_decay=0.0, schedule="constant")  # as CC
 MICE_SETTINGS = TrainSettings(lr=1.0, weight_decay=5e-4, schedule="cosine")
 TEMPERATURE = 0.5  # of the contrast between images in CC and TCC; between clusters it is 1, and in MiCE
 MOMENTUM = 0.999  # of the copy of the network that MiCE's experts find views in
@@ -149,7 +138,7 @@ def tcc(
     n_clusters: int,
     epochs: int = 1_000,
     images_per_step: int = 256,
-    settings: TrainSettings = TCC_SETTINGS,
+    settings: TrainSettings = CC_SETTINGS,
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
     context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
@@ -217,10 +206,8 @@ class Experts(nn.Module):
         scores = expert_scores(opened, online, target, self.prototypes.clone(), 1.0)
         with torch.no_grad():
             weight = scores.softmax(-1)
-            means = torch.einsum("il,ild->ld", weight, F.normalize(target, dim=-1)) / weight.sum(0)[:, None].clamp(
-                min=1e-12
-            )
-            self.prototypes.lerp_(means, 1 - KEPT)
+            sums = torch.einsum("il,ild->ld", weight, F.normalize(target, dim=-1))
+            self.prototypes.lerp_(sums / weight.sum(0)[:, None].clamp(min=1e-12), 1 - KEPT)
             self.middle.copy_(logits.mean(0))
         return scores, opened
 
@@ -269,9 +256,7 @@ def mice(
 def place_head(title: str, model: ClusterModel, n_clusters: int, plan: Plan) -> ClusterModel:
     """The model's backbone under a fresh cluster head; an InputError where a system cannot begin."""
     check_clusters(n_clusters, plan.images)
-    if len(plan.images) < 4:
-        raise InputError(f"{title} compares images with their batch and needs at least 4; there are {len(plan.images)}")
-    check_least(title, epochs=(plan.epochs, 1), images_per_step=(plan.images_per_step, 4))
+    check_batches(title, plan.images, plan.epochs, plan.images_per_step)
     return with_clusters(model, n_clusters, seed=derive_seed(plan.settings.seed, "head"))
 
 
@@ -289,37 +274,28 @@ def learn(
 
     With a `noise` the module also gets this many of Gumbel's numbers for each view.
     """
-    images, settings, context = plan.images, plan.settings, plan.context
-    bench = prepare(trained, images, settings)
-    rows = Shuffled(len(images), plan.images_per_step, derive_seed(settings.seed, "images"), bench.device)
-    next_batch = _batches(bench, rows, plan, noise)
-
-    def loss(network: Callable[..., Tensor], batch: TwinBatch) -> dict[str, Tensor]:
-        before()
-        *views, drawn = batch
-        both = network(torch.cat(views)) if drawn is None else network(torch.cat(views), drawn)
-        first, second = gather(both, rows.batch, rows.batch).chunk(2)
-        return terms(first, second)
-
-    around = Surroundings(
-        title=title, evaluate=lambda: evaluate_now(trained, images, context), **bench.surroundings(context)
-    )
-    return Trained(trained, fit(module, next_batch, loss, by_epochs(settings, plan.epochs, rows), around))
-
-
-def _batches(bench: Bench, rows: Shuffled, plan: Plan, noise: int) -> Callable[[int], TwinBatch]:
-    view, draw, n = plan.views.contrastive(plan.images), torch.Generator(bench.device), rows.batch
+    images, context = plan.images, plan.context
+    bench = prepare(trained, images, plan.settings)
+    rows, settings = bench.draw_epochs(plan.settings, plan.epochs, plan.images_per_step)
+    view, draw, n = plan.views.contrastive(images), torch.Generator(bench.device), rows.batch
 
     def next_batch(step: int) -> TwinBatch:
-        pixels = bench.store.take(mine(rows(step)))
-        first, second = (bench.maker(view, pixels, step, name, n) for name in ("first", "second"))
+        first, second = bench.two_views(view, rows(step), step)
         if not noise:
             return first, second, None
         draw.manual_seed(derive_seed(bench.seed, "noise", step))
         waits = torch.empty(2 * n, noise, device=bench.device).exponential_(generator=draw)
         return first, second, mine(-waits.clamp(min=TINY).log(), n, n)
 
-    return next_batch
+    def loss(network: Callable[..., Tensor], batch: TwinBatch) -> dict[str, Tensor]:
+        before()
+        *views, drawn = batch
+        both = network(torch.cat(views)) if drawn is None else network(torch.cat(views), drawn)
+        first, second = gather(both, n, n).chunk(2)
+        return terms(first, second)
+
+    around = bench.surroundings(title, context, evaluate=partial(evaluate_now, trained, images, context))
+    return Trained(trained, fit(module, next_batch, loss, settings, around))
 
 
 def _split(rows: Tensor, *widths: int) -> list[Tensor]:

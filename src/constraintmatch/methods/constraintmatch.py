@@ -14,8 +14,7 @@ from constraintmatch.methods.pair_training import PairTask, check_error_rate, ch
 from constraintmatch.methods.preparation import Context, Trained, ViewChoice, check_shares, evaluate_now, prepare
 from constraintmatch.methods.safe_recipe import train_pairs
 from constraintmatch.models.cluster_model import ClusterModel
-from constraintmatch.training.batches import Shuffled, derive_seed
-from constraintmatch.training.loop import Surroundings, TrainSettings, fit
+from constraintmatch.training.loop import TrainSettings, fit
 from constraintmatch.training.losses import all_pairs_loss, hard_links, pseudo_label_loss, soft_links
 from constraintmatch.training.ranks import gather, mine
 
@@ -187,13 +186,12 @@ def _learn_labels(
     if images.labels is None:
         raise InputError(f"{title} needs the label of every image and the set has none; use class folders")
     bench = prepare(model, images, settings)
-    rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
+    rows = bench.draw_rows(images_per_step)
     labels, view = torch.from_numpy(images.labels.copy()).to(bench.device), views.pair(images)
 
     def next_batch(step: int) -> Labelled:
         chosen = rows(step)
         return bench.maker(view, bench.store.take(mine(chosen)), step, "images", len(chosen)), labels[chosen]
 
-    evaluate = partial(evaluate_now, model, images, context)
-    around = Surroundings(title=title, evaluate=evaluate, **bench.surroundings(context))
+    around = bench.surroundings(title, context, evaluate=partial(evaluate_now, model, images, context))
     return Trained(model, fit(model, next_batch, loss, settings, around))

@@ -66,14 +66,12 @@ def best_linear_head(
     steps = steps or min(1_500, max(300, 30 * len(features) // BATCH))  # about 30 passes over the images
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(n_heads, features.shape[1], n_clusters, generator=generator).to(features.device)
-    bias = torch.zeros(n_heads, 1, n_clusters, device=features.device)
+    bias = torch.zeros(n_heads, 1, n_clusters, device=features.device).requires_grad_()
     weight.requires_grad_()
-    bias.requires_grad_()
     rate = LARGEST_RATE * features.shape[1] ** 0.5
     optimizer = torch.optim.Adam([weight, bias], lr=rate)
     for step in range(steps):
-        for group in optimizer.param_groups:  # to a twentieth: the last steps only settle
-            group["lr"] = rate * (1 - 0.95 * step / steps)
+        optimizer.param_groups[0]["lr"] = rate * (1 - 0.95 * step / steps)  # to a twentieth: the last steps only settle
         rows = torch.randint(len(features), (min(BATCH, len(features)),), generator=generator).to(features.device)
         pick = torch.randint(near.shape[1], (len(rows), 1), generator=generator).to(features.device)
         partners = near[rows].gather(1, pick).squeeze(1)
@@ -240,16 +238,14 @@ def detach_head(model: ClusterModel, seen: ImageSet) -> ClusterModel:
 
 def attach_head(model: ClusterModel, alone: ClusterModel) -> ClusterModel:
     """A copy of the model with the head that `detach_head` gave and that was trained since."""
-    placed = with_clusters(model, 0) if alone.head is None else with_head(model, *_on_features(alone))
+    if alone.head is None:
+        placed = with_clusters(model, 0)
+    else:
+        weight = alone.head.weight.detach() / alone.config.std[0]
+        bias = alone.head.bias.detach() - weight @ torch.tensor(alone.config.mean, device=alone.device)
+        placed = with_head(model, weight, bias)
     placed.config = replace(placed.config, trained=(*model.config.trained, *alone.config.trained))
     return placed
-
-
-def _on_features(alone: ClusterModel) -> tuple[Tensor, Tensor]:
-    """Weight and bias of a detached head for the unscaled features of the backbone."""
-    assert alone.head is not None
-    weight = alone.head.weight.detach() / alone.config.std[0]
-    return weight, alone.head.bias.detach() - weight @ torch.tensor(alone.config.mean, device=alone.device)
 
 
 def bound_sizes(
@@ -277,13 +273,10 @@ def size_bounds(sizes: NDArray[np.float32], n_images: int, n_clusters: int) -> N
         raise InputError(f"{len(sizes):,} lines of sizes for {n_clusters:,} clusters", fix=fix)
     every = np.broadcast_to(np.where(sizes <= 1, sizes * n_images, sizes), (n_clusters, 2)).astype(float)
     least, most = np.floor(every[:, 0] + 1e-3), np.minimum(np.ceil(every[:, 1] - 1e-3), n_images)
-    for side, total, odd in (
-        ("least", least.sum(), least.sum() > n_images),
-        ("most", most.sum(), most.sum() < n_images),
-    ):
-        if odd:
-            problem = f"the {side} sizes of {n_clusters:,} clusters add up to {total:,.0f} images, the set has"
-            raise InputError(f"{problem} {n_images:,}", fix=f"change {side}")
+    if least.sum() > n_images or most.sum() < n_images:
+        side, total = ("least", least.sum()) if least.sum() > n_images else ("most", most.sum())
+        problem = f"the {side} sizes of {n_clusters:,} clusters add up to {total:,.0f} images, the set has {n_images:,}"
+        raise InputError(problem, fix=f"change {side}")
     return np.stack([least, np.maximum(least, most)], axis=1).astype(np.int64)
 
 

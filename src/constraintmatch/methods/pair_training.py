@@ -3,7 +3,6 @@
 The paper's ablation is that term: none (constrained), pseudo-labels, or pseudo-constraints.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +24,7 @@ from constraintmatch.methods.preparation import (
     Context,
     ViewChoice,
     check_images,
+    check_not_negative,
     check_shares,
     evaluate_now,
     prepare,
@@ -33,8 +33,8 @@ from constraintmatch.methods.preparation import (
 from constraintmatch.models.backbones import frozen_statistics, passes
 from constraintmatch.models.cluster_model import ClusterModel, with_clusters
 from constraintmatch.training import losses, ranks
-from constraintmatch.training.batches import PairBatch, Shuffled, Views, derive_seed, pair_batches
-from constraintmatch.training.loop import Surroundings, TrainSettings, choose_device, fit
+from constraintmatch.training.batches import PairBatch, Views, derive_seed, pair_batches
+from constraintmatch.training.loop import TrainSettings, choose_device, fit
 
 MERGED = "merged.json"  # in a run folder: the number of clusters after a merge
 LOST = 0.25  # a cluster with less than this share of its images counts as lost
@@ -90,8 +90,7 @@ def choose_selection(by: str, max_entropy: float, min_confidence: float) -> Call
 def check_task(task: PairTask, model: ClusterModel, images: ImageSet) -> None:
     """An InputError if the task has a bad value, or does not fit the model and the images."""
     constraints = task.constraints
-    if task.head_steps < 0:
-        raise InputError(f"head_steps is {task.head_steps}; it must be 0 or more")
+    check_not_negative(head_steps=task.head_steps)
     weights = constraints.weight, constraints.triplets.weight
     if not any(map(len, weights)):
         raise InputError(f"{task.title} needs constraints and there are none; sample or answer some pairs first")
@@ -99,8 +98,7 @@ def check_task(task: PairTask, model: ClusterModel, images: ImageSet) -> None:
         raise InputError(f"{task.title}: every constraint has the weight 0; give some of them a weight above 0")
     if constraints.n_images != len(images):
         raise InputError(f"the constraints are over {constraints.n_images:,} images, the set has {len(images):,}")
-    if not 0 <= task.pseudo_weight < math.inf:
-        raise InputError(f"pseudo_weight is {task.pseudo_weight}; it must be 0 or more")
+    check_not_negative(pseudo_weight=task.pseudo_weight)
     if not 0 <= task.warm_up <= 1:
         raise InputError(f"warm_up is {task.warm_up}; it is a share of the steps, in [0, 1]")
     check_shares(flip_fraction=task.flip_fraction)
@@ -131,8 +129,8 @@ def begin(
     if task.head_steps:
         alone = replace(task, title=f"{task.title}, head alone")
         around = Context(reporter=context.reporter, stop=context.stop)
-        plain: dict[str, Any] = {"compile": False, "cuda_graph": False, "bf16": False}  # no gain for a small head
-        short = replace(settings, steps=task.head_steps, lr=HEAD_RATE, **plain)
+        short = replace(settings, steps=task.head_steps, lr=HEAD_RATE)
+        short = replace(short, compile=False, cuda_graph=False, bf16=False)  # no gain for a small head
         seen = embed_images(model, images, device=device)
         head = detach_head(model, seen)
         build_training(head, seen, alone, short, ViewChoice(), around)()
@@ -178,12 +176,12 @@ def build_training(
         _build_batches(bench, images, task, views, settings.steps, model.config.n_clusters, held=guard is not None),
         loss,
         settings,
-        Surroundings(
-            title=task.title,
+        bench.surroundings(
+            task.title,
+            context,
             measure=None if task.loss is None else partial(_measure, model, images, task),
             evaluate=lambda: {**evaluate_now(model, images, context), **judge_step(model, images, guard)},
             keep_best="held_out" if guard else None,
-            **bench.surroundings(context),
         ),
     )
 
@@ -244,7 +242,7 @@ def _build_batches(
     if task.loss is None and not held:
         return lambda step: SemiBatch(pairs(step), None, None, None)
     n = HELD_PER_PAIR * task.pairs_per_step if task.loss is None else task.images_per_step
-    free = Shuffled(len(images), n, derive_seed(bench.seed, "unconstrained"), bench.device)
+    free = bench.draw_rows(n, "unconstrained")
     rising = task.warm_up * steps
 
     def next_batch(step: int) -> SemiBatch:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Reporter
@@ -27,7 +28,8 @@ from constraintmatch.evaluation.metrics import (
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training import views
 from constraintmatch.training.batches import ImageStore, Shuffled, ViewMaker, derive_seed, view_maker
-from constraintmatch.training.loop import TrainSettings, choose_device
+from constraintmatch.training.loop import Surroundings, TrainSettings, choose_device
+from constraintmatch.training.ranks import mine
 from constraintmatch.training.run_folder import RunFolder
 from constraintmatch.training.views import View
 
@@ -114,10 +116,33 @@ class Bench:
     seed: int
     compile: bool
 
-    def surroundings(self, context: Context) -> dict[str, Any]:
-        """The surroundings of `fit` that do not depend on the method."""
-        watch = {"run": context.run, "reporter": context.reporter, "stop": context.stop}
-        return {**watch, "prefetch": not self.store.resident}
+    def surroundings(self, title: str, context: Context, **judges: Any) -> Surroundings[Any]:
+        """What is around a training with this title; what judges it is the method's own."""
+        watch: dict[str, Any] = {"run": context.run, "reporter": context.reporter, "stop": context.stop}
+        return Surroundings(title, **watch, prefetch=not self.store.resident, **judges)
+
+    def draw_rows(self, n: int, stream: str = "images") -> Shuffled:
+        """The rows of n images for each step."""
+        return Shuffled(len(self.store.images), n, derive_seed(self.seed, stream), self.device)
+
+    def draw_epochs(
+        self, settings: TrainSettings, epochs: int, n: int, *, averaged: float = 0.0
+    ) -> tuple[Shuffled, TrainSettings]:
+        """The rows of n images for each step, and the settings with the steps of these epochs.
+
+        They have ten evaluations, and an average of weights over the share `averaged`, if they name no others.
+        """
+        rows, ema = self.draw_rows(n), settings.ema
+        steps = epochs * rows.steps_per_epoch
+        if ema is None and averaged * steps > 1:
+            ema = 1 - 1 / (averaged * steps)
+        every = settings.evaluate_every or max(1, steps // 10)
+        return rows, replace(settings, steps=steps, evaluate_every=every, ema=ema)
+
+    def two_views(self, view: View, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """This rank's share of two views of the images of these rows."""
+        pixels, n = self.store.take(mine(rows)), len(rows)
+        return self.maker(view, pixels, step, "first", n), self.maker(view, pixels, step, "second", n)
 
     def speed_up(self, function: Function) -> Function:
         """The function, compiled where the network is: else an all-pairs loss makes a dozen passes over (n, n)."""
@@ -137,14 +162,6 @@ def keep_model(model: ClusterModel, why: str, context: Context) -> Trained:
     """The model without a training, and a log that says why."""
     context.reporter.say(why)
     return Trained(model, [{"step": 0, "kind": "evaluation", "warnings": [why], "seconds": 0.0}])
-
-
-def by_epochs(settings: TrainSettings, epochs: int, rows: Shuffled, *, averaged: float = 0.0) -> TrainSettings:
-    """The settings with the steps of these epochs; ten evaluations and an average of weights if they name no others."""
-    steps, ema = epochs * rows.steps_per_epoch, settings.ema
-    if ema is None and averaged * steps > 1:
-        ema = 1 - 1 / (averaged * steps)
-    return replace(settings, steps=steps, evaluate_every=settings.evaluate_every or max(1, steps // 10), ema=ema)
 
 
 def check_clusters(n_clusters: int, images: ImageSet) -> None:
@@ -167,6 +184,13 @@ def check_positive(**values: float) -> None:
     for name, value in values.items():
         if not 0 < value < math.inf:
             raise InputError(f"{name} is {value}; it must be a positive number")
+
+
+def check_not_negative(**values: float) -> None:
+    """An InputError if a number is negative, or not finite."""
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise InputError(f"{name} is {value}; it must be 0 or more")
 
 
 def check_least(title: str, **least: tuple[float, float]) -> None:
@@ -214,9 +238,9 @@ def quality_judge(images: ImageSet, device: torch.device) -> Callable[[ClusterMo
 
 
 def keep_quality(
-    model: ClusterModel, images: ImageSet, bench: Bench, context: Context, tolerance: float
-) -> dict[str, Any]:
-    """The surroundings of `fit` that evaluate the model and keep its weights by `cluster_quality`.
+    title: str, model: ClusterModel, images: ImageSet, bench: Bench, context: Context, tolerance: float
+) -> Surroundings[Any]:
+    """What is around a training that keeps its weights by `cluster_quality`.
 
     It keeps the last evaluation whose quality is below the best by at most `tolerance`: a collapse costs more, and
     within it longer training is better.
@@ -226,7 +250,7 @@ def keep_quality(
     def evaluate() -> Mapping[str, Any]:
         return {**evaluate_now(model, images, context), "quality": quality(model)}
 
-    return {"evaluate": evaluate, "keep_best": "quality", "tolerance": tolerance, **bench.surroundings(context)}
+    return bench.surroundings(title, context, evaluate=evaluate, keep_best="quality", tolerance=tolerance)
 
 
 def spread(n_images: int, most: int) -> NDArray[np.int64]:

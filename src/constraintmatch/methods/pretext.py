@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,15 @@ from constraintmatch.methods.preparation import (
     ViewChoice,
     check_clusters,
     check_least,
+    check_not_negative,
     check_positive,
     check_shares,
     prepare,
 )
 from constraintmatch.methods.prototypes import spherical_k_means
 from constraintmatch.models.cluster_model import ClusterModel, with_projection
-from constraintmatch.training.batches import Shuffled, Views, derive_seed
-from constraintmatch.training.loop import Surroundings, TrainSettings, fit
+from constraintmatch.training.batches import Shuffled, derive_seed
+from constraintmatch.training.loop import TrainSettings, fit
 from constraintmatch.training.losses import cosine_loss, nt_xent, prototype_loss
 from constraintmatch.training.ranks import deviation, gather, mine
 from constraintmatch.training.views import View
@@ -42,7 +43,6 @@ SIMCLR_SETTINGS = TrainSettings(lr=0.4, weight_decay=1e-4, schedule="cosine")
 # fast. Under BatchNorm and a cosine, weights turn as far as rate · decay · steps: half the epochs, twice the rate.
 # With 256 images a step it beats SimCLR in less time (results/pretext); public benchmarks have it better than with 512.
 BYOL_SETTINGS = TrainSettings(lr=0.2, weight_decay=5e-4, schedule="cosine-warm")
-PROPOS_SETTINGS = TrainSettings(lr=0.2, weight_decay=5e-4, schedule="cosine-warm")  # as BYOL
 EVERY = 5  # epochs between two clusterings of ProPos: each epoch, as published, costs a pass over the images
 SEEN = 1_000  # images in a batch of that pass
 PROJECTION = 128  # the width of SimCLR's projection head
@@ -81,25 +81,28 @@ def simclr(
     check_least("simclr", epochs=(epochs, 1), images_per_step=(images_per_step, 2))
     check_positive(temperature=temperature)
     bench = prepare(model, images, settings, need_clusters=False)
-    rows = Shuffled(len(images), images_per_step, derive_seed(settings.seed, "images"), bench.device)
+    rows = bench.draw_rows(images_per_step)
     settings = replace(settings, steps=epochs * rows.steps_per_epoch, lr=settings.lr * rows.batch / 512)
     trained = with_projection(model, PROJECTION, seed=derive_seed(settings.seed, "projection"))
     view = views.contrastive(images)
 
-    def next_batch(step: int) -> Views:
-        chosen = rows(step)
-        pixels = bench.store.take(mine(chosen))
-        first, second = (bench.maker(view, pixels, step, name, rows.batch) for name in ("first", "second"))
-        return Views(first, second, chosen)
+    def next_batch(step: int) -> tuple[Tensor, Tensor]:
+        return bench.two_views(view, rows(step), step)
 
-    def loss(network: Callable[..., Tensor], batch: Views) -> dict[str, Tensor]:
-        both = network(torch.cat((batch.weak, batch.strong)))
+    def loss(network: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        both = network(torch.cat(batch))
         first, second = gather(both, rows.batch, rows.batch).chunk(2)
         return {"contrast": nt_xent(first, second, temperature=temperature)}
 
-    around = Surroundings(title="simclr", **bench.surroundings(context))
-    log = fit(Projector(trained), next_batch, loss, settings, around)
-    return Trained(trained, log)
+    around = bench.surroundings("simclr", context)
+    return Trained(trained, fit(Projector(trained), next_batch, loss, settings, around))
+
+
+def check_batches(title: str, images: ImageSet, epochs: int, images_per_step: int) -> None:
+    """An InputError without epochs, or with fewer than four images in all or in a step: BatchNorm is of no use then."""
+    if len(images) < 4:
+        raise InputError(f"{title} compares images with their batch and needs at least 4; there are {len(images)}")
+    check_least(title, epochs=(epochs, 1), images_per_step=(images_per_step, 4))
 
 
 @dataclass(frozen=True)
@@ -158,10 +161,6 @@ class OnlineAndTarget(nn.Module):
         self.online = Projector(model, _perceptron(model.width, hidden, projection))
         self.predictor = _perceptron(projection, hidden, projection)
         self.target = copy.deepcopy(self.online).requires_grad_(False)
-
-    def follow(self, share: Tensor) -> None:
-        """Move the target's weights this share () of the way to the online ones."""
-        follow(self.target, self.online, share)
 
     def hurry_predictor(self, times: float, weight_decay: float) -> None:
         """Let SGD move the predictor's weights as if their learning rate were this many times higher.
@@ -237,7 +236,7 @@ def propos(
     projection: int = 256,
     target_momentum: float = 0.99,
     predictor_rate: float = 10.0,
-    settings: TrainSettings = PROPOS_SETTINGS,
+    settings: TrainSettings = BYOL_SETTINGS,
     views: ViewChoice = ViewChoice(),  # noqa: B008 (frozen)
     context: Context = Context(),  # noqa: B008 (frozen)
 ) -> Trained:
@@ -250,9 +249,7 @@ def propos(
     """
     check_clusters(n_clusters, images)
     check_shares(warm_up=warm_up)
-    for name, value in {"prototype_weight": prototype_weight, "noise": noise}.items():
-        if not 0 <= value < float("inf"):
-            raise InputError(f"{name} is {value}; it must be 0 or more")
+    check_not_negative(prototype_weight=prototype_weight, noise=noise)
     check_positive(temperature=temperature)
     as_byol = (epochs, images_per_step, hidden, projection, target_momentum, predictor_rate)
     how = Follow(*as_byol, n_clusters, prototype_weight, temperature, noise, warm_up)
@@ -269,9 +266,7 @@ def bootstrap(
     context: Context,
 ) -> Trained:
     """BYOL, with what ProPos adds if there are clusters."""
-    if len(images) < 4:
-        raise InputError(f"{title} compares images with their batch and needs at least 4; there are {len(images)}")
-    check_least(title, epochs=(how.epochs, 1), images_per_step=(how.images_per_step, 4))  # BatchNorm over fewer: no use
+    check_batches(title, images, how.epochs, how.images_per_step)
     check_least(title, hidden=(how.hidden, 1), projection=(how.projection, 2))  # of one number only the sign is left
     check_shares(target_momentum=how.target_momentum)
     check_positive(predictor_rate=how.predictor_rate)
@@ -279,7 +274,7 @@ def bootstrap(
         problem = f"predictor_rate is {how.predictor_rate} and needs the optimizer sgd"
         raise InputError(problem, fix=f"set it to 1 for {settings.optimizer}")
     bench = prepare(model, images, settings, need_clusters=False)
-    rows = Shuffled(len(images), how.images_per_step, derive_seed(settings.seed, "images"), bench.device)
+    rows = bench.draw_rows(how.images_per_step)
     settings = replace(settings, steps=how.epochs * rows.steps_per_epoch, lr=settings.lr * rows.batch / 512)
     trained = with_projection(model, 0)
     with torch.random.fork_rng(devices=[]):  # layers draw from the global generator; no other draw may change
@@ -290,7 +285,9 @@ def bootstrap(
     next_batch = _build_batches(bench, rows, views.contrastive(images), how, settings.steps)
 
     def loss(network: Callable[..., Tensor], batch: TargetBatch) -> dict[str, Tensor]:
-        both.follow(batch.share)  # with the weights of the step before; part of the step, not of the network
+        follow(
+            both.target, both.online, batch.share
+        )  # with the weights of the step before; part of the step, not of the network
         found = network(torch.cat((batch.first, batch.second)), batch.noise).unbind()
         prediction, online, target = (gather(part, rows.batch, rows.batch) for part in found)
         partner = target.detach().roll(rows.batch, 0)  # first views with second ones, and back
@@ -304,12 +301,12 @@ def bootstrap(
             terms["prototypes"] = batch.ramp * (apart[0] + apart[1]) / 2
         return terms
 
-    more: dict[str, Any] = {}
+    regroup = None
     if how.n_clusters:
         settings = replace(settings, evaluate_every=EVERY * rows.steps_per_epoch)
-        more = {"evaluate": partial(_regroup, both, bench, how.n_clusters)}
-    log = fit(both, next_batch, loss, settings, Surroundings(title=title, **more, **bench.surroundings(context)))
-    return Trained(trained, log)
+        regroup = partial(_regroup, both, bench, how.n_clusters)
+    around = bench.surroundings(title, context, evaluate=regroup)
+    return Trained(trained, fit(both, next_batch, loss, settings, around))
 
 
 def _build_batches(bench: Bench, rows: Shuffled, view: View, how: Follow, steps: int) -> Callable[[int], TargetBatch]:
@@ -320,12 +317,12 @@ def _build_batches(bench: Bench, rows: Shuffled, view: View, how: Follow, steps:
 
     def next_batch(step: int) -> TargetBatch:
         chosen, progress = rows(step), step / steps
-        pixels, n = bench.store.take(mine(chosen)), len(chosen)
-        first, second = (bench.maker(view, pixels, step, name, n) for name in ("first", "second"))
+        first, second = bench.two_views(view, chosen, step)
         share = fill(1 - momentum_at(progress, how.target_momentum))
         if not how.n_clusters:
             return TargetBatch(first, second, share)
         draw.manual_seed(derive_seed(bench.seed, "noise", step))
+        n = len(chosen)
         noise = mine(how.noise * torch.randn(2 * n, how.projection, generator=draw, device=bench.device), n, n)
         ramp = fill(how.prototype_weight if progress >= how.warm_up else 0.0)
         return TargetBatch(first, second, share, chosen, noise, ramp)

@@ -39,7 +39,7 @@ from constraintmatch.methods.pair_training import PairTask, begin, build_trainin
 from constraintmatch.methods.preparation import Context, Trained, ViewChoice, find_neighbours, spread
 from constraintmatch.methods.propagate import Frozen, answers_lead, choose_rows, teach_groups
 from constraintmatch.methods.prototypes import Prototypes
-from constraintmatch.methods.self_label import reliable_labels, repeat_labels, repeats_well
+from constraintmatch.methods.scan import reliable_labels, repeat_labels, repeats_well
 from constraintmatch.models.cluster_model import ClusterModel, with_head
 from constraintmatch.training.batches import derive_seed
 from constraintmatch.training.loop import TrainSettings, choose_device

@@ -10,7 +10,8 @@ from sklearn.metrics import adjusted_rand_score
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.methods.others import OTHERS, Setup, parts
+from constraintmatch.methods.others import OTHERS, Setup, classical, parts
+from constraintmatch.methods.others.classical import carry_pairs, neighbour_affinity, project_to_simplex
 from constraintmatch.methods.others.networks import (
     MARGIN,
     SURE,
@@ -29,7 +30,6 @@ from constraintmatch.methods.others.networks import (
     triplet_loss,
 )
 from constraintmatch.methods.others.parts import place_around, place_by_neighbours
-from constraintmatch.methods.others.pcog import carry_pairs, neighbour_affinity, project_to_simplex
 
 CLASSICAL = ("pck_means", "mpck_means", "cop_k_means")
 LABELLED = ("label_spreading", "logistic_regression")
@@ -93,7 +93,7 @@ def test_a_system_that_needs_labels_says_so(name: str) -> None:
 
 
 def test_a_graph_of_too_many_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module(OTHERS["pcog"].__module__), "MOST", 100)
+    monkeypatch.setitem(classical.MOST, "pcog", 100)
     with pytest.raises(InputError, match="too many rows: 120, and a graph of all pairs takes 100"):
         OTHERS["pcog"](setup_of()[0])
 

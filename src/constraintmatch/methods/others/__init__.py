@@ -13,10 +13,10 @@ from constraintmatch.methods.others.classical import (
     logistic_regression,
     mpck_means,
     pck_means,
+    pcog,
 )
 from constraintmatch.methods.others.networks import clusternet, cpac, framework, s3c2, spherepair, volmax
 from constraintmatch.methods.others.parts import Predict, Setup
-from constraintmatch.methods.others.pcog import pcog
 
 __all__ = ["OTHERS", "Predict", "Setup"]
 

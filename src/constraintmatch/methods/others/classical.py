@@ -1,4 +1,4 @@
-"""Other systems without a network of their own: k-means and its constrained kin, and what a few labels give.
+"""Other systems without a network: k-means and its constrained kin, PCOG, and what a few labels give.
 
 Constrained k-means comes from a package that users can install (the extra `classical`).
 """
@@ -8,16 +8,24 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from scipy.sparse import csr_array, diags_array, eye_array
+from scipy.sparse.csgraph import connected_components
+from scipy.sparse.linalg import eigsh
 
 from constraintmatch._internal.errors import InputError
+from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.methods.others.parts import Floats, Predict, Rows, Setup, place_around, place_by_neighbours
 from constraintmatch.methods.others.parts import k_means as fit_centres
 
-MOST = {"PCKMeans": 20_000, "COPKMeans": 20_000, "MPCKMeans": 1_000}  # rows, which it compares one by one, or all pairs
+Matrix = NDArray[np.float64]
+# rows: some compare them one by one, others form the distances of all pairs
+MOST = {"PCKMeans": 20_000, "COPKMeans": 20_000, "MPCKMeans": 1_000, "LabelSpreading": 20_000, "pcog": 5_000}
 TURNS = 20
 FEWER = 16  # principal components for MPCKMeans, which forms a matrix of the features for every row
-NEAR = 10  # neighbours
-SPREAD_OVER = 20_000  # rows: the distances of all of them are formed
+SPREAD_NEAR, PCOG_NEAR = 10, 15  # neighbours
+REACH = 0.9  # how far PCOG carries pairs along the graph
+NONE = 1e-6  # an eigenvalue below it is zero
 
 
 def k_means(setup: Setup) -> Predict:
@@ -51,8 +59,7 @@ def _fit(name: str, setup: Setup, width: int | None = None) -> Predict:
             from active_semi_clustering.semi_supervised import pairwise_constraints as programs
     except ImportError:
         raise InputError("not installed: pip install 'constraintmatch[classical]'") from None
-    if len(setup.inputs) > MOST[name]:
-        raise InputError(f"too many rows: {len(setup.inputs):,}, and it takes {MOST[name]:,}")
+    _check_rows(setup, MOST[name])
     pairs = setup.constraints.resolve("drop")
     kinds = (pairs.link == 1, pairs.link == 0)
     ends = [list(zip(pairs.left[of].tolist(), pairs.right[of].tolist(), strict=True)) for of in kinds]
@@ -86,11 +93,10 @@ def label_spreading(setup: Setup) -> Predict:
     from sklearn.semi_supervised import LabelSpreading
 
     known = _known(setup.labels)
-    if len(setup.inputs) > SPREAD_OVER:
-        raise InputError(f"too many rows: {len(setup.inputs):,}, and it takes {SPREAD_OVER:,}")
+    _check_rows(setup, MOST["LabelSpreading"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of rows that no label reaches
-        fitted = LabelSpreading(kernel="knn", n_neighbors=NEAR).fit(setup.inputs.numpy(), known)
+        fitted = LabelSpreading(kernel="knn", n_neighbors=SPREAD_NEAR).fit(setup.inputs.numpy(), known)
 
     def predict(rows: Floats) -> Floats:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
@@ -104,3 +110,91 @@ def _known(labels: Rows | None) -> Rows:
     if labels is None or len(np.unique(labels[labels >= 0])) < 2:
         raise InputError("needs labels of two kinds or more; --n-labels 50 gives it some")
     return labels
+
+
+def _check_rows(setup: Setup, most: int, what: str = "it") -> None:
+    if len(setup.inputs) > most:
+        raise InputError(f"too many rows: {len(setup.inputs):,}, and {what} takes {most:,}")
+
+
+def pcog(setup: Setup) -> Predict:
+    """PCOG (Nie, Zhang, Wang and Li 2020): a graph with one component for each cluster, in which the pairs are kept.
+
+    Departs from the paper: pairs are carried to both ends' neighbours first; new rows go with their neighbours.
+    """
+    _check_rows(setup, MOST["pcog"], "a graph of all pairs")
+    affinity = carry_pairs(neighbour_affinity(setup.inputs.numpy(), PCOG_NEAR), setup.constraints)
+    return place_by_neighbours(setup, _components(affinity, setup.n_clusters, setup.seed))
+
+
+def neighbour_affinity(inputs: Floats, near: int) -> Matrix:
+    """The symmetric affinity (n, n) in [0, 1]: of a row's neighbours by how much nearer they are than the next one."""
+    x = inputs.astype(np.float64)
+    squared = np.maximum((x**2).sum(1)[:, None] + (x**2).sum(1)[None] - 2 * x @ x.T, 0)
+    np.fill_diagonal(squared, np.inf)
+    few = min(near, len(x) - 2)
+    limit = np.partition(squared, few, axis=1)[:, few]
+    gap = np.maximum(limit[:, None] - squared, 0)
+    gap /= np.maximum(gap.max(1, keepdims=True), 1e-12)
+    return np.asarray((gap + gap.T) / 2)
+
+
+def carry_pairs(affinity: Matrix, constraints: Constraints) -> Matrix:
+    """The affinity with what the pairs say of both ends' neighbours: label propagation over rows, then columns.
+
+    Z = (I − αS)⁻¹ C (I − αS)⁻¹ with C = ±1 of the links, brought to [−1, 1]; a positive z raises an affinity to
+    1 − (1 − z)(1 − a), a negative one lowers it to (1 + z) a. The pairs themselves become 1 and 0.
+    """
+    n = len(affinity)
+    root = 1 / np.sqrt(np.maximum(affinity.sum(1), 1e-12))
+    links = np.zeros((n, n))
+    ends = (constraints.left, constraints.right)
+    links[ends] = links[ends[::-1]] = 2 * constraints.link - 1
+    system = np.eye(n) - REACH * root[:, None] * affinity * root[None]
+    carried = np.linalg.solve(system, np.linalg.solve(system, links).T)
+    carried /= max(np.abs(carried).max(), 1e-12)
+    moved = np.where(carried > 0, 1 - (1 - carried) * (1 - affinity), (1 + carried) * affinity)
+    moved[links != 0] = np.maximum(links, 0)[links != 0]
+    return np.asarray((moved + moved.T) / 2)
+
+
+def project_to_simplex(rows: Matrix) -> Matrix:
+    """The nearest point of the simplex to each row (n, m): entries that are not negative and sum to one."""
+    ordered = -np.sort(-rows, axis=1)
+    sums = np.cumsum(ordered, axis=1) - 1
+    count = np.arange(1, rows.shape[1] + 1)
+    last = (ordered * count > sums).sum(1)
+    return np.asarray(np.maximum(rows - (sums[np.arange(len(rows)), last - 1] / last)[:, None], 0))
+
+
+def _components(affinity: Matrix, n_clusters: int, seed: int) -> Rows:
+    """The clusters: min ‖S − A‖² + λ tr(FᵀLF), S by rows on the simplex, F eigenvectors of its Laplacian, in turns.
+
+    λ doubles while the graph has too few components and halves where it has too many. K-means on F decides if the
+    turns end with another number.
+    """
+    from sklearn.cluster import KMeans
+
+    n = len(affinity)
+    at = np.argsort(-affinity, axis=1, kind="stable")[:, : min(2 * PCOG_NEAR, n - 1)]
+    wanted = np.take_along_axis(affinity, at, axis=1)
+    wanted /= np.maximum(wanted.sum(1, keepdims=True), 1e-12)
+    share, strength, vectors = project_to_simplex(wanted), 1.0, np.zeros((n, n_clusters))
+    for _ in range(TURNS):
+        rows = np.repeat(np.arange(n), at.shape[1])
+        graph = csr_array((share.ravel(), (rows, at.ravel())), shape=(n, n))
+        graph = (graph + graph.T) / 2
+        laplacian = diags_array(np.asarray(graph.sum(1)).ravel()) - graph
+        begin = np.random.default_rng(seed).normal(size=n)
+        shifted = (laplacian + 1e-4 * eye_array(n)).tocsc()
+        values, vectors = eigsh(shifted, n_clusters + 1, sigma=0, v0=begin)
+        values, vectors = values - 1e-4, vectors[:, np.argsort(values)]
+        empty = int((values < NONE).sum())
+        if empty == n_clusters:
+            return np.asarray(connected_components(graph > 0, directed=False)[1], np.int64)
+        strength = strength * 2 if empty < n_clusters else strength / 2
+        first = vectors[:, :n_clusters] * np.sqrt(n)
+        far = ((first[:, None] - first[at]) ** 2).sum(-1)
+        share = project_to_simplex(wanted - strength / 2 * far / at.shape[1])
+    found = KMeans(n_clusters, n_init=10, random_state=seed % 2**32).fit(vectors[:, :n_clusters])
+    return np.asarray(found.labels_, np.int64)

@@ -74,10 +74,8 @@ def _with_labels(constraints: Constraints, labels: Rows) -> Constraints:
     """The pairs, and all pairs of images whose labels are known (not −1)."""
     known = np.flatnonzero(labels >= 0)
     one, other = (known[at] for at in np.triu_indices(len(known), 1))
-    columns = ((constraints.left, one), (constraints.right, other), (constraints.link, labels[one] == labels[other]))
-    left, right, link = (np.concatenate(column) for column in columns)
-    weight = np.concatenate((constraints.weight, np.ones(len(one), np.float32)))
-    return Constraints.from_arrays(left, right, link, weight=weight, n_images=constraints.n_images)
+    same = (labels[one] == labels[other]).astype(np.float32)
+    return Constraints.join([constraints, Constraints.from_arrays(one, other, same, n_images=constraints.n_images)])
 
 
 def _class_means(points: Floats, setup: Setup) -> Floats | None:
@@ -150,9 +148,8 @@ def s3c2(setup: Setup) -> Predict:
 
     def first() -> Tensor:
         left, right, link = setup.some_pairs()
-        one, other, some, more = siamese(
-            setup.inputs[torch.cat((left, right, setup.some_rows(), setup.some_rows()))]
-        ).chunk(4)
+        rows = torch.cat((left, right, setup.some_rows(), setup.some_rows()))
+        one, other, some, more = siamese(setup.inputs[rows]).chunk(4)
         return siamese_loss(_squared(one, other), link, _squared(some, more))
 
     setup.descend(siamese.parameters(), first)
@@ -240,8 +237,7 @@ def confused_loss(left: Tensor, right: Tensor, link: Tensor, chances: Tensor) ->
 
 def log_volume(p: Tensor) -> Tensor:
     """log det(PᵀP / n) of predictions (n, k): the more they reach into all corners, the larger."""
-    k = p.shape[1]
-    return torch.logdet(p.mT @ p / len(p) + TINY * torch.eye(k))
+    return torch.logdet(p.mT @ p / len(p) + TINY * torch.eye(p.shape[1]))
 
 
 def framework(setup: Setup, *, sizes: Floats | None = None) -> Predict:
@@ -315,18 +311,14 @@ def _easiness(constraints: Constraints) -> Tensor:
 
 def _triplets(constraints: Constraints) -> Tensor:
     """Anchor, near and far (m, 3): every must-link with a cannot-link of one of its images."""
-    apart: dict[int, list[int]] = {}
-    for one, other in zip(*_ends(constraints, constraints.link < 0.5), strict=True):
+    ends, apart = np.stack((constraints.left, constraints.right), 1), dict[int, list[int]]()
+    for one, other in ends[constraints.link < 0.5].tolist():
         apart.setdefault(one, []).append(other)
         apart.setdefault(other, []).append(one)
     found = [
         (anchor, near, far)
-        for one, other in zip(*_ends(constraints, constraints.link > 0.5), strict=True)
+        for one, other in ends[constraints.link > 0.5].tolist()
         for anchor, near in ((one, other), (other, one))
         for far in apart.get(anchor, ())
     ]
     return torch.tensor(found, dtype=torch.int64).reshape(-1, 3)
-
-
-def _ends(constraints: Constraints, of: np.ndarray) -> tuple[list[int], list[int]]:
-    return constraints.left[of].tolist(), constraints.right[of].tolist()
