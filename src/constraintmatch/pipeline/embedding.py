@@ -86,12 +86,7 @@ def write_embeddings(path: Path, embeddings: NDArray[np.float32], images: ImageS
     """Write embeddings with the names of their images, and the labels where they are known, atomically."""
     found = {"embeddings": embeddings, "names": images.names, "labels": images.labels, "classes": images.classes}
     arrays: dict[str, Any] = {name: np.asarray(value) for name, value in found.items() if value is not None}
-
-    def write(temporary: Path) -> None:
-        with temporary.open("wb") as file:
-            np.savez(file, **arrays)
-
-    write_atomically(path, write)
+    write_atomically(path, lambda temporary: np.savez(temporary, **arrays))
 
 
 def open_network(model: str, side: int | None, row: DataSet | None) -> ClusterModel:
@@ -209,30 +204,26 @@ def _onnx_model(name: str) -> ClusterModel:
     return wrap_encoder(network, f"{ONNX}{path.name}", network.side, network.channels)
 
 
-def encode(
-    model: ClusterModel, images: ImageSet, *, device: Device = None, reporter: Reporter = QUIET, cache: bool = True
-) -> ImageSet:
+def encode(model: ClusterModel, images: ImageSet, *, device: Device = None, reporter: Reporter = QUIET) -> ImageSet:
     """What the model's backbone makes of the images, as embeddings with these pictures; known ones are not made again.
 
     The model takes them in place of the images.
     """
     check_images(model, images)
     digest = digest_of(model)
-    if cache and (kept := kept_embeddings(images.images, digest)) is not None:
-        return replace(images, images=kept.reshape(len(images), 1, 1, -1), pictures=images)
-    features = np.empty((len(images), model.width), np.float32)
-    with watched(reporter, "embedding") as progress:
-        made = 0
+    features = kept_embeddings(images.images, digest)
+    if features is None:
+        features, made = np.empty((len(images), model.width), np.float32), 0
+        with watched(reporter, "embedding") as progress:
 
-        def make(rows: NDArray[np.int64]) -> NDArray[np.float32]:
-            nonlocal made
-            progress(made, len(images))
-            made += len(rows)
-            return embed(model, images.take(rows), device=device)
+            def make(rows: NDArray[np.int64]) -> NDArray[np.float32]:
+                nonlocal made
+                progress(made, len(images))
+                made += len(rows)
+                return embed(model, images.take(rows), device=device)
 
-        for rows, numbers in embed_cached(images.images, digest, make, cache):
-            features[rows] = numbers
-    if cache:
+            for rows, numbers in embed_cached(images.images, digest, make):
+                features[rows] = numbers
         keep_embeddings(images.images, digest, features)
     return replace(images, images=features.reshape(len(images), 1, 1, -1), pictures=images)
 
