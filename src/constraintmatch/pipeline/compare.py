@@ -148,7 +148,7 @@ def run_system(name: str, task: Task) -> tuple[Row, Predictions | None]:
     """A system's row, and its clusters of the images; whatever it raises is the row's `error`."""
     began, before = time.monotonic(), _peak_memory()
     try:
-        place, note = _own(name, task) if name in OWN else (_other(name, task), None)
+        place, note = _fit(name, task)
         seconds = time.monotonic() - began
         found = place(task.images)
         judged = found if task.judged is task.images else place(task.judged)
@@ -168,8 +168,12 @@ def run_system(name: str, task: Task) -> tuple[Row, Predictions | None]:
         return {"method": name, "error": f"{type(error).__name__}: {one_line(error)}"}, None
 
 
-def _own(name: str, task: Task) -> tuple[Place, str | None]:
-    """What places images by the start, or by a training from it, and what the safe recipe says of its choice."""
+def _fit(name: str, task: Task) -> tuple[Place, str | None]:
+    """What places images by a system, and what the safe recipe says of its choice."""
+    if name in OTHERS:
+        setup = Setup(_features(task.images), task.pairs, task.n_clusters, seed=task.seed, labels=task.labels)
+        place = OTHERS[name](setup)
+        return lambda images: Predictions(place(_features(images))), None
     model, note = copy.deepcopy(task.start), None  # it is trained in place
     if name != "start":
         options = default_options(name, len(task.images), cpu=True) | {"device": "cpu", "seed": task.seed}
@@ -178,12 +182,6 @@ def _own(name: str, task: Task) -> tuple[Place, str | None]:
         if log[-1].get("kind") == "verdict":
             note = f"kept {log[-1]['kept']}: {log[-1]['why']}"
     return lambda images: predict(model, images), note
-
-
-def _other(name: str, task: Task) -> Place:
-    setup = Setup(_features(task.images), task.pairs, task.n_clusters, seed=task.seed, labels=task.labels)
-    place = OTHERS[name](setup)
-    return lambda images: Predictions(place(_features(images)))
 
 
 def _features(images: ImageSet) -> NDArray[np.float32]:
