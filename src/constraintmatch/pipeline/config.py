@@ -185,8 +185,7 @@ def training_size(n_images: int, *, cpu: bool, row: DataSet | None = None) -> di
 
 def round_size(n_images: int, *, cpu: bool) -> dict[str, Any]:
     """The same for a round between questions, which is short because people wait."""
-    size = training_size(n_images, cpu=cpu)
-    return {**size, "steps": 300 if cpu else 1_000, "lr": min(size["lr"], MOST_LR)}
+    return training_size(n_images, cpu=cpu) | {"steps": 300 if cpu else 1_000}
 
 
 def short_start(n_images: int, *, cpu: bool) -> dict[str, dict[str, Any]]:
