@@ -9,7 +9,6 @@ of its own with one thread, `--workers` of them at a time; finished cells are no
 images. The table has the mean of ACC and NMI over the seeds.
 """
 
-import pickle
 import statistics
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +18,11 @@ from typing import Any
 from embedded import parser_of
 
 from constraintmatch._internal.files import read_json
+from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.methods.preparation import spread
 from constraintmatch.models.cluster_model import ClusterModel, build_model
-from constraintmatch.pipeline.compare import SYSTEMS, run_apart, sampled_task
+from constraintmatch.pipeline.compare import SYSTEMS, make_task, run_apart
 from constraintmatch.pipeline.train import pretrain
 from constraintmatch.training.run_folder import write_result
 
@@ -51,7 +51,8 @@ def main() -> None:
 
     def run(cell: Cell) -> None:
         n, seed, name = cell
-        row, _ = run_apart(name, pickle.dumps(sampled_task(start, train, test, n, seed)), threads=1)
+        pairs = Constraints.sample(train.labels, n, seed=seed)
+        row, _ = run_apart(name, make_task(start, train, test, pairs, seed=seed), threads=1)
         row.pop("losses", None)
         with lock:
             rows.append({"pairs": n, "seed": seed, **row})

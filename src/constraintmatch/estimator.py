@@ -28,8 +28,7 @@ from constraintmatch.models.cluster_model import (
     push_model,
     save_model,
 )
-from constraintmatch.pipeline import config as configuration
-from constraintmatch.pipeline.config import ORDER, PRETEXTS, TrainConfig, make_config
+from constraintmatch.pipeline.config import ORDER, PRETEXTS, TrainConfig, default_options, make_config, own_start
 from constraintmatch.pipeline.embedding import choose_encoder, encode, is_encoder
 from constraintmatch.pipeline.sources import Pairs, as_constraints, choose_pairs
 from constraintmatch.pipeline.train import train
@@ -337,7 +336,7 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
             raise InputError(f"unknown method {self.method!r}; known are {known}")
         asked, cpu = self._asked(), choose_device(self.device).type == "cpu"
         own_stages = {stage: asked.pop(stage) for stage in ORDER if stage in asked}
-        stages = configuration.own_start(len(images), own_stages, cpu=cpu)
+        stages = own_start(len(images), own_stages, cpu=cpu)
         views = self._views(images, {name: asked.pop(name) for name in OWN_VIEWS if name in asked})
         made = start is None and self.start is not None and not images.embedded  # given features need no pretext task
         if start is None:
@@ -345,7 +344,7 @@ class ConstraintMatch(ClassNamePrefixFeaturesOutMixin, ClusterMixin, Transformer
             how: Any = {"side": images.side, "channels": images.channels, "mean": mean, "std": std}
             how |= {"n_clusters": 0 if self.start else n_clusters, "seed": derive_seed(seed, "weights")}
             start = build_model(backbone=self.backbone, **how)
-        options = configuration.default_options(self.method, len(images), cpu=cpu)
+        options = default_options(self.method, len(images), cpu=cpu)
         options |= {**asked, "seed": seed, "device": self.device}
         missing = [stage for stage in ORDER if stage in stages and (made or stage not in PRETEXTS)]
         chain: Any = {"stages": () if start.config.n_clusters else missing, "stage_options": stages}

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,8 +96,8 @@ def test_finished_rows_are_kept_and_failed_ones_run_again(
 
 @pytest.mark.ranks
 def test_a_system_whose_process_dies_is_a_row() -> None:
-    payload = pickle.dumps(_Deadly())
-    row, found = run_apart("start", payload)
+    task: Any = _Deadly()
+    row, found = run_apart("start", task)
     assert found is None
     assert "its process died" in row["error"]
 

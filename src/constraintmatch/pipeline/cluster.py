@@ -138,12 +138,9 @@ def _connected(ray: Any) -> Iterator[None]:
     try:
         yield
     except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        raise (
-            cause
-            if isinstance(cause, InputError)
-            else InputError(f"a part failed ({type(cause).__name__}: {one_line(cause)[:200]}); {again}")
-        ) from None
+        if isinstance(cause := error.cause, InputError):
+            raise cause from None
+        raise InputError(f"a part failed ({type(cause).__name__}: {one_line(cause)[:200]}); {again}") from None
     except ray.exceptions.RayError as error:
         raise InputError(f"a worker of a part died {TRIES + 1} times ({one_line(error)[:200]}); {again}") from None
     except KeyboardInterrupt:

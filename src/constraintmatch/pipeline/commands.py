@@ -158,9 +158,8 @@ def write_run_report(
     record = record if isinstance(record, dict) else {}
     place = str(source) if source is not None else record.get("source")
     if place is None:
-        raise InputError(
-            f"{run}: the run does not say where its images are; name them: constraintmatch report {run} DATA"
-        )
+        fix = f"name them: constraintmatch report {run} DATA"
+        raise InputError("the run does not say where its images are", run, fix)
     files.check_target(run / "report.html")
     how = {"split": record.get("split") or "train", "data_dir": record.get("data_dir")}
     how["class_folders"] = record.get("class_folders", "auto")
@@ -308,12 +307,11 @@ def finish_loop(
         sort_images(data, predictions, sort)
         rows.append(("sorted", str(sort)))
     rows += evaluation_rows(found | {"scores": None}, short=True)
-    order = np.argsort(predictions.confidence, kind="stable")
     if n := int((predictions.confidence < UNSURE).sum()):
-        names = ", ".join(images.names[row] for row in order[: min(n, 3)])
-        rows.append(
-            ("unsure", f"{n:,} images are in their cluster with less than 50 %: {names}{' …' if n > 3 else ''}")
-        )
+        least = np.argsort(predictions.confidence, kind="stable")[: min(n, 3)]
+        names = ", ".join(images.names[row] for row in least)
+        said = f"{n:,} images are in their cluster with less than 50 %: {names}"
+        rows.append(("unsure", said + (" …" if n > 3 else "")))
     return rows
 
 
@@ -364,10 +362,8 @@ def pretrain_model(
     if data.images.embedded and not (stages or chain or pretext):
         chosen = config.stages  # features are there: only clusters are missing
     if idle := [stage for stage in recipe if stage not in chosen]:
-        raise InputError(
-            f"there are settings of {idle[0]}, which does not run; the stages are {', '.join(chosen)} "
-            "(--chain, --stages or --pretext choose others)"
-        )
+        runs = f"the stages are {', '.join(chosen)} (--chain, --stages or --pretext choose others)"
+        raise InputError(f"there are settings of {idle[0]}, which does not run; {runs}")
     for stage, options in recipe.items():
         check_neighbours(stage, options, len(data.images))
     context = Context(request.out, reporter=reporter, held_out=data.held_out, data=data.record)

@@ -1,8 +1,8 @@
 """Systems side by side: the same features, pairs and judge for each; one table, one page, and which to take."""
 
+import copy
 import multiprocessing
 import os
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -33,7 +33,7 @@ from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.pipeline.commands import write_clusters
 from constraintmatch.pipeline.config import default_options, make_config
 from constraintmatch.pipeline.embedding import encode
-from constraintmatch.pipeline.plan import Plan, Train, plan_pretraining
+from constraintmatch.pipeline.plan import Plan, Train, plan_pretraining, visible_names
 from constraintmatch.pipeline.sources import open_pairs, path_list
 from constraintmatch.pipeline.train import pairs_hash, pretrain, train, weights_hash
 
@@ -105,17 +105,19 @@ def compare(
         raise InputError(f"--methods {odd[0]}: unknown; known are {', '.join(SYSTEMS)}")
     if (request.pairs is None) == (n_pairs is None):
         raise InputError("say which pairs: --pairs FILE, or --n-pairs NUMBER to draw some from labels, and not both")
-    _check_out(out)
+    check_folder(out)
+    held = visible_names(out)
+    if held and not {FILE, "start"} & set(held):
+        raise InputError(f"not empty ({held[0]} is there) and not an earlier comparison", out, "choose another --out")
     with folder_lock(out):
         task = _open_task(replace(request, out=out), n_pairs, n_labels, reporter)
         rows = _load_rows(out, task.request())
-        payload = pickle.dumps(task) if apart else b""
         for number, name in enumerate(names, 1):
             if rows.get(name, {}).get("error", "") is None:
                 reporter.say(f"{name}: finished earlier")
                 continue
             reporter.say(f"{name}: {number} of {len(names)}")
-            rows[name], found = run_apart(name, payload) if apart else run_system(name, task)
+            rows[name], found = run_apart(name, task) if apart else run_system(name, task)
             if found is not None:
                 write_clusters(out / f"{name}.csv", task.images.names, found)
             write_json(out / FILE, {"request": task.request(), "rows": list(rows.values())})
@@ -129,29 +131,24 @@ def compare(
 # One system
 
 
-def run_apart(name: str, payload: bytes, threads: int = 0) -> tuple[Row, Predictions | None]:
-    """What `run_system` gives for a pickled task, in a process of its own."""
+def run_apart(name: str, task: Task, threads: int | None = None) -> tuple[Row, Predictions | None]:
+    """What `run_system` gives, in a process of its own, with as many threads or torch's usual number."""
     context = multiprocessing.get_context("spawn" if os.name == "nt" else "forkserver")
     if hasattr(context, "set_forkserver_preload"):
         context.set_forkserver_preload([__name__])  # torch is imported once
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    first: dict[str, Any] = {} if threads is None else {"initializer": torch.set_num_threads, "initargs": (threads,)}
+    with ProcessPoolExecutor(1, mp_context=context, **first) as pool:
         try:
-            return pool.submit(_run_pickled, name, payload, threads).result()
+            return pool.submit(run_system, name, task).result()
         except BrokenProcessPool:
             return {"method": name, "error": "its process died; was there too little memory?"}, None
-
-
-def _run_pickled(name: str, payload: bytes, threads: int) -> tuple[Row, Predictions | None]:
-    if threads:
-        torch.set_num_threads(threads)
-    return run_system(name, pickle.loads(payload))
 
 
 def run_system(name: str, task: Task) -> tuple[Row, Predictions | None]:
     """A system's row, and its clusters of the images; whatever it raises is the row's `error`."""
     began, before = time.monotonic(), _peak_memory()
     try:
-        place, note = _own(name, task) if name in OWN else (_other(name, task), None)
+        place, note = _fit(name, task)
         seconds = time.monotonic() - began
         found = place(task.images)
         judged = found if task.judged is task.images else place(task.judged)
@@ -171,9 +168,13 @@ def run_system(name: str, task: Task) -> tuple[Row, Predictions | None]:
         return {"method": name, "error": f"{type(error).__name__}: {one_line(error)}"}, None
 
 
-def _own(name: str, task: Task) -> tuple[Place, str | None]:
-    """What places images by the start, or by a training from it, and what the safe recipe says of its choice."""
-    model, note = pickle.loads(pickle.dumps(task.start)), None  # it is trained in place
+def _fit(name: str, task: Task) -> tuple[Place, str | None]:
+    """What places images by a system, and what the safe recipe says of its choice."""
+    if name in OTHERS:
+        setup = Setup(_features(task.images), task.pairs, task.n_clusters, seed=task.seed, labels=task.labels)
+        place = OTHERS[name](setup)
+        return lambda images: Predictions(place(_features(images))), None
+    model, note = copy.deepcopy(task.start), None  # it is trained in place
     if name != "start":
         options = default_options(name, len(task.images), cpu=True) | {"device": "cpu", "seed": task.seed}
         options |= {"recipe": "paper"} if name == "constrained" else {}
@@ -181,12 +182,6 @@ def _own(name: str, task: Task) -> tuple[Place, str | None]:
         if log[-1].get("kind") == "verdict":
             note = f"kept {log[-1]['kept']}: {log[-1]['why']}"
     return lambda images: predict(model, images), note
-
-
-def _other(name: str, task: Task) -> Place:
-    setup = Setup(_features(task.images), task.pairs, task.n_clusters, seed=task.seed, labels=task.labels)
-    place = OTHERS[name](setup)
-    return lambda images: Predictions(place(_features(images)))
 
 
 def _features(images: ImageSet) -> NDArray[np.float32]:
@@ -213,13 +208,6 @@ def _peak_memory() -> float | None:
 # The task
 
 
-def _check_out(out: Path) -> None:
-    check_folder(out)
-    held = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith(".")) if out.is_dir() else []
-    if held and not {FILE, "start"} & set(held):
-        raise InputError(f"not empty ({held[0]} is there) and not an earlier comparison", out, "choose another --out")
-
-
 def _load_rows(out: Path, request: Mapping[str, Any]) -> dict[str, Row]:
     """The rows of an earlier call; an InputError if it compared something else."""
     if not (out / FILE).is_file():
@@ -240,54 +228,49 @@ def _open_task(request: Train, n_pairs: int | None, n_labels: int, reporter: Rep
     seed, images = plan.config.settings.seed, plan.data.images
     if images.labels is None and (n_pairs or n_labels):
         raise InputError(f"{request.data}: has no labels to draw from", fix="give --pairs FILE, and no --n-labels")
-    context = Context(request.out, reporter=reporter, data=plan.data.record).within("start")
     if request.pairs is None:
-        return sampled_task(*_embedded(plan, context), n_pairs or 0, seed, n_labels)
-    how: dict[str, Any] = {"columns": request.columns, "on_conflict": "drop", "reporter": reporter}
-    given = open_pairs(request.pairs, images, **how)[0]
-    pairs, held = hide_images(given.merged(), seed=seed)
-    if not pairs.weight.any() or not len(held):
-        place = path_list(request.pairs)[0]
-        raise InputError(f"{len(given):,} pairs are too few: some must be held out", place, "answer more")
-    return _make_task(*_embedded(plan, context), pairs, held, n_labels, seed)
+        if not n_pairs or n_pairs < 1:
+            raise InputError(f"--n-pairs {n_pairs}: no pairs to learn from; ask for 1 or more")
+        assert images.labels is not None
+        pairs, held = Constraints.sample(images.labels, n_pairs, seed=seed), None
+    else:
+        how: dict[str, Any] = {"columns": request.columns, "on_conflict": "drop", "reporter": reporter}
+        given = open_pairs(request.pairs, images, **how)[0]
+        pairs, held = hide_images(given.merged(), seed=seed)
+        if not pairs.weight.any() or not len(held):
+            place = path_list(request.pairs)[0]
+            raise InputError(f"{len(given):,} pairs are too few: some must be held out", place, "answer more")
+    context = Context(request.out, reporter=reporter, data=plan.data.record).within("start")
+    return make_task(*_embedded(plan, context), pairs, held, n_labels, seed=seed)
 
 
 def _embedded(plan: Plan, context: Context) -> tuple[ClusterModel, ImageSet, ImageSet | None]:
     """The start as a model of embeddings, and what it makes of the images and of those held out."""
     config = plan.config
-    how: dict[str, Any] = {"recipe": config.stage_options, "views": config.views}
-    how["settings"] = {"seed": config.settings.seed}
-    model = pretrain(config.start, plan.seen, config.n_clusters, stages=config.stages, context=context, **how)
-    both = [plan.seen, plan.data.held_out]
-    seen, tested = (
-        one if one is None or one.embedded else encode(model, one, reporter=context.reporter) for one in both
-    )
-    assert seen is not None
+    how: dict[str, Any] = {"recipe": config.stage_options, "settings": {"seed": config.settings.seed}}
+    how |= {"stages": config.stages, "views": config.views, "context": context}
+    model = pretrain(config.start, plan.seen, config.n_clusters, **how)
+
+    def embedded(images: ImageSet) -> ImageSet:
+        seen = images if images.embedded else encode(model, images, reporter=context.reporter)
+        return replace(seen, pictures=None)
+
+    seen, tested = embedded(plan.seen), plan.data.held_out
     start = detach_head(model, seen) if model.config.side > 1 else model
-    return start.cpu(), replace(seen, pictures=None), None if tested is None else replace(tested, pictures=None)
+    return start.cpu(), seen, None if tested is None else embedded(tested)
 
 
-def sampled_task(
-    start: ClusterModel, images: ImageSet, tested: ImageSet | None, n_pairs: int, seed: int, n_labels: int = 0
-) -> Task:
-    """The task with pairs that the labels of the images give; the start is a model of embeddings."""
-    assert images.labels is not None
-    if n_pairs < 1:
-        raise InputError(f"--n-pairs {n_pairs}: no pairs to learn from; ask for 1 or more")
-    pairs = Constraints.sample(images.labels, n_pairs, seed=seed)
-    return _make_task(start, images, tested, pairs, None, n_labels, seed)
-
-
-def _make_task(
+def make_task(
     start: ClusterModel,
     images: ImageSet,
     tested: ImageSet | None,
     pairs: Constraints,
-    held: Constraints | None,
-    n_labels: int,
+    held: Constraints | None = None,
+    n_labels: int = 0,
+    *,
     seed: int,
 ) -> Task:
-    """The task; pairs that labels give are judged by pairs of other images, pairs of a file by those held out.
+    """The task for a start of embeddings. Pairs that are held out judge, or else pairs of labels, of other images.
 
     Scores are on the tested images, or on the images without a pair and a label that a system knows.
     """

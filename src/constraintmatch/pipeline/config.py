@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch.data.datasets import DataSet
+from constraintmatch.data.datasets import STEPS, DataSet
 from constraintmatch.methods import METHODS, ViewChoice
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.loop import TrainSettings
@@ -141,11 +141,9 @@ def default_options(method: str, n_images: int, *, cpu: bool, row: DataSet | Non
 
     The safe recipe is the default of every way in; `recipe="paper"` is the published method.
     """
-    known, chosen = method_arguments(method), {"recipe": "safe", **training_size(n_images, cpu=cpu)}
+    known, chosen = method_arguments(method), {"recipe": "safe", **training_size(n_images, cpu=cpu, row=row)}
     if row is not None:
-        chosen.pop("warm_up")
-        chosen |= {"pairs_per_step": row.pairs_per_step, "images_per_step": row.images_per_step}
-        chosen |= {**row.tuned.get(method, {}), **({} if cpu else {"steps": method_settings(method).steps})}
+        chosen |= row.tuned.get(method, {})
     if "pairs_per_step" not in known:  # the bounds have a batch of their own
         chosen.pop("images_per_step")
     return {key: value for key, value in chosen.items() if key in known or key in TrainSettings.__dataclass_fields__}
@@ -166,23 +164,28 @@ def own_start(n_images: int, asked: Recipe, *, cpu: bool) -> Recipe:
     return {stage: {**short.get(stage, {}), **asked.get(stage, {})} for stage in ORDER if stage in {*short, *asked}}
 
 
-def training_size(n_images: int, *, cpu: bool) -> dict[str, Any]:
+def training_size(n_images: int, *, cpu: bool, row: DataSet | None = None) -> dict[str, Any]:
     """Batches, steps, rate and warm-up of a training on pairs, for a set of this size where nothing else is known.
 
     An eighth of the images a step, from 150 to the paper's 600 (on a CPU 150), and a third as many pairs; sixty
     passes over the images, from 500 steps to the paper's 20,000 (on a CPU 1,000); the paper's rate of 0.01, since 0.03
     ruins a strong start (decision 042). Pairs come first and pseudo-constraints later: a short start is a weak one,
-    and pseudo-constraints confirm what it has wrong (docs/findings.md).
+    and pseudo-constraints confirm what it has wrong (docs/findings.md). A data set of the paper has its batches and,
+    but on a CPU, its steps; no warm-up.
     """
     batch = min(150 if cpu else 600, max(150, n_images // 8))
     steps = int(min(1_000 if cpu else 20_000, max(500, 60 * n_images / batch)))
-    return {"images_per_step": batch, "pairs_per_step": batch // 3, "steps": steps, "lr": 0.01, "warm_up": 0.5}
+    size = {"images_per_step": batch, "pairs_per_step": batch // 3, "steps": steps, "lr": 0.01, "warm_up": 0.5}
+    if row is not None:
+        size.pop("warm_up")
+        size |= {"images_per_step": row.images_per_step, "pairs_per_step": row.pairs_per_step}
+        size |= {} if cpu else {"steps": STEPS}
+    return size
 
 
 def round_size(n_images: int, *, cpu: bool) -> dict[str, Any]:
     """The same for a round between questions, which is short because people wait."""
-    size = training_size(n_images, cpu=cpu)
-    return {**size, "steps": 300 if cpu else 1_000, "lr": min(size["lr"], MOST_LR)}
+    return training_size(n_images, cpu=cpu) | {"steps": 300 if cpu else 1_000}
 
 
 def short_start(n_images: int, *, cpu: bool) -> dict[str, dict[str, Any]]:

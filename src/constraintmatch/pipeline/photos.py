@@ -74,9 +74,8 @@ def embedded_photos(
 ) -> tuple[Data, NDArray[np.float32]] | None:
     """The images of a folder, and the kept embeddings of a network that its digest names; None if some are missing."""
     place = Path(source)
-    if not place.is_dir():
-        return None
-    if not is_decoded(FolderRequest(place, tuple(find_images(place)[0]), size[0], None, size[1], None)):
+    files = tuple(find_images(place)[0]) if place.is_dir() else ()
+    if not files or not is_decoded(FolderRequest(place, files, size[0], None, size[1], None)):
         return None
     data = open_data(source, side=size[0], channels=size[1], **how)
     kept = kept_embeddings(data.images.images, encoder)

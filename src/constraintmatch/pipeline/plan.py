@@ -92,10 +92,16 @@ def plan_pretraining(request: Train, reporter: Reporter) -> Plan:
     """
     if (out := request.out) is not None:
         check_folder(out)
-        held = {entry.name for entry in out.iterdir() if not entry.name.startswith(".")} if out.exists() else set()
-        if odd := sorted(held - {*ORDER, "model"}) or (sorted(held) if held == {"model"} else []):
+        held = visible_names(out)
+        if odd := [name for name in held if name not in (*ORDER, "model")] or (held if held == ["model"] else []):
             raise InputError(f"{out}: not empty ({odd[0]} is there) and not an earlier start; choose another --out")
     return _open_start(request, reporter)
+
+
+def visible_names(folder: Path) -> list[str]:
+    """What a folder holds, in order, without hidden files; nothing if there is no folder."""
+    names = (entry.name for entry in folder.iterdir()) if folder.is_dir() else ()
+    return sorted(name for name in names if not name.startswith("."))
 
 
 def plan_training(request: Train, reporter: Reporter) -> Plan:
@@ -135,11 +141,10 @@ def _check_method(method: str, request: Train) -> None:
         raise InputError(f"{method} is a stage of the self-supervised start; use constraintmatch pretrain")
     if odd := sorted(request.arguments.keys() - known.keys()):
         raise InputError(f"{method} has no setting {odd[0]!r}; it has {', '.join(known)}")
-    needs_pairs = _needs_pairs(method)
-    if needs_pairs and request.pairs is None:
+    if _needs_pairs(method) and request.pairs is None:
         fix = "give --pairs FILE, with the columns left,right,link (constraintmatch sample draws some from labels)"
         raise InputError(f"{method} needs constraints and there are none; {fix}")
-    if not needs_pairs and request.pairs is not None:
+    if not _needs_pairs(method) and request.pairs is not None:
         raise InputError(f"{method} learns from the labels of all images; leave --pairs out")
     for file in path_list(request.pairs or ()):
         if not file.exists():
@@ -155,14 +160,13 @@ def _out_folder(request: Train) -> Path:
     out = request.out or _default_out(Path("runs"), str(request.data), request.resume)
     if out.exists() and not out.is_dir():
         raise InputError(f"{out}: is a file; choose another --out")
-    held: list[str] = []
-    if not out.is_dir():
-        check_target(out)  # no file is above it
-    else:
-        held = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith("."))
+    if out.is_dir():
         for place in (out, *sorted(out.glob("start/*/"))):
             with folder_lock(place):  # another process may be at work there
                 pass
+    else:
+        check_target(out)  # no file is above it
+    held = visible_names(out)
     if request.resume and not {"run.json", "start"} & set(held):
         raise InputError(f"{out}: there is no run to resume; leave --resume out to begin one")
     if held and not request.resume:

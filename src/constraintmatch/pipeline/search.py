@@ -15,7 +15,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
 from constraintmatch._internal.progress import QUIET, Reporter
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.data.datasets import DATASETS, STEPS, load_dataset
+from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import agreement, predict, scores
 from constraintmatch.methods import Context
@@ -78,8 +78,8 @@ def search(request: Search, reporter: Reporter = QUIET) -> tuple[dict[str, Any],
             tried = trials.work(study, space, partial(_train, plan), runs=runs, reporter=reporter)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("stopped; the same command goes on with what is left") from None
-    steps, fitting = plan.config.settings.steps, training_size(len(plan.data.images), cpu=False)["steps"]
-    full_steps = STEPS if request.data in DATASETS else int(fitting)
+    steps, row = plan.config.settings.steps, DATASETS.get(request.data)
+    full_steps = training_size(len(plan.data.images), cpu=False, row=row)["steps"]
     best = tried[0] if tried and tried[0]["loss"] is not None else None
     found = {
         "format": FORMAT,
@@ -120,8 +120,8 @@ def _open_task(request: Search, reporter: Reporter) -> tuple[Plan, Space, dict[s
     if model.is_encoder and cpu:
         seen, judged = (None if part is None else encode(model, part, reporter=reporter) for part in (seen, judged))
     base = _base_options(request, len(data.images), cpu)
-    options = {**base, **({} if request.steps is None else {"steps": request.steps}), **request.settings}
-    config = make_config(request.method, options, start=model, views=views)
+    steps = {} if request.steps is None else {"steps": request.steps}
+    config = make_config(request.method, base | steps | dict(request.settings), start=model, views=views)
     context = Context(None, True, reporter, judged, judges, data.record)
     plan = Plan(data, seen, config, constraints, judges, context)
     for name, value in [(name, value) for name, values in space.values.items() for value in values]:
@@ -166,11 +166,7 @@ def _read_pairs(
 
 def _base_options(request: Search, n_images: int, cpu: bool) -> dict[str, Any]:
     """What all trials share, as `train` would choose it."""
-    row, known, chosen = DATASETS.get(request.data), method_arguments(request.method), training_size(n_images, cpu=cpu)
-    if row is not None:
-        chosen.pop("warm_up")
-        chosen |= {"pairs_per_step": row.pairs_per_step, "images_per_step": row.images_per_step}
-        chosen |= {} if cpu else {"steps": STEPS}
+    known, chosen = method_arguments(request.method), training_size(n_images, cpu=cpu, row=DATASETS.get(request.data))
     if "pairs_per_step" not in known:  # the bound has the images of all pairs in one batch
         chosen["images_per_step"] = 2 * chosen["pairs_per_step"]
     return {name: value for name, value in chosen.items() if name in known or name == "steps"} | {"seed": 0}

@@ -88,13 +88,14 @@ def _request(
         pairs = {"pairs": len(constraints), "must_links": constraints.n_must_links}
         pairs |= {"triplets": len(constraints.triplets)} if len(constraints.triplets) else {}
         pairs["fingerprint"] = pairs_hash(constraints)
+    seen = images.pictures if images.pictures is not None and config.start.config.side > 1 else images
     architecture = {key: value for key, value in asdict(config.start.config).items() if key != "trained"}
     return {
         "method": config.method,
         "arguments": dict(config.arguments),
         "settings": config.settings.request(),
         "views": config.views.request(),
-        "data": {**context.data, "images": len(images), "fingerprint": _seen(config.start, images).fingerprint()},
+        "data": {**context.data, "images": len(images), "fingerprint": seen.fingerprint()},
         "constraints": pairs,
         "model": {"weights": weights_hash(config.start), **architecture},
     }
@@ -110,11 +111,6 @@ def _check_ranks(request: Mapping[str, Any]) -> None:
             if here.get(key) != other.get(key):
                 said = f"{key} is {other.get(key)!r}, on rank 0 {here.get(key)!r}"
                 raise InputError(said, f"rank {number}", "give every rank the same command, images and versions")
-
-
-def _seen(model: ClusterModel, images: ImageSet) -> ImageSet:
-    """The images that a model sees: the pictures of embeddings that it made itself."""
-    return images.pictures if images.pictures is not None and model.config.side > 1 else images
 
 
 def pairs_hash(constraints: Constraints) -> str:
@@ -199,7 +195,7 @@ def stage_summary(
     sample = images.take(spread(len(images), 2_000))
     near = metrics.nearest_neighbours(metrics.embed(model, sample), 20)
     predictions = metrics.predict(model, sample)
-    shares = np.bincount(predictions.clusters, minlength=model.config.n_clusters) / len(sample)
+    shares = metrics.cluster_sizes(predictions) / len(sample)
     found = {
         "neighbour_consistency": metrics.neighbour_consistency(near, predictions.clusters),
         "mean_confidence": float(predictions.confidence.mean()),
