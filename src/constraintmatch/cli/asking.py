@@ -199,17 +199,14 @@ def annotate(data: Source, *, asked: Flags, reporter: Reporter, exchange: Flags,
     if import_ is None and "columns" in exchange:
         raise InputError("--columns goes with --import PAIRS.csv")
     sitting = page.Sitting(data, **{"db": Path("answers.db"), **asked}, **images)
-    if export is not None and export.suffix != ".json":
-        print_rows([("pairs", f"{export} ({page.export_answers(sitting, export, reporter)})")])
-        return
     if import_ is not None:
-        taken = page.import_file(sitting, import_, reporter, **exchange)
-        print_rows([("answers", f"{sitting.db} ({taken})")])
-        return
-    if export is not None:
+        print_rows([("answers", f"{sitting.db} ({page.import_file(sitting, import_, reporter, **exchange)})")])
+    elif export is None:
+        print_rows(page.serve_page(sitting, page.Door(**door), reporter))
+    elif export.suffix == ".json":
         print_rows([("tasks", f"{export} ({page.export_tasks(sitting, export, reporter)})")])
     else:
-        print_rows(page.serve_page(sitting, page.Door(**door), reporter))
+        print_rows([("pairs", f"{export} ({page.export_answers(sitting, export, reporter)})")])
 
 
 @command(_PANEL, how=shared("columns", "split", "data_dir"))
