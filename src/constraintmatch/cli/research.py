@@ -113,10 +113,7 @@ def embed(
     print_rows([("embeddings", f"{out} ({len(made):,} of {made.shape[1]:,} numbers)")])
 
 
-_HALF = flag(bool, "Keep the weights in half precision.", "--half")
-
-
-@command(_LOOK, how={"half": _HALF, **shared("device", "split", "data_dir", "strict")})
+@command(_LOOK, how=shared("half", "device", "split", "data_dir", "strict"))
 def join(
     models: Annotated[list[Path], typer.Argument(metavar="MODEL", help="Two model or run folders, or more.")],
     data: Source,
@@ -348,13 +345,15 @@ def _numbers(text: str, flag: str, *, last: int | None = None) -> list[int]:
     return found
 
 
-@command(_RESEARCH)
+_HEAD = flag(int, "Which of several cluster heads. (the file's best, or 0)")
+
+
+@command(_RESEARCH, how={"head": _HEAD, **shared("half")})
 def import_scan(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The checkpoint. Nothing in it is run.")],
     data: Annotated[str, typer.Argument(metavar="DATA", help=_SCAN_SETS)],
     out: Annotated[Path, option("New model folder.")],
-    head: Annotated[int | None, option("Which of several cluster heads. (the file's best, or 0)")] = None,
-    half: Annotated[bool, option("Keep the weights in half precision.", "--half")] = False,
+    how: Flags,
 ) -> None:
     r"""Turn a checkpoint of SCAN's code into a model folder.
 
@@ -366,4 +365,4 @@ def import_scan(
     """
     from constraintmatch.models import scan_import
 
-    _print_model(out, scan_import.import_scan(file, data, out, head=head, half=half))
+    _print_model(out, scan_import.import_scan(file, data, out, **how))

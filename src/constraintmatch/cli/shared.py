@@ -200,6 +200,7 @@ _SHARED = {
     "columns": flag(str, "Names of the columns of the pairs: i,j,c_ij. (left,right,link)"),
     "device": flag(str, "cuda, mps or cpu. (the first that is there)"),
     "seed": flag(int, "Seed of everything random. (0)"),
+    "half": flag(bool, "Keep the weights in half precision.", "--half"),
     "start": flag(str, _START, "--start", "--model"),
     "test": flag(str, "Held-out images, or a data set, for scores.", panel="Images"),
     "split": flag(str, "train, val, test, train+val or train+test of a data set.", panel="Images"),
