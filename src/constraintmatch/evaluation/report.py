@@ -58,8 +58,8 @@ def write_report(
 ) -> Path:
     """The path of `report.html`, which is written to the run or to `out`; see `report_html`."""
     path = (out or Path(run)) / "report.html"
-    page = report_html(run, images, predictions, constraints=constraints)
-    write_atomically(path, lambda temporary: temporary.write_bytes(page.encode()) and None)
+    page = report_html(run, images, predictions, constraints=constraints).encode()
+    write_atomically(path, lambda temporary: temporary.write_bytes(page))
     return path
 
 
