@@ -9,19 +9,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target, write_json
 from constraintmatch._internal.progress import Reporter
 from constraintmatch.cli.flags import read_settings, words
-from constraintmatch.cli.shared import (
-    Flags,
-    Model,
-    Sets,
-    Source,
-    command,
-    flag,
-    for_terminal,
-    on_engine,
-    option,
-    print_rows,
-    shared,
-)
+from constraintmatch.cli.shared import Flags, Model, Sets, Source, command, flag, on_engine, option, print_rows, shared
 
 _LOOK, _RESEARCH = "Look and reuse", "For researchers"
 _NAMES = "One or more of table1, table2, table3, flip, links, selection, entropy, amount and noise."
@@ -318,7 +306,7 @@ def _show(name: str, results: Path, sets: tuple[str, ...], steps: int | None, *,
     from rich.console import Console
 
     from constraintmatch.paper.grids import GRIDS
-    from constraintmatch.paper.tables import part_text
+    from constraintmatch.paper.tables import for_terminal, part_text
 
     own = tuple(dataset for dataset in sets if dataset in (*GRIDS[name].sets, "digits"))
     if sets and not own:
