@@ -10,18 +10,7 @@ import typer
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Reporter, print_line
 from constraintmatch.cli.flags import read_settings
-from constraintmatch.cli.shared import (
-    Flags,
-    Images,
-    Sets,
-    Source,
-    command,
-    flag,
-    named_start,
-    option,
-    print_rows,
-    shared,
-)
+from constraintmatch.cli.shared import Flags, Images, Sets, Source, command, flag, named_start, print_rows, shared
 
 if TYPE_CHECKING:  # torch
     from constraintmatch.annotate.commands import Loop
@@ -209,14 +198,19 @@ def annotate(data: Source, *, asked: Flags, reporter: Reporter, exchange: Flags,
         print_rows([("pairs", f"{export} ({page.export_answers(sitting, export, reporter)})")])
 
 
-@command(_PANEL, how=shared("columns", "split", "data_dir"))
+@command(
+    _PANEL,
+    how={
+        **shared("columns", "split", "data_dir"),
+        "close": flag(bool, "Count the pairs that these imply.", "--close"),
+        "more": flag(list[Path], "Another file to check with it; may be repeated.", "--with"),
+    },
+)
 def check(
     pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="The pairs file.")],
     data: Images = None,
     *,
     how: Flags,
-    close: Annotated[bool, option("Count the pairs that these imply.", "--close")] = False,
-    more: Annotated[list[Path] | None, option("Another file to check with it; may be repeated.", "--with")] = None,
     reporter: Reporter,
 ) -> None:
     r"""Look at a pairs file, and for contradictions in it.
@@ -231,8 +225,8 @@ def check(
     """
     from constraintmatch.pipeline import sources
 
-    files = [pairs, *(more or ())]
-    counts, contradictions = sources.check_pairs(files, data, close=close, **how, reporter=reporter)
+    files = [pairs, *how.pop("more", ())]
+    counts, contradictions = sources.check_pairs(files, data, **how, reporter=reporter)
     print_rows(counts.items())
     for text in contradictions:
         print_line(f"contradiction: {text}")
@@ -244,7 +238,7 @@ def check(
 def repair(
     db: Annotated[Path, typer.Argument(metavar="DB", help="A damaged database of answers.")],
     *,
-    out: Annotated[Path, option("The new database.")],
+    out: Annotated[Path, typer.Option(help="The new database.", show_default=False)],
     reporter: Reporter,
 ) -> None:
     """Save the answers of a damaged database.

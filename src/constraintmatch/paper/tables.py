@@ -351,15 +351,16 @@ def _narrow_table(lines: Sequence[str], width: int) -> str:
         else:
             groups.append([column])
     keys = list(range(n_keys))
-    parts: list[list[int]] = []
+    parts = [keys]
     for group in groups:
-        taken = sum(2 + widths[column] for column in (*keys[1:], *(parts[-1][n_keys:] if parts else ()), *group))
-        if parts and min(widths[0], _NARROWEST) + taken <= width:
-            parts[-1] += group
+        wider = [*parts[-1], *group]
+        taken = min(widths[0], _NARROWEST) + sum(2 + widths[column] for column in wider[1:])
+        if parts[-1] == keys or taken <= width:
+            parts[-1] = wider
         else:
             parts.append([*keys, *group])
     left = [not cell.endswith(":") for cell in rule]
-    return "\n\n".join(_columns([header, *rows], widths, left, part[1:], width) for part in parts or [keys])
+    return "\n\n".join(_columns([header, *rows], widths, left, part[1:], width) for part in parts)
 
 
 def _columns(
