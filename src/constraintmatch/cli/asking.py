@@ -1,7 +1,5 @@
 """Ask people: loop, annotate, check, repair."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,7 +12,6 @@ from constraintmatch.cli.shared import Flags, Images, Sets, Source, command, fla
 
 if TYPE_CHECKING:  # torch
     from constraintmatch.annotate.commands import Loop
-    from constraintmatch.annotate.sitting import Door
 
 _PANEL = "Ask people"
 _KIND = flag(
@@ -73,9 +70,18 @@ def loop(
 
     words = repr((data, *(sorted(group.items()) for group in (asked, images)), sorted(sets or ())))
     place, out = sitting.Door(**door), asked.get("out", Path("loop"))
+
+    def go_on(*opened: Any) -> Any:
+        """The learner of a loop that is there, and what ends it; torch is imported here."""
+        from constraintmatch.annotate import commands
+
+        request = _loop(data, asked, images, read_settings("loop", sets))
+        found, learner = commands.go_on(request, reporter, *opened)
+        return learner, lambda queue: commands.end_page(request, place, found, queue, learner, words)
+
     if not who and "sort" not in asked:  # a folder to sort into is checked first
-        go_on = partial(_go_on, words, place, reporter, lambda: _loop(data, asked, images, read_settings("loop", sets)))
-        if (rows := sitting.serve_known_loop(data, out, words, place, reporter, go_on)) is not None:
+        rows = sitting.serve_known_loop(data, out, words, place, reporter, go_on)
+        if rows is not None:
             print_rows(rows)
             return
     from constraintmatch.annotate import annotators, commands
@@ -109,15 +115,6 @@ def _loop(data: str, asked: Flags, images: Flags, given: Flags) -> "Loop":
     asked = {"out": Path("loop"), **named_start(asked)}
     begun = Train(**images, **given, start=asked.pop("start", None))
     return Loop(data=data, images=begun, **asked, **rounds)
-
-
-def _go_on(words: str, door: "Door", reporter: Reporter, request: Callable[[], "Loop"], *opened: Any) -> Any:
-    """The learner of a loop, and what ends it, for `serve_known_loop`; torch is imported here."""
-    from constraintmatch.annotate import commands
-
-    loop = request()
-    data, learner = commands.go_on(loop, reporter, *opened)
-    return learner, lambda queue: commands.end_page(loop, door, data, queue, learner, words)
 
 
 def _check_who(who: Flags, wrong: float) -> None:
