@@ -34,13 +34,14 @@ def brute_force(features: NDArray[np.float32], k: int) -> NDArray[np.int64]:
 @few
 @given(st.integers(2, 70), st.integers(1, 12), st.integers(1, 75), st.integers(1, 600), st.integers(1, 80))
 def test_blocks_of_any_size_give_the_neighbours_of_brute_force(
-    n: int, k: int, columns: int, block: int, chunk: int
+    n: int, k: int, columns: int, block: int, rows: int
 ) -> None:
     features = points(n, seed=n)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neighbours, "COLUMNS", columns)
         patch.setattr(neighbours, "BLOCK", block)
-        assert np.array_equal(nearest_neighbours(features, k, chunk=chunk), brute_force(features, k))
+        patch.setattr(neighbours, "ROWS", rows)
+        assert np.array_equal(nearest_neighbours(features, k), brute_force(features, k))
 
 
 @pytest.mark.parametrize("n", [31, 32, 33, 64, 65])
@@ -52,8 +53,9 @@ def test_borders_of_blocks_lose_no_neighbour(n: int, monkeypatch: pytest.MonkeyP
 
 def test_blocks_give_the_cosines_too_and_an_asked_row_may_be_its_own_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours, "COLUMNS", 7)
+    monkeypatch.setattr(neighbours, "ROWS", 5)
     unit = unit_rows(points(30))
-    found = list(nearest_blocks(unit[:11], unit, 4, chunk=5))
+    found = list(nearest_blocks(unit[:11], unit, 4))
     assert [len(near) for _, near in found] == [5, 5, 1]
     cosines, near = (torch.cat(parts) for parts in zip(*found, strict=True))
     assert near[:, 0].tolist() == list(range(11))

@@ -250,7 +250,7 @@ def test_neighbours_are_those_of_brute_force() -> None:
     similar = unit @ unit.T
     np.fill_diagonal(similar, -np.inf)
     expected = np.argsort(-similar, axis=1)[:, :7]
-    assert np.array_equal(nearest_neighbours(features, 7, chunk=13), expected)
+    assert np.array_equal(nearest_neighbours(features, 7), expected)
     assert nearest_neighbours(features[:3], 20).shape == (3, 2)
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from scripts import script
 
 from constraintmatch._internal.errors import InputError
-from constraintmatch.data.datasets import DATASETS
+from constraintmatch.data.datasets import DATASETS, STEPS
 from constraintmatch.paper.grids import GRIDS, Cell, grid_cells
 from constraintmatch.paper.results import TABLE_1, Row, find_rows, published, read_results
 from constraintmatch.paper.tables import FIGURES, Drawing, drawing
@@ -93,7 +93,7 @@ def test_cut_and_full_results_never_meet_in_a_figure(tmp_path: Path) -> None:
 
 
 def test_a_full_figure_is_preferred_to_a_cut_one_of_as_many_points(tmp_path: Path) -> None:
-    cells = [cell for steps in (3_000, None) for cell in grid_cells("noise", sets=[SET], folds=[0], steps=steps)]
+    cells = [cell for steps in (3_000, STEPS) for cell in grid_cells("noise", sets=[SET], folds=[0], steps=steps)]
     figure = shown(tmp_path, "noise", cells)
     assert figure.steps == 20_000
     assert "cut" not in figure.heading + figure.note

@@ -12,6 +12,7 @@ from scripts import ROOT, script
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import write_json
+from constraintmatch.data.datasets import STEPS
 from constraintmatch.paper.grids import GRIDS, Cell, grid_cells
 from constraintmatch.paper.results import find_rows, read_results
 from constraintmatch.paper.tables import FIGURES, part_text
@@ -154,7 +155,7 @@ def test_the_readmes_part_says_so_when_nothing_was_run(tmp_path: Path) -> None:
 
 
 def test_a_figure_can_be_had_of_one_length_and_of_a_rehearsal(tmp_path: Path) -> None:
-    both = [cell for steps in (3_000, None) for cell in grid_cells("noise", sets=["digits"], folds=[0], steps=steps)]
+    both = [cell for steps in (3_000, STEPS) for cell in grid_cells("noise", sets=["digits"], folds=[0], steps=steps)]
     folder = write_cells(tmp_path, both)
     assert "cut (3,000 steps); Digits test" in part_text("noise", folder, ["digits"], 3_000)
     assert "cut" not in part_text("noise", folder, ["digits"])

@@ -1,7 +1,5 @@
 """Ask people: loop, annotate, check, repair."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,22 +8,10 @@ import typer
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.progress import Reporter, print_line
 from constraintmatch.cli.flags import read_settings
-from constraintmatch.cli.shared import (
-    Flags,
-    Images,
-    Sets,
-    Source,
-    command,
-    flag,
-    named_start,
-    option,
-    print_rows,
-    shared,
-)
+from constraintmatch.cli.shared import Flags, Images, Sets, Source, command, flag, named_start, print_rows, shared
 
 if TYPE_CHECKING:  # torch
     from constraintmatch.annotate.commands import Loop
-    from constraintmatch.annotate.sitting import Door
 
 _PANEL = "Ask people"
 _KIND = flag(
@@ -84,9 +70,18 @@ def loop(
 
     words = repr((data, *(sorted(group.items()) for group in (asked, images)), sorted(sets or ())))
     place, out = sitting.Door(**door), asked.get("out", Path("loop"))
+
+    def go_on(*opened: Any) -> Any:
+        """The learner of a loop that is there, and what ends it; torch is imported here."""
+        from constraintmatch.annotate import commands
+
+        request = _loop(data, asked, images, read_settings("loop", sets))
+        found, learner = commands.go_on(request, reporter, *opened)
+        return learner, lambda queue: commands.end_page(request, place, found, queue, learner, words)
+
     if not who and "sort" not in asked:  # a folder to sort into is checked first
-        go_on = partial(_go_on, words, place, reporter, lambda: _loop(data, asked, images, read_settings("loop", sets)))
-        if (rows := sitting.serve_known_loop(data, out, words, place, reporter, go_on)) is not None:
+        rows = sitting.serve_known_loop(data, out, words, place, reporter, go_on)
+        if rows is not None:
             print_rows(rows)
             return
     from constraintmatch.annotate import annotators, commands
@@ -120,15 +115,6 @@ def _loop(data: str, asked: Flags, images: Flags, given: Flags) -> "Loop":
     asked = {"out": Path("loop"), **named_start(asked)}
     begun = Train(**images, **given, start=asked.pop("start", None))
     return Loop(data=data, images=begun, **asked, **rounds)
-
-
-def _go_on(words: str, door: "Door", reporter: Reporter, request: Callable[[], "Loop"], *opened: Any) -> Any:
-    """The learner of a loop, and what ends it, for `serve_known_loop`; torch is imported here."""
-    from constraintmatch.annotate import commands
-
-    loop = request()
-    data, learner = commands.go_on(loop, reporter, *opened)
-    return learner, lambda queue: commands.end_page(loop, door, data, queue, learner, words)
 
 
 def _check_who(who: Flags, wrong: float) -> None:
@@ -199,27 +185,29 @@ def annotate(data: Source, *, asked: Flags, reporter: Reporter, exchange: Flags,
     if import_ is None and "columns" in exchange:
         raise InputError("--columns goes with --import PAIRS.csv")
     sitting = page.Sitting(data, **{"db": Path("answers.db"), **asked}, **images)
-    if export is not None and export.suffix != ".json":
-        print_rows([("pairs", f"{export} ({page.export_answers(sitting, export, reporter)})")])
-        return
     if import_ is not None:
-        taken = page.import_file(sitting, import_, reporter, **exchange)
-        print_rows([("answers", f"{sitting.db} ({taken})")])
-        return
-    if export is not None:
+        print_rows([("answers", f"{sitting.db} ({page.import_file(sitting, import_, reporter, **exchange)})")])
+    elif export is None:
+        print_rows(page.serve_page(sitting, page.Door(**door), reporter))
+    elif export.suffix == ".json":
         print_rows([("tasks", f"{export} ({page.export_tasks(sitting, export, reporter)})")])
     else:
-        print_rows(page.serve_page(sitting, page.Door(**door), reporter))
+        print_rows([("pairs", f"{export} ({page.export_answers(sitting, export, reporter)})")])
 
 
-@command(_PANEL, how=shared("columns", "split", "data_dir"))
+@command(
+    _PANEL,
+    how={
+        **shared("columns", "split", "data_dir"),
+        "close": flag(bool, "Count the pairs that these imply.", "--close"),
+        "more": flag(list[Path], "Another file to check with it; may be repeated.", "--with"),
+    },
+)
 def check(
     pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="The pairs file.")],
     data: Images = None,
     *,
     how: Flags,
-    close: Annotated[bool, option("Count the pairs that these imply.", "--close")] = False,
-    more: Annotated[list[Path] | None, option("Another file to check with it; may be repeated.", "--with")] = None,
     reporter: Reporter,
 ) -> None:
     r"""Look at a pairs file, and for contradictions in it.
@@ -234,8 +222,8 @@ def check(
     """
     from constraintmatch.pipeline import sources
 
-    files = [pairs, *(more or ())]
-    counts, contradictions = sources.check_pairs(files, data, close=close, **how, reporter=reporter)
+    files = [pairs, *how.pop("more", ())]
+    counts, contradictions = sources.check_pairs(files, data, **how, reporter=reporter)
     print_rows(counts.items())
     for text in contradictions:
         print_line(f"contradiction: {text}")
@@ -247,7 +235,7 @@ def check(
 def repair(
     db: Annotated[Path, typer.Argument(metavar="DB", help="A damaged database of answers.")],
     *,
-    out: Annotated[Path, option("The new database.")],
+    out: Annotated[Path, typer.Option(help="The new database.", show_default=False)],
     reporter: Reporter,
 ) -> None:
     """Save the answers of a damaged database.

@@ -81,14 +81,12 @@ _RENAMED = {"labels": "class_folders"}  # settings that have another name in the
 # Names and defaults, from the source
 
 
-@cache
 def method_defaults(method: str) -> dict[str, Any]:
     """The arguments of a method and their defaults."""
     known = _keywords(method).items()
     return {name: ast.literal_eval(value) for name, value in known if value is not None and name in _ARGUMENTS}
 
 
-@cache
 def training_defaults(method: str = "constraintmatch") -> dict[str, Any]:
     """The training settings of a method."""
     body = _parse("training", "loop.py").body

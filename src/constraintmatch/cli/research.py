@@ -9,19 +9,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target, write_json
 from constraintmatch._internal.progress import Reporter
 from constraintmatch.cli.flags import read_settings, words
-from constraintmatch.cli.shared import (
-    Flags,
-    Model,
-    Sets,
-    Source,
-    command,
-    flag,
-    for_terminal,
-    on_engine,
-    option,
-    print_rows,
-    shared,
-)
+from constraintmatch.cli.shared import Flags, Model, Sets, Source, command, flag, on_engine, option, print_rows, shared
 
 _LOOK, _RESEARCH = "Look and reuse", "For researchers"
 _NAMES = "One or more of table1, table2, table3, flip, links, selection, entropy, amount and noise."
@@ -113,10 +101,7 @@ def embed(
     print_rows([("embeddings", f"{out} ({len(made):,} of {made.shape[1]:,} numbers)")])
 
 
-_HALF = flag(bool, "Keep the weights in half precision.", "--half")
-
-
-@command(_LOOK, how={"half": _HALF, **shared("device", "split", "data_dir", "strict")})
+@command(_LOOK, how=shared("half", "device", "split", "data_dir", "strict"))
 def join(
     models: Annotated[list[Path], typer.Argument(metavar="MODEL", help="Two model or run folders, or more.")],
     data: Source,
@@ -321,7 +306,7 @@ def _show(name: str, results: Path, sets: tuple[str, ...], steps: int | None, *,
     from rich.console import Console
 
     from constraintmatch.paper.grids import GRIDS
-    from constraintmatch.paper.tables import part_text
+    from constraintmatch.paper.tables import for_terminal, part_text
 
     own = tuple(dataset for dataset in sets if dataset in (*GRIDS[name].sets, "digits"))
     if sets and not own:
@@ -348,13 +333,15 @@ def _numbers(text: str, flag: str, *, last: int | None = None) -> list[int]:
     return found
 
 
-@command(_RESEARCH)
+_HEAD = flag(int, "Which of several cluster heads. (the file's best, or 0)")
+
+
+@command(_RESEARCH, how={"head": _HEAD, **shared("half")})
 def import_scan(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The checkpoint. Nothing in it is run.")],
     data: Annotated[str, typer.Argument(metavar="DATA", help=_SCAN_SETS)],
     out: Annotated[Path, option("New model folder.")],
-    head: Annotated[int | None, option("Which of several cluster heads. (the file's best, or 0)")] = None,
-    half: Annotated[bool, option("Keep the weights in half precision.", "--half")] = False,
+    how: Flags,
 ) -> None:
     r"""Turn a checkpoint of SCAN's code into a model folder.
 
@@ -366,4 +353,4 @@ def import_scan(
     """
     from constraintmatch.models import scan_import
 
-    _print_model(out, scan_import.import_scan(file, data, out, head=head, half=half))
+    _print_model(out, scan_import.import_scan(file, data, out, **how))

@@ -3,9 +3,7 @@
 import inspect
 import re
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -200,6 +198,7 @@ _SHARED = {
     "columns": flag(str, "Names of the columns of the pairs: i,j,c_ij. (left,right,link)"),
     "device": flag(str, "cuda, mps or cpu. (the first that is there)"),
     "seed": flag(int, "Seed of everything random. (0)"),
+    "half": flag(bool, "Keep the weights in half precision.", "--half"),
     "start": flag(str, _START, "--start", "--model"),
     "test": flag(str, "Held-out images, or a data set, for scores.", panel="Images"),
     "split": flag(str, "train, val, test, train+val or train+test of a data set.", panel="Images"),
@@ -253,64 +252,6 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
     for name, value in rows:
         table.add_row(Text(name), Text(value))  # as they are: a path may hold brackets
     console.print(table)
-
-
-_NARROWEST = 16  # letters of a title that are not broken: ConstraintMatch and a comma
-
-
-def for_terminal(text: str, width: int) -> str:
-    """Markdown in lines of at most `width` letters: tables without bars, wide ones in parts below each other.
-
-    Numbers are never broken, so the width must be 40 or more.
-    """
-    blocks = []
-    for is_table, found in groupby(text.splitlines(), lambda line: line.startswith("|")):
-        lines = list(found)
-        blocks += [_narrow_table(lines, width)] if is_table else [_prose(line, width) for line in lines]
-    return "\n".join(blocks)
-
-
-def _prose(line: str, width: int) -> str:
-    plain = line.lstrip("#").strip() if line.startswith("#") else line.replace("`", "")
-    indent = "  " if plain.startswith("- ") else ""
-    return textwrap.fill(plain, width, subsequent_indent=indent, break_on_hyphens=False)
-
-
-def _narrow_table(lines: Sequence[str], width: int) -> str:
-    """The first columns say what a line is: every part has them, then as many groups of columns as fit."""
-    header, rule, *rows = [[cell.strip().replace("**", "") for cell in line.strip("|").split("|")] for line in lines]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    n_keys = 1 + sum(name in ("", "pairs") for name in header[1:])
-    groups: list[list[int]] = []
-    for column in range(n_keys, len(header)):
-        if groups and header[column] in ("paper", "diff."):  # mean nothing without the column before
-            groups[-1].append(column)
-        else:
-            groups.append([column])
-    keys = list(range(n_keys))
-    parts: list[list[int]] = []
-    for group in groups:
-        taken = sum(2 + widths[column] for column in (*keys[1:], *(parts[-1][n_keys:] if parts else ()), *group))
-        if parts and min(widths[0], _NARROWEST) + taken <= width:
-            parts[-1] += group
-        else:
-            parts.append([*keys, *group])
-    left = [not cell.endswith(":") for cell in rule]
-    return "\n\n".join(_columns([header, *rows], widths, left, part[1:], width) for part in parts or [keys])
-
-
-def _columns(
-    lines: Sequence[Sequence[str]], widths: Sequence[int], left: Sequence[bool], others: Sequence[int], width: int
-) -> str:
-    """Some columns of a table; the first one is wrapped to what the others leave."""
-    first = min(widths[0], max(_NARROWEST, width - sum(2 + widths[column] for column in others)))
-    drawn = []
-    for line in lines:
-        *before, title = textwrap.wrap(line[0], first) or [""]
-        drawn += before
-        cells = [line[c].ljust(widths[c]) if left[c] else line[c].rjust(widths[c]) for c in others]
-        drawn.append("  ".join([title.ljust(first), *cells]))
-    return "\n".join(text.rstrip() for text in drawn)
 
 
 def _version(wanted: bool) -> None:

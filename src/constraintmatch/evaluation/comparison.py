@@ -106,7 +106,7 @@ def write_page(
         bars=bars,
         about=about,
     )
-    write_atomically(path, lambda temporary: temporary.write_bytes(page.encode()) and None)
+    write_atomically(path, lambda temporary: temporary.write_bytes(page.encode()))
     return path
 
 

@@ -15,6 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from constraintmatch._internal.errors import InputError
 
+Say = Callable[[str], None] | None
+ROWS = 2000  # that are asked about at once
 COLUMNS = 2**16  # rows that a block of rows is compared with; sets up to this size are compared in one go
 BLOCK = 2**25  # cosines in one block: 128 MiB in fp32
 MOST_EXACT = 2**17  # rows that are all compared even where FAISS is installed: minutes on two cores
@@ -23,12 +25,7 @@ FIRST_SEARCHED = 8  # lists; twice as many while the recall is too low
 
 
 def nearest_neighbours(
-    features: NDArray[np.float32],
-    k: int,
-    *,
-    device: torch.device | str = "cpu",
-    chunk: int = 2000,
-    say: Callable[[str], None] | None = None,
+    features: NDArray[np.float32], k: int, *, device: torch.device | str = "cpu", say: Say = None
 ) -> NDArray[np.int64]:
     """The k rows nearest to each row (n, k) by cosine, itself left out, nearest first; fewer where there are fewer.
 
@@ -43,18 +40,18 @@ def nearest_neighbours(
         return nearest_in_lists(unit.numpy(), few, say=say)
     if len(unit) > MOST_EXACT and unit.device.type == "cpu" and say is not None:
         say(f"neighbours: all {len(unit):,} rows are compared, which may take hours; FAISS (extra scale) takes minutes")
-    return torch.cat([near.cpu() for _, near in nearest_blocks(unit, unit, few, chunk=chunk, itself=False)]).numpy()
+    return torch.cat([near.cpu() for _, near in nearest_blocks(unit, unit, few, itself=False)]).numpy()
 
 
 def nearest_blocks(
-    asked: torch.Tensor, known: torch.Tensor, k: int, *, chunk: int = 2000, itself: bool = True
+    asked: torch.Tensor, known: torch.Tensor, k: int, *, itself: bool = True
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Cosines and numbers (b, k) of the known rows nearest to b of the asked ones, nearest first; b is at most `chunk`.
+    """Cosines and numbers (b, k) of the known rows nearest to b of the asked ones, nearest first; b is at most 2,000.
 
     Rows have length 1. A block has at most 128 MiB of cosines: the best of one block of known rows meet those of the
     next. Without `itself`, asked and known rows are the same, and none is its own neighbour.
     """
-    few, step = min(k, len(known)), max(1, min(chunk, BLOCK // max(1, min(COLUMNS, len(known)))))
+    few, step = min(k, len(known)), max(1, min(ROWS, BLOCK // max(1, min(COLUMNS, len(known)))))
     for start in range(0, len(asked), step):
         rows = asked[start : start + step]
         best, near = rows.new_empty(len(rows), 0), torch.empty(len(rows), 0, dtype=torch.int64, device=rows.device)
@@ -71,9 +68,7 @@ def nearest_blocks(
         yield best, near
 
 
-def nearest_in_lists(
-    unit: NDArray[np.float32], k: int, *, say: Callable[[str], None] | None = None
-) -> NDArray[np.int64]:
+def nearest_in_lists(unit: NDArray[np.float32], k: int, *, say: Say = None) -> NDArray[np.int64]:
     """What `nearest_neighbours` gives for rows of length 1, nearly: FAISS compares a row with those of some lists.
 
     There are 2 √n lists around means of the rows. The number of searched lists doubles until 500 rows of the set find

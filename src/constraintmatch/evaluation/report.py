@@ -20,8 +20,9 @@ from constraintmatch._internal.files import read_json, write_atomically
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.constraints.graph import pair_keys
 from constraintmatch.data.image_set import ImageSet, kind_of
+from constraintmatch.evaluation import report_parts
 from constraintmatch.evaluation.metrics import Predictions, agreement, collapse_warnings, scores
-from constraintmatch.evaluation.report_parts import SCORES, Clustering, clustering_sections, line_chart, percent, plural
+from constraintmatch.evaluation.report_parts import SCORES, Clustering, line_chart, percent, plural
 from constraintmatch.training.run_folder import flat_items, read_log
 
 MAX_SKIPPED = 200  # images shown
@@ -58,8 +59,8 @@ def write_report(
 ) -> Path:
     """The path of `report.html`, which is written to the run or to `out`; see `report_html`."""
     path = (out or Path(run)) / "report.html"
-    page = report_html(run, images, predictions, constraints=constraints)
-    write_atomically(path, lambda temporary: temporary.write_bytes(page.encode()) and None)
+    page = report_html(run, images, predictions, constraints=constraints).encode()
+    write_atomically(path, lambda temporary: temporary.write_bytes(page))
     return path
 
 
@@ -80,10 +81,13 @@ def report_html(
     heading, alerts = _alerts(record, log, shown)
     skipped = [(skip.name, skip.reason) for skip in images.skipped[:MAX_SKIPPED]]
     settings = [*flat_items(request), *flat_items(environment, "environment")]
-    sections = [
+    sections = [  # None: there is nothing to show
         ("kept", "What was kept", _kept(log)),
         ("curves", "Curves", _curves(log)),
-        *clustering_sections(shown),
+        ("sizes", "Cluster sizes", report_parts.sizes(shown)),
+        ("clusters", "Clusters", report_parts.galleries(shown)),
+        ("confusion", "Confusion", report_parts.confusion(shown)),
+        ("confidence", "Confidence", report_parts.confidence(shown)),
         ("constraints", "Constraints violated", _violations(shown)),
         ("skipped", "Skipped images", {"files": skipped, "total": len(images.skipped)} if skipped else None),
         ("settings", "Settings", [(key, _plain(value)) for key, value in settings]),

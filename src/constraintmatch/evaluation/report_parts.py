@@ -238,16 +238,6 @@ class Clustering:
         }
 
 
-def clustering_sections(shown: Clustering) -> list[tuple[str, str, Any]]:
-    """The name, the heading and the values of each section; the values are None where there is nothing to show."""
-    return [
-        ("sizes", "Cluster sizes", _sizes(shown)),
-        ("clusters", "Clusters", _galleries(shown)),
-        ("confusion", "Confusion", _confusion(shown)),
-        ("confidence", "Confidence", _confidence(shown)),
-    ]
-
-
 def _data_uri(pixels: NDArray[np.uint8]) -> str:
     """An image of at most THUMBNAIL pixels as a data address: PNG if tiny, else WebP (JPEG where Pillow lacks it)."""
     image = Image.fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels))
@@ -259,15 +249,14 @@ def _data_uri(pixels: NDArray[np.uint8]) -> str:
     return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def _sizes(shown: Clustering) -> dict[str, Any]:
+def sizes(shown: Clustering) -> dict[str, Any]:
     """A bar for each cluster, in the order of their numbers; the largest ones only, where there are very many."""
     total, largest = len(shown.images), int(shown.sizes.max())
     chosen = np.sort(np.argsort(-shown.sizes, kind="stable")[:MAX_CLUSTERS]).tolist()
-    pictured = set(shown.filled())
     bars = [
         {
             "name": shown.cluster_name(cluster),
-            "link": f"#cluster-{cluster}" if cluster in pictured else None,
+            "link": f"#cluster-{cluster}" if shown.sizes[cluster] else None,
             "size": int(shown.sizes[cluster]),
             "share": shown.sizes[cluster] / total,
             "length": f"{shown.sizes[cluster] / largest:.3f}",
@@ -282,7 +271,7 @@ def _sizes(shown: Clustering) -> dict[str, Any]:
     }
 
 
-def _galleries(shown: Clustering) -> dict[str, Any]:
+def galleries(shown: Clustering) -> dict[str, Any]:
     """A card for each cluster with its surest and its least sure images."""
     chosen = shown.filled()
     each = max(3, min(N_SUREST + N_LEAST_SURE, MAX_THUMBNAILS // len(chosen)))
@@ -334,7 +323,7 @@ def gallery_html(shown: Clustering) -> str:
     return "".join(rows) + (f"<div>and {plural(left, 'more cluster')}</div>" if left else "")
 
 
-def _confusion(shown: Clustering) -> dict[str, Any] | None:
+def confusion(shown: Clustering) -> dict[str, Any] | None:
     """Classes by clusters, each cluster below its matched class; the worst mistakes alone if that is too much."""
     labels, classes = shown.images.labels, shown.classes
     if labels is None or classes is None:
@@ -369,7 +358,7 @@ def _mistakes(shown: Clustering, counts: NDArray[np.int64], classes: NDArray[np.
     return [(shown.class_name(of), shown.cluster_name(at), f"{wrong[of, at]:,}") for of, at in cells]
 
 
-def _confidence(shown: Clustering) -> dict[str, Any]:
+def confidence(shown: Clustering) -> dict[str, Any]:
     """The mean, the shares above three bars, and a histogram; with labels its parts are right and wrong."""
     parts = {"images": np.ones(len(shown.images), bool)}
     if shown.classes is not None:

@@ -101,7 +101,7 @@ def grid_cells(
     *names: str,
     sets: Sequence[str] | None = None,
     folds: Sequence[int] | None = None,
-    steps: int | None = None,
+    steps: int = STEPS,
     methods: Sequence[str] | None = None,
     n_constraints: Sequence[int] | None = None,
 ) -> list[Cell]:
@@ -109,16 +109,14 @@ def grid_cells(
 
     Each grid takes those of the sets, methods and numbers of constraints that it has; one that no grid has is an error.
     """
-    _check_asked(
-        names, STEPS if steps is None else steps, sets=sets, folds=folds, methods=methods, constraints=n_constraints
-    )
+    _check_asked(names, steps, sets=sets, folds=folds, methods=methods, constraints=n_constraints)
     found: dict[str, Cell] = {}
     for fold in range(FOLDS) if folds is None else folds:
         for grid in (GRIDS[name] for name in names):
             known = (*grid.sets, "digits")  # digits: a rehearsal on a CPU
             for dataset in grid.sets if sets is None else (name for name in dict.fromkeys(sets) if name in known):
                 for _, _, cell in grid.points_of(dataset, fold):
-                    ours = cell if steps is None or cell.method == "scan" else replace(cell, steps=steps)
+                    ours = cell if cell.method == "scan" else replace(cell, steps=steps)
                     found[ours.name] = ours
     cells = list(found.values())
     _check_there("method", methods, dict.fromkeys(cell.method for cell in cells))

@@ -1,34 +1,22 @@
 """The paper's tables and figures with our numbers next to its own, as Markdown, for a page or a terminal."""
 
 import statistics
+import textwrap
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
 from constraintmatch.data.datasets import DATASETS, STEPS
+from constraintmatch.paper import results
 from constraintmatch.paper.grids import GRIDS, HEAD_FIRST, MERGED_FIRST, PAIRED, Cell
-from constraintmatch.paper.results import (
-    METRICS,
-    TABLE_1,
-    TABLE_2,
-    TABLE_3,
-    PublishedRow,
-    Row,
-    Summary,
-    check_same_start,
-    compare,
-    find_rows,
-    is_whole,
-    published,
-    read_results,
-)
+from constraintmatch.paper.results import METRICS, PublishedRow, Row, Summary
 
-TABLES = {"table1": TABLE_1, "table2": TABLE_2, "table3": TABLE_3}
+TABLES = {"table1": results.TABLE_1, "table2": results.TABLE_2, "table3": results.TABLE_3}
 TITLES = {
     "scan": "SCAN (the start)",
     "constrained": "Constrained",
@@ -50,7 +38,7 @@ def part_text(
     name: str, results_folder: Path | str, sets: Sequence[str] | None = None, steps: int | None = None
 ) -> str:
     """One table or figure as Markdown; a figure as its numbers, from trainings of this number of steps."""
-    rows = find_rows(read_results(results_folder))
+    rows = results.find_rows(results.read_results(results_folder))
     if name in TABLES:
         return table(name, rows, sets)
     found = [drawing(name, rows, dataset, steps) for dataset in sets or GRIDS[name].sets]
@@ -142,7 +130,7 @@ def _part(title: str, lines: Sequence[Line], dataset: str, split: str) -> Iterat
 
 
 def _compared(lines: Sequence[Line], dataset: str, split: str) -> Iterator[str]:
-    check_same_start(row for _, row, _ in lines if row)
+    results.check_same_start(row for _, row, _ in lines if row)
     header = ["", "pairs", "folds", *(name for metric in METRICS for name in (metric.upper(), "paper", "diff."))]
     yield markdown(header, [_compared_line(line, dataset, split) for line in lines])
     start = next((line for line in lines if line[1] and line[1].cell.method == "scan"), None)
@@ -187,7 +175,7 @@ def _wilcoxon(lines: Sequence[Line], split: str) -> Iterator[str]:
     rows = {row.cell: row for _, row, _ in lines if row}
     for cell in [cell for cell in rows if cell.method == "constraintmatch"]:
         theirs = rows.get(replace(cell, method="constrained"))
-        tested = [(name, compare(rows[cell], theirs, split, name)) for name in METRICS] if theirs else []
+        tested = [(name, results.compare(rows[cell], theirs, split, name)) for name in METRICS] if theirs else []
         found = [(name, *both) for name, both in tested if both]
         if not found:
             continue
@@ -202,7 +190,7 @@ def _wilcoxon(lines: Sequence[Line], split: str) -> Iterator[str]:
 def _paper(line: Line, dataset: str, metric: str) -> float | None:
     """The paper's value; a cut row or one of a smaller copy of the set is not compared with it."""
     _, row, printed = line
-    unlike = row is not None and (row.cell.cut or not is_whole(dataset, row.results[0].data))
+    unlike = row is not None and (row.cell.cut or not results.is_whole(dataset, row.results[0].data))
     return None if unlike or printed is None else printed.value(dataset, metric)
 
 
@@ -218,7 +206,6 @@ def _amount(line: Line) -> str:
 
 # The figures, as numbers
 
-_START = "SCAN (the start)"
 FIGURES: dict[str, Any] = tomllib.loads(files("constraintmatch.paper").joinpath("figures.toml").read_text("utf-8"))
 
 
@@ -276,7 +263,7 @@ def drawing(name: str, rows: Mapping[Cell, Row], dataset: str, steps: int | None
     shown = [(curve, x, rows[cut]) for curve, x, cell in points if (cut := replace(cell, steps=steps)) in rows]
     known = _levels(dataset, steps)
     levels = [(label, rows[known[label]]) for label in figure["across"] if known[label] in rows]
-    check_same_start([*(row for _, _, row in shown), *(row for _, row in levels)])
+    results.check_same_start([*(row for _, _, row in shown), *(row for _, row in levels)])
     curves = []
     for curve, label in figure["curves"].items():
         found = sorted((x, row.summary("test", metric)) for its, x, row in shown if its == curve)
@@ -305,18 +292,15 @@ def _levels(dataset: str, steps: int) -> dict[str, Cell]:
         "soft links": plain,
         "informative images, τ = 0.2": replace(plain, options=(("max_entropy", 0.2),)),
         "constrained": replace(plain, method="constrained"),
-        _START: Cell(dataset, "scan"),
+        TITLES["scan"]: Cell(dataset, "scan"),
     }
 
 
 def _paper_points(dataset: str, metric: str) -> tuple[tuple[str, float, float], ...]:
     """The points of the curves over the number of constraints that Table I has."""
-    rows = [
-        (method, n, published(TABLE_1, "test", method, n))
-        for method in FIGURES["amount"]["curves"]
-        for n in (5_000, 10_000)
-    ]
-    values = [(method, float(n), row.value(dataset, metric)) for method, n, row in rows if row is not None]
+    points = product(FIGURES["amount"]["curves"], (5_000, 10_000))
+    rows = [(method, float(n), results.published(results.TABLE_1, "test", method, n)) for method, n in points]
+    values = [(method, x, row.value(dataset, metric)) for method, x, row in rows if row]
     return tuple((method, x, value) for method, x, value in values if value is not None)
 
 
@@ -330,3 +314,64 @@ def figure_numbers(shown: Drawing) -> str:
     table = markdown([f"{shown.metric.upper()} in %", *(f"{x:,g}" for x in places)], lines)
     across = ", ".join(f"{level.label} {spread(level.points[0][1])}" for level in shown.levels)
     return table + (f"\n\nFor comparison: {across}." if across else "")
+
+
+# For a terminal
+
+_NARROWEST = 16  # letters of a title that are not broken: ConstraintMatch and a comma
+
+
+def for_terminal(text: str, width: int) -> str:
+    """Markdown in lines of at most `width` letters: tables without bars, wide ones in parts below each other.
+
+    Numbers are never broken, so the width must be 40 or more.
+    """
+    blocks = []
+    for is_table, found in groupby(text.splitlines(), lambda line: line.startswith("|")):
+        lines = list(found)
+        blocks += [_narrow_table(lines, width)] if is_table else [_prose(line, width) for line in lines]
+    return "\n".join(blocks)
+
+
+def _prose(line: str, width: int) -> str:
+    plain = line.lstrip("#").strip() if line.startswith("#") else line.replace("`", "")
+    indent = "  " if plain.startswith("- ") else ""
+    return textwrap.fill(plain, width, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _narrow_table(lines: Sequence[str], width: int) -> str:
+    """The first columns say what a line is: every part has them, then as many groups of columns as fit."""
+    header, rule, *rows = [[cell.strip().replace("**", "") for cell in line.strip("|").split("|")] for line in lines]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    n_keys = 1 + sum(name in ("", "pairs") for name in header[1:])
+    groups: list[list[int]] = []
+    for column in range(n_keys, len(header)):
+        if groups and header[column] in ("paper", "diff."):  # mean nothing without the column before
+            groups[-1].append(column)
+        else:
+            groups.append([column])
+    keys = list(range(n_keys))
+    parts = [keys]
+    for group in groups:
+        wider = [*parts[-1], *group]
+        taken = min(widths[0], _NARROWEST) + sum(2 + widths[column] for column in wider[1:])
+        if parts[-1] == keys or taken <= width:
+            parts[-1] = wider
+        else:
+            parts.append([*keys, *group])
+    left = [not cell.endswith(":") for cell in rule]
+    return "\n\n".join(_columns([header, *rows], widths, left, part[1:], width) for part in parts)
+
+
+def _columns(
+    lines: Sequence[Sequence[str]], widths: Sequence[int], left: Sequence[bool], others: Sequence[int], width: int
+) -> str:
+    """Some columns of a table; the first one is wrapped to what the others leave."""
+    first = min(widths[0], max(_NARROWEST, width - sum(2 + widths[column] for column in others)))
+    drawn = []
+    for line in lines:
+        *before, title = textwrap.wrap(line[0], first) or [""]
+        drawn += before
+        cells = [line[c].ljust(widths[c]) if left[c] else line[c].rjust(widths[c]) for c in others]
+        drawn.append("  ".join([title.ljust(first), *cells]))
+    return "\n".join(text.rstrip() for text in drawn)

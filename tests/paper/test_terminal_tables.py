@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_results import write_cells
 
-from constraintmatch.cli.shared import for_terminal
 from constraintmatch.paper.grids import grid_cells
-from constraintmatch.paper.tables import markdown, part_text
+from constraintmatch.paper.tables import for_terminal, markdown, part_text
 
 
 @pytest.fixture(scope="module")
