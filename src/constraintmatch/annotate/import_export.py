@@ -84,14 +84,14 @@ def export_pairs(store: Store, path: Path | str) -> str:
     source = [row for row, answer in sure if not answer.question.nearer for _ in answer.question.shown]
     pairs = constraints_of(
         answers,
-        len(store.image_names),
+        len(store.images),
         weight=[row.weight for row in source],
         annotator=[row.annotator for row in source],
         time=[row.time for row in source],
     )
     weights = np.array([row.weight for row, answer in sure if answer.question.nearer], np.float32)
     triplets = replace(triplets_of(answers), weight=weights)
-    replace(pairs, triplets=triplets).write(path, names=store.image_names)
+    replace(pairs, triplets=triplets).write(path, names=store.images.names)
     without = _count([(len(here) - len(sure), "unsure"), (len(rows) - len(here), "set aside")])
     found = _count([(len(pairs), "pairs"), (len(triplets), "triplets")]) or "0 pairs"
     return f"{found} from {len(sure):,} answers" + (f" (left out: {without})" if without else "")

@@ -42,7 +42,7 @@ class ImageIdentity:
     """
 
     def __init__(self, images: ImageSet, source: Path | str, pictures: Path | str) -> None:
-        self.names, self._rows, pixels = images.names, images.rows(), (images.shown or images).images
+        self.images, self._rows, pixels = images, images.rows(), (images.shown or images).images
         self.source = _absolute(source)
         self.pictures = _absolute(pictures) if images.embedded else None  # "": no pictures; None: images themselves
         self._look = cache(lambda row: _thumbnail(pixels[row]))  # made when it is needed
@@ -50,9 +50,9 @@ class ImageIdentity:
     def columns(self, question: Question) -> tuple[str, str, bytes, str]:
         """The columns image, shown, look and key of a question; an InputError for rows that do not exist."""
         rows = (question.image, *question.shown)
-        if (last := max(rows)) >= len(self.names):
-            raise InputError(f"image {last} does not exist (the set has {len(self.names):,} images)")
-        image, *shown = (self.names[row] for row in rows)
+        if (last := max(rows)) >= len(self.images):
+            raise InputError(f"image {last} does not exist (the set has {len(self.images):,} images)")
+        image, *shown = (self.images.names[row] for row in rows)
         ordered = sorted((image, *shown)) if question.kind == "pair" else [image, *sorted(shown)]
         key = {"nearer": ordered} if question.nearer else ordered
         look = b"".join(map(self._look, rows))
