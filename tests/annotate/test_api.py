@@ -23,11 +23,11 @@ from PIL import Image
 from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.api import Page, create_app
 from constraintmatch.annotate.import_export import open_model
-from constraintmatch.annotate.question_queue import Chooser, QuestionQueue, pixel_belief
+from constraintmatch.annotate.question_queue import Chooser, QuestionQueue
 from constraintmatch.annotate.server import MAX_BODY, Rules, address, is_loopback, listen, rules_for
 from constraintmatch.annotate.sitting import Door, open_port
 from constraintmatch.annotate.store import Store, open_store
-from constraintmatch.annotate.thumbnails import galleries, large_picture, small_picture
+from constraintmatch.annotate.thumbnails import galleries, large_picture, pixel_belief, small_picture
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.models.cluster_model import build_model, save_model

@@ -24,8 +24,6 @@ from constraintmatch.questions.next_question import Choice, Kind, next_questions
 Line = Callable[[], str | None]  # gives a line to show, or nothing
 LOW = 4  # new questions are chosen when fewer wait
 FRESH = 5  # answers after which waiting questions are chosen again: they know less than what was answered
-CELLS, COMPONENTS = 12, 48  # sides of a small copy of an image, and numbers that its pixels become
-BLOCK = 4_096  # images whose pixels become numbers at once
 log = logging.getLogger(__name__)
 
 PREVIOUS = -3  # undo the last answer
@@ -167,33 +165,6 @@ class QuestionQueue:
                     return
                 log.exception("no new questions could be chosen")
                 self.problem = "no new questions could be chosen; the output of the server says why"
-
-
-def pixel_belief(images: ImageSet) -> Belief:
-    """Features without a model: the principal components of small copies of the images, rows of length 1.
-
-    Good enough to find near-duplicates and the dense places; 50,000 images take a few seconds. Embeddings are features
-    already; their mean is subtracted.
-    """
-    if images.embedded:
-        given = images.images.reshape(len(images), -1)
-        features = given - given.mean(0)
-    else:
-        blocks = [_shrink(images.images[at : at + BLOCK]) for at in range(0, len(images), BLOCK)]
-        cells = np.concatenate(blocks)
-        cells -= cells.mean(0)
-        directions = np.linalg.eigh(cells.T @ cells)[1][:, ::-1]
-        features = cells @ directions[:, :COMPONENTS].astype(np.float32)
-    features[:, 0] += 1e-6  # an image that is the mean of all has no direction of its own
-    return Belief(np.asarray(features / np.linalg.norm(features, axis=1, keepdims=True), np.float32))
-
-
-def _shrink(images: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Images (n, h, w, c) as means over at most CELLS × CELLS cells: (n, cells)."""
-    edges = np.linspace(0, images.shape[1], min(CELLS, images.shape[1]) + 1).astype(np.int64)
-    sums = np.add.reduceat(np.add.reduceat(images.astype(np.float32), edges[:-1], axis=1), edges[:-1], axis=2)
-    area = np.diff(edges)[:, None] * np.diff(edges)
-    return np.asarray(sums / (255 * area[..., None]), np.float32).reshape(len(images), -1)
 
 
 # The terminal: images as coloured blocks, one key and Enter for an answer

@@ -34,8 +34,9 @@ from constraintmatch.annotate.import_export import (
     read_answers,
     write_tasks,
 )
-from constraintmatch.annotate.question_queue import Chooser, Line, QuestionQueue, pixel_belief
+from constraintmatch.annotate.question_queue import Chooser, Line, QuestionQueue
 from constraintmatch.annotate.store import Store
+from constraintmatch.annotate.thumbnails import pixel_belief
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.decoding import is_photo
 from constraintmatch.data.image_set import ImageSet
