@@ -206,12 +206,9 @@ def read_tags(path: Path, names: Sequence[str]) -> tuple[list[Given], int]:
 
 def write_tasks(path: Path, names: Sequence[str], questions: Sequence[Question]) -> None:
     """Questions about two images as tasks for Label Studio, which finds the images below its root for local files."""
-
-    def local(row: int) -> str:
-        return f"/data/local-files/?d={quote(names[row])}"
-
-    pairs = [{"left": local(one.image), "right": local(one.shown[0])} for one in questions]
-    write_json(path, [{"data": pair} for pair in pairs])
+    place = "/data/local-files/?d="
+    pairs = [(place + quote(names[one.image]), place + quote(names[one.shown[0]])) for one in questions]
+    write_json(path, [{"data": {"left": left, "right": right}} for left, right in pairs])
 
 
 def read_label_studio(path: Path, names: Sequence[str], meaning: Meaning) -> tuple[list[Given], int]:
