@@ -137,7 +137,10 @@ class QuestionQueue:
         with self._claiming:
             held = [asked.question for one in self._held.values() for asked in self.store.unanswered(one)]
             short, self._short = self._short, False
-        if belief is None or not (short or self._is_stale(belief, len(answers), len(held))):
+        answered, believed = self._chosen_at
+        stale = believed is not belief or abs(len(answers) - answered) >= FRESH
+        few = short or (not self.done and self.store.n_waiting() - len(held) < LOW)
+        if belief is None or not (stale or few):
             return
         chosen = self.chooser.next(belief, answers, 2 * LOW, held)
         if self._stop:
@@ -145,12 +148,6 @@ class QuestionQueue:
         self.store.add_questions(chosen, model=self.model() or "", replace=True)
         self._chosen_at = (len(answers), belief)
         self.done = not chosen and self.store.n_waiting() == 0
-
-    def _is_stale(self, belief: Belief, n_answers: int, n_held: int) -> bool:
-        answered, believed = self._chosen_at
-        if believed is not belief or abs(n_answers - answered) >= FRESH:
-            return True
-        return not self.done and self.store.n_waiting() - n_held < LOW
 
     def _run(self) -> None:
         while True:
