@@ -92,10 +92,9 @@ class Page:
             "activity": self.activity(),
         }
 
-    def _imply(self, belief: Belief | None, *_counts: int) -> tuple[float, int]:
+    def _imply(self, belief: Belief, *_counts: int) -> tuple[float, int]:
         """What follows from the answers; it is kept until the belief or the counts of answers change."""
-        certain = 0.0 if belief is None else certain_share(belief, self.store.answers())
-        return certain, self.store.n_contradictions()
+        return certain_share(belief, self.store.answers()), self.store.n_contradictions()
 
     def claim(self, wanted: server.ClaimRequest) -> Json:
         """Hold questions: those held before come first, and nobody else gets them meanwhile."""
@@ -126,9 +125,8 @@ class Page:
 
     def _question(self, asked: Asked) -> Json:
         """A question as the page shows it; images of clusters with a name carry the name."""
-        names, belief, question = self.store.names(), self.belief(), asked.question
-        probabilities = None if belief is None or not names else belief.probabilities
-        of = {} if probabilities is None else {row: int(probabilities[row].argmax()) for row in question.shown}
+        names, shares, question = self.store.names(), self.belief().probabilities, asked.question
+        of = {row: int(shares[row].argmax()) for row in question.shown} if names and shares is not None else {}
         shown = [self._image(row, names.get(of.get(row, -1))) for row in question.shown]
         return {"id": asked.id, "kind": question.kind, "image": self._image(question.image), "shown": shown}
 
@@ -210,8 +208,8 @@ class Page:
 
     def rename(self, cluster: RowInPath, given: server.NameRequest) -> Json:
         """Name a cluster; its number and its name now come back."""
-        belief = self.belief()
-        known = 0 if belief is None or belief.probabilities is None else belief.probabilities.shape[1]
+        probabilities = self.belief().probabilities
+        known = 0 if probabilities is None else probabilities.shape[1]
         if cluster >= known:
             raise HTTPException(404, f"there is no cluster {cluster}: the model has {known:,}")
         self.store.rename(cluster, given.name)
@@ -219,10 +217,9 @@ class Page:
 
     def ask(self, wanted: server.AskRequest) -> Json:
         """Make an image the next question of this annotator; if answers place it already, those come back."""
-        belief, image = self.belief(), wanted.image
-        if image >= len(self.store.images) or belief is None:
+        if (image := wanted.image) >= len(self.store.images):
             raise HTTPException(404, f"there is no image {image} to ask about")
-        question = self.queue.chooser.about(belief, self.store.answers(), image)
+        question = self.queue.chooser.about(self.belief(), self.store.answers(), image)
         if question is None:
             asked, held = None, self.queue.claim(wanted.annotator, wanted.hold)
         else:

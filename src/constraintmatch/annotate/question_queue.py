@@ -65,14 +65,14 @@ class Chooser:
 class QuestionQueue:
     """Hands questions out and chooses new ones in time. `done` says that nothing is left to ask.
 
-    `belief` gives what the model says now (None: nothing yet) and `model` its name. Both are called again and again, so
-    a training may change what they give.
+    `belief` gives what the model says now and `model` its name. Both are called again and again, so a training may
+    change what they give.
     """
 
     def __init__(
         self,
         store: Store,
-        belief: Callable[[], Belief | None],
+        belief: Callable[[], Belief],
         chooser: Chooser | None = None,
         model: Line = lambda: None,
     ) -> None:
@@ -140,7 +140,7 @@ class QuestionQueue:
         answered, believed = self._chosen_at
         stale = believed is not belief or abs(len(answers) - answered) >= FRESH
         few = short or (not self.done and self.store.n_waiting() - len(held) < LOW)
-        if belief is None or not (stale or few):
+        if not (stale or few):
             return
         chosen = self.chooser.next(belief, answers, 2 * LOW, held)
         if self._stop:

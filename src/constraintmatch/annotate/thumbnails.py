@@ -204,9 +204,9 @@ def _encode(image: Image.Image, kind: str) -> Picture:
     return file.getvalue(), f"image/{kind.lower()}"
 
 
-def galleries(belief: Belief | None, answers: Sequence[Answer], n_images: int) -> list[Gallery]:
+def galleries(belief: Belief, answers: Sequence[Answer], n_images: int) -> list[Gallery]:
     """The clusters of the model that have images; without a model the groups that answers make, largest first."""
-    if belief is None or belief.probabilities is None:
+    if belief.probabilities is None:
         group = implied_groups(answers, n_images)
         parts = [np.flatnonzero(group == number) for number in range(group.max(initial=-1) + 1)]
         parts.sort(key=lambda rows: (-len(rows), rows[0]))
