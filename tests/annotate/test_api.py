@@ -100,7 +100,7 @@ def serving(
 ) -> Iterator[Place]:
     with open_store(path, images) as store:
         rules = {"rules": options.pop("rules")} if "rules" in options else {}
-        app = create_app(Page(QuestionQueue(store, lambda: belief, chooser), **options), **rules)
+        app = create_app(Page(QuestionQueue(store, lambda: belief, chooser or Chooser()), **options), **rules)
         with TestClient(app, base_url="http://localhost:8765") as client:
             yield Place(client, store)
 

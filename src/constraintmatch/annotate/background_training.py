@@ -65,30 +65,26 @@ class Learning:
     last_steps: int | None = None
 
 
+@dataclass(eq=False)
 class Learner:
     """Trains on the answers so far, from the start each time; `belief` and `newest` give the newest state."""
 
-    def __init__(
-        self,
-        images: ImageSet,
-        start: ClusterModel,
-        answers: Callable[[], Sequence[Answer]],
-        folder: Path,
-        learning: Learning,
-        *,
-        views: ViewChoice | None = None,
-        held_out: ImageSet | None = None,
-        whole: Callable[[ClusterModel], ClusterModel] = lambda model: model,
-    ) -> None:
-        """`whole` turns a trained part of a model into the whole model, if only a part learns."""
-        self.images, self.start_model, self.answers, self.folder = images, start, answers, folder
-        self.learning, self.views, self.held_out, self.whole = learning, views, held_out, whole
+    images: ImageSet
+    start_model: ClusterModel
+    answers: Callable[[], Sequence[Answer]]
+    folder: Path
+    learning: Learning
+    views: ViewChoice | None = None
+    held_out: ImageSet | None = None
+    whole: Callable[[ClusterModel], ClusterModel] = lambda model: model  # of a trained part, if only a part learns
+
+    def __post_init__(self) -> None:
         self.problem: str | None = None
         self.n_learned = 0  # answers that the newest model knows
         self.run: Path | None = None  # the folder of its round
         self._steps = 0  # of its round
         self._training: Watched | None = None  # the current round
-        self._newest: ClusterModel = start
+        self._newest = self.start_model
         self._belief: Belief | None = None  # of the newest model
         self._ahead: Belief | None = None  # of the model that the current round began with: it knows more answers
         self._stop = threading.Event()

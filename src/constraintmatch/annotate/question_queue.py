@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +62,7 @@ class Chooser:
         return question_about(belief, answers, image, kind="which" if self.kind == "triplet" else self.kind)
 
 
+@dataclass(eq=False)
 class QuestionQueue:
     """Hands questions out and chooses new ones in time. `done` says that nothing is left to ask.
 
@@ -69,14 +70,12 @@ class QuestionQueue:
     change what they give.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        belief: Callable[[], Belief],
-        chooser: Chooser | None = None,
-        model: Line = lambda: None,
-    ) -> None:
-        self.store, self.belief, self.chooser, self.model = store, belief, chooser or Chooser(), model
+    store: Store
+    belief: Callable[[], Belief]
+    chooser: Chooser = field(default_factory=Chooser)
+    model: Line = lambda: None
+
+    def __post_init__(self) -> None:
         self.done = False
         self.asked = threading.Event()  # set when the first question is handed out
         self.problem: str | None = None
