@@ -43,7 +43,6 @@ from constraintmatch.training.loop import choose_device
 from constraintmatch.training.run_folder import is_finished
 
 CHECKPOINT_EVERY = 200  # steps of a round that a crash loses at most
-Open = tuple[Data, QuestionQueue, Learner]
 Answers = Callable[[], Sequence[Answer]]
 
 
@@ -207,7 +206,7 @@ def end_loop(loop: Loop, data: Data, store: Store, learner: Learner) -> Rows:
 @contextmanager
 def open_loop(
     loop: Loop, reporter: Reporter, check: Callable[[Data], object] = lambda data: data.images.to_look_at()
-) -> Iterator[Open]:
+) -> Iterator[tuple[Data, QuestionQueue, Learner]]:
     """The loop folder; `check` refuses images that cannot be asked about, before anything is written."""
     _check_places(loop)
     data, start, views = _start(loop, reporter, check)
