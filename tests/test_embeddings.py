@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from constraintmatch import ConstraintMatch, Constraints, cli
 from constraintmatch._internal.errors import InputError
-from constraintmatch.annotate.question_queue import pixel_belief
-from constraintmatch.annotate.thumbnails import small_picture
+from constraintmatch.annotate.thumbnails import pixel_belief, small_picture
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import accuracy, embed, predict
 from constraintmatch.methods import METHODS, ViewChoice

@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,11 +24,11 @@ from PIL import Image
 from constraintmatch._internal.errors import InputError
 from constraintmatch.annotate.api import Page, create_app
 from constraintmatch.annotate.import_export import open_model
-from constraintmatch.annotate.question_queue import Chooser, QuestionQueue, pixel_belief
+from constraintmatch.annotate.question_queue import Chooser, QuestionQueue
 from constraintmatch.annotate.server import MAX_BODY, Rules, address, is_loopback, listen, rules_for
 from constraintmatch.annotate.sitting import Door, open_port
 from constraintmatch.annotate.store import Store, open_store
-from constraintmatch.annotate.thumbnails import galleries, large_picture, small_picture
+from constraintmatch.annotate.thumbnails import galleries, large_picture, pixel_belief, small_picture
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.models.cluster_model import build_model, save_model
@@ -95,11 +96,11 @@ def belief_of(images: ImageSet, *, model: bool = True) -> Belief:
 
 @contextmanager
 def serving(
-    path: Path, images: ImageSet, belief: Belief | None, chooser: Chooser | None = None, **options: Any
+    path: Path, images: ImageSet, belief: Belief, chooser: Chooser | None = None, **options: Any
 ) -> Iterator[Place]:
     with open_store(path, images) as store:
         rules = {"rules": options.pop("rules")} if "rules" in options else {}
-        app = create_app(Page(images, QuestionQueue(store, lambda: belief, chooser), **options), **rules)
+        app = create_app(Page(QuestionQueue(store, lambda: belief, chooser or Chooser()), **options), **rules)
         with TestClient(app, base_url="http://localhost:8765") as client:
             yield Place(client, store)
 
@@ -262,12 +263,21 @@ def test_new_questions_come_while_answers_go_on(place: Place) -> None:
     assert place.get("/api/state")["certain"] > 0.5
 
 
-def test_a_server_that_believes_nothing_yet_waits_without_being_done(tmp_path: Path, stripes: ImageSet) -> None:
-    with serving(tmp_path / "a.db", stripes, None, activity=lambda: "training, round 1") as place:
+def test_a_server_that_still_chooses_waits_without_being_done(tmp_path: Path, stripes: ImageSet) -> None:
+    chosen, belief = threading.Event(), belief_of(stripes, model=False)
+
+    class Slow(Chooser):
+        def next(self, *given: Any) -> list[Question]:
+            chosen.wait(10)
+            return super().next(*given)
+
+    with serving(tmp_path / "a.db", stripes, belief, Slow(), activity=lambda: "training, round 1") as place:
         told = place.post("/api/questions", {"annotator": "anna", "hold": 2})
         assert (told["questions"], told["done"]) == ([], False)
         assert place.get("/api/state")["activity"] == "training, round 1"
         assert place.get("/api/clusters")["clusters"] == []
+        chosen.set()
+        assert len(place.claim(hold=2)) == 2
 
 
 class _Failing(Chooser):

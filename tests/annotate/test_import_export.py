@@ -38,7 +38,7 @@ def said(image: int, *shown: int, choice: int) -> Answer:
 
 
 def taken_in(store: Store, path: Path, **words: str) -> str:
-    return import_answers(store, *read_answers(path, store.image_names, **words))
+    return import_answers(store, *read_answers(path, store.images.names, **words))
 
 
 # The pairs file

@@ -329,14 +329,14 @@ def test_a_loop_asks_again_before_its_network_is_there(
 
 
 def test_what_keeps_a_loop_from_going_on_is_said_at_the_end() -> None:
-    def fails(_page: Any) -> Any:
+    def fails(_queue: Any) -> Any:
         raise InputError("its model is torn", "loop", "start again")
 
-    late, page = Late(Belief.of(np.eye(3)), fails), Namespace(queue=Namespace(asked=threading.Event()))
-    late.begin(page)
+    late, queue = Late(Belief.of(np.eye(3)), fails), Namespace(asked=threading.Event())
+    late.begin(queue)
     assert late.activity() is None
     assert late.name() == "start"
-    page.queue.asked.set()
+    queue.asked.set()
     assert until(late.activity) == "loop: its model is torn; start again"
     with pytest.raises(InputError, match="its model is torn"):
-        late.end(page.queue)
+        late.end(queue)

@@ -267,10 +267,9 @@ class VisionModel:
         words = {"pair": _PAIR, "which": _WHICH, "triplet": _TRIPLET}[question.kind]
         text = words.format(f"What counts: {self.criterion}. " * bool(self.criterion))
         content: list[dict[str, Any]] = [{"type": "text", "text": text}]
-        for number, row in enumerate((question.image, *question.shown)):
-            named = (
-                "First image:" if number == 0 else "Second image:" if question.kind == "pair" else f"Image {number}:"
-            )
+        numbered = [f"Image {number}:" for number in range(1, len(question.shown) + 1)]
+        names = ["First image:", *(["Second image:"] if question.kind == "pair" else numbered)]
+        for named, row in zip(names, (question.image, *question.shown), strict=True):
             picture = _as_url(self._data.images, self._data.files, row)
             content += [{"type": "text", "text": named}, {"type": "image_url", "image_url": {"url": picture}}]
         return content

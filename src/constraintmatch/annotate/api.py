@@ -26,7 +26,6 @@ from constraintmatch.annotate.database import Asked, Contradiction, StoredAnswer
 from constraintmatch.annotate.import_export import export_pairs
 from constraintmatch.annotate.question_queue import Line, QuestionQueue
 from constraintmatch.annotate.thumbnails import Gallery, Picture, galleries, large_picture, small_picture
-from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import NONE, UNSURE
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import certain_share
@@ -59,7 +58,6 @@ RowInPath = Annotated[int, InPath(ge=0, le=2**31 - 1)]
 class Page:
     """The routes, and what they work on. `activity` gives a line about the training in the background, or None."""
 
-    images: ImageSet
     queue: QuestionQueue
     folder: Path | None = None  # with the image files, for pictures larger than the model's
     source: str = "the images"
@@ -67,13 +65,13 @@ class Page:
 
     def __post_init__(self) -> None:
         self.store, self.belief = self.queue.store, self.queue.belief
-        self.images.to_look_at()  # refused here, before anything is served
+        self.store.images.to_look_at()  # refused here, before anything is served
         self._implied = lru_cache(maxsize=1)(self._imply)
 
     @cached_property
     def database(self) -> str:
         """A name for these images and this database: the browser keeps unsent answers and pictures under it."""
-        text = f"{self.store.path.resolve()}\0{self.images.fingerprint()}"
+        text = f"{self.store.path.resolve()}\0{self.store.images.fingerprint()}"
         return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
     # Questions and answers
@@ -86,7 +84,7 @@ class Page:
             "database": self.database,
             "source": self.source,
             "model": self.queue.model(),
-            "images": len(self.images),
+            "images": len(self.store.images),
             "counts": counts,
             "wanted": self.queue.chooser.total,
             "certain": certain,
@@ -94,10 +92,9 @@ class Page:
             "activity": self.activity(),
         }
 
-    def _imply(self, belief: Belief | None, *_counts: int) -> tuple[float, int]:
+    def _imply(self, belief: Belief, *_counts: int) -> tuple[float, int]:
         """What follows from the answers; it is kept until the belief or the counts of answers change."""
-        certain = 0.0 if belief is None else certain_share(belief, self.store.answers())
-        return certain, self.store.n_contradictions()
+        return certain_share(belief, self.store.answers()), self.store.n_contradictions()
 
     def claim(self, wanted: server.ClaimRequest) -> Json:
         """Hold questions: those held before come first, and nobody else gets them meanwhile."""
@@ -128,14 +125,13 @@ class Page:
 
     def _question(self, asked: Asked) -> Json:
         """A question as the page shows it; images of clusters with a name carry the name."""
-        names, belief, question = self.store.names(), self.belief(), asked.question
-        probabilities = None if belief is None or not names else belief.probabilities
-        of = {} if probabilities is None else {row: int(probabilities[row].argmax()) for row in question.shown}
+        names, shares, question = self.store.names(), self.belief().probabilities, asked.question
+        of = {row: int(shares[row].argmax()) for row in question.shown} if names and shares is not None else {}
         shown = [self._image(row, names.get(of.get(row, -1))) for row in question.shown]
         return {"id": asked.id, "kind": question.kind, "image": self._image(question.image), "shown": shown}
 
     def _image(self, row: int, cluster: str | None = None) -> Json:
-        return {"row": row, "name": self.images.names[row], "cluster": cluster}
+        return {"row": row, "name": self.store.images.names[row], "cluster": cluster}
 
     # Contradictions
 
@@ -155,7 +151,7 @@ class Page:
         steps = [(*ends, False), *((*step, True) for step in pairwise(found.images))]
         numbers = (found.apart, *found.together)
         said = [self._say(self.store.row(number), *step) for number, step in zip(numbers, steps, strict=True)]
-        first, last = (self.images.names[row] for row in ends)
+        first, last = (self.store.images.names[row] for row in ends)
         others = "another says same" if len(said) == 2 else f"{len(said) - 1:,} others together say same"
         return {"text": f"{first} and {last}: one answer says different, {others}.", "answers": said}
 
@@ -180,13 +176,13 @@ class Page:
 
     def clusters(self, order: Order = "typical", n: Count = 24) -> Json:
         """The first images of every cluster."""
-        found = galleries(self.belief(), self.store.answers(), len(self.images))
+        found = galleries(self.belief(), self.store.answers(), len(self.store.images))
         shown = [self._cluster(gallery, order, 0, n) for gallery in found]
         return {"model": any(sure is not None for _, _, sure in found), "clusters": shown}
 
     def cluster(self, cluster: RowInPath, order: Order = "typical", offset: Offset = 0, n: Count = 96) -> Json:
         """More images of a cluster."""
-        for gallery in galleries(self.belief(), self.store.answers(), len(self.images)):
+        for gallery in galleries(self.belief(), self.store.answers(), len(self.store.images)):
             if gallery[0] == cluster:
                 return self._cluster(gallery, order, offset, n)
         raise HTTPException(404, f"cluster {cluster} has no images now; reload the page")
@@ -200,7 +196,7 @@ class Page:
         images = [
             {
                 "row": int(rows[at]),
-                "name": self.images.names[rows[at]],
+                "name": self.store.images.names[rows[at]],
                 "confidence": None if sure is None else round(float(sure[at]), 4),
             }
             for at in part
@@ -212,8 +208,8 @@ class Page:
 
     def rename(self, cluster: RowInPath, given: server.NameRequest) -> Json:
         """Name a cluster; its number and its name now come back."""
-        belief = self.belief()
-        known = 0 if belief is None or belief.probabilities is None else belief.probabilities.shape[1]
+        probabilities = self.belief().probabilities
+        known = 0 if probabilities is None else probabilities.shape[1]
         if cluster >= known:
             raise HTTPException(404, f"there is no cluster {cluster}: the model has {known:,}")
         self.store.rename(cluster, given.name)
@@ -221,10 +217,9 @@ class Page:
 
     def ask(self, wanted: server.AskRequest) -> Json:
         """Make an image the next question of this annotator; if answers place it already, those come back."""
-        belief, image = self.belief(), wanted.image
-        if image >= len(self.images) or belief is None:
+        if (image := wanted.image) >= len(self.store.images):
             raise HTTPException(404, f"there is no image {image} to ask about")
-        question = self.queue.chooser.about(belief, self.store.answers(), image)
+        question = self.queue.chooser.about(self.belief(), self.store.answers(), image)
         if question is None:
             asked, held = None, self.queue.claim(wanted.annotator, wanted.hold)
         else:
@@ -247,14 +242,14 @@ class Page:
 
     def large(self, row: RowInPath) -> Response:
         """An image as large as its file, up to 800 pixels."""
-        return self._picture(partial(large_picture, self.images, self.folder), row)
+        return self._picture(partial(large_picture, self.store.images, self.folder), row)
 
     def small(self, row: RowInPath) -> Response:
         """An image as the model sees it."""
-        return self._picture(partial(small_picture, self.images), row)
+        return self._picture(partial(small_picture, self.store.images), row)
 
     def _picture(self, picture: Callable[[int], Picture], row: int) -> Response:
-        if row >= len(self.images):
+        if row >= len(self.store.images):
             raise HTTPException(404, f"there is no image {row}")
         content, media_type = picture(row)
         return Response(content, headers={"Cache-Control": "private, max-age=86400, immutable"}, media_type=media_type)

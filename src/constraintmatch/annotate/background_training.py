@@ -65,33 +65,29 @@ class Learning:
     last_steps: int | None = None
 
 
+@dataclass(eq=False)
 class Learner:
     """Trains on the answers so far, from the start each time; `belief` and `newest` give the newest state."""
 
-    def __init__(
-        self,
-        images: ImageSet,
-        start: ClusterModel,
-        answers: Callable[[], Sequence[Answer]],
-        folder: Path,
-        learning: Learning,
-        *,
-        views: ViewChoice | None = None,
-        held_out: ImageSet | None = None,
-        whole: Callable[[ClusterModel], ClusterModel] = lambda model: model,
-    ) -> None:
-        """`whole` turns a trained part of a model into the whole model, if only a part learns."""
-        self.images, self.start_model, self.answers, self.folder = images, start, answers, folder
-        self.learning, self.views, self.held_out, self.whole = learning, views, held_out, whole
+    images: ImageSet
+    start_model: ClusterModel
+    answers: Callable[[], Sequence[Answer]]
+    folder: Path
+    learning: Learning
+    views: ViewChoice | None = None
+    held_out: ImageSet | None = None
+    whole: Callable[[ClusterModel], ClusterModel] = lambda model: model  # of a trained part, if only a part learns
+
+    def __post_init__(self) -> None:
         self.problem: str | None = None
         self.n_learned = 0  # answers that the newest model knows
         self.run: Path | None = None  # the folder of its round
         self._steps = 0  # of its round
         self._training: Watched | None = None  # the current round
-        self._newest: ClusterModel = start
+        self._newest = self.start_model
         self._belief: Belief | None = None  # of the newest model
         self._ahead: Belief | None = None  # of the model that the current round began with: it knows more answers
-        self._event, self._stop = threading.Event(), False
+        self._stop = threading.Event()
         self._seen, self._seen_at = 0, time.monotonic()  # the last count of answers, and when it changed
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self._take_up()
@@ -207,38 +203,31 @@ class Learner:
 
     def stop(self) -> None:
         """Stop the thread; the current round continues from its checkpoint next time."""
-        self._stop = True
-        self._event.set()
+        self._stop.set()
         if self._thread.is_alive():
             self._thread.join(LONGEST_STEPS)
 
     def _is_stopped(self) -> bool:
         """Whether to end the current round; a round that another thread trains after the stop continues."""
-        return self._stop and threading.current_thread() is self._thread
+        return self._stop.is_set() and threading.current_thread() is self._thread
 
     def _run(self) -> None:
-        while not self._stop:
-            if not self.is_due():
-                self._event.wait(1.0)
-                continue
-            try:
-                if not self.learn():
-                    self._event.wait(1.0)
-            except Interrupted:  # its checkpoint is written: the next start continues it
-                return
-            except InputError as error:  # people can still answer; the page says why nothing is trained
-                self.problem = str(error)
-                return
-            except Exception:
-                log.exception("a round could not be trained")
-                self.problem = "a round could not be trained; the output says why"
-                return
+        try:
+            while not self._stop.is_set():
+                if not (self.is_due() and self.learn()):
+                    self._stop.wait(1.0)
+        except Interrupted:  # its checkpoint is written: the next start continues it
+            return
+        except InputError as error:  # people can still answer; the page says why nothing is trained
+            self.problem = str(error)
+        except Exception:
+            log.exception("a round could not be trained")
+            self.problem = "a round could not be trained; the output says why"
 
     def _of_newest(self) -> Belief:
-        if self._belief is None and self._newest is self.start_model:
-            self._belief = head_belief(self.start_model, self.frozen)
-        elif self._belief is None:
-            self._belief = image_belief(self._newest, self.images)
+        if self._belief is None:
+            begun = self._newest is self.start_model
+            self._belief = head_belief(self._newest, self.frozen) if begun else image_belief(self._newest, self.images)
         return self._belief
 
     def _is_all(self, n_answers: int) -> bool:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.files import check_target
@@ -43,11 +42,7 @@ from constraintmatch.questions.rounds import closure_pairs
 from constraintmatch.training.loop import choose_device
 from constraintmatch.training.run_folder import is_finished
 
-if TYPE_CHECKING:  # fastapi
-    from constraintmatch.annotate.api import Page
-
 CHECKPOINT_EVERY = 200  # steps of a round that a crash loses at most
-Open = tuple[Data, QuestionQueue, Learner]
 Answers = Callable[[], Sequence[Answer]]
 
 
@@ -115,13 +110,13 @@ def _ask_about_first(
     """Ask about the first photographs while the others are embedded in a thread; then about all, and train."""
     with open_answers(loop.out / "answers.db", first, reporter, flag="--out") as store:
 
-        def go_on(page: "Page") -> tuple[Learner, Callable[[QuestionQueue], Rows]]:
+        def go_on(_queue: QuestionQueue) -> tuple[Learner, Callable[[QuestionQueue], Rows]]:
             data, start, views = _start(loop, progress, lambda data: data.images.to_look_at())
             images, order = begin_with(first.images, data.images)
             learner = _learner(loop, data, start, lambda: in_order(store.answers(), order), views, progress)
             learner.start()
             store.change_images(images)
-            page.images, late.order = images, order
+            late.order = order
             progress.say(f"all {len(images):,} images are embedded: questions are about all of them")
             return learner, lambda queue: end(data, queue, learner)
 
@@ -211,7 +206,7 @@ def end_loop(loop: Loop, data: Data, store: Store, learner: Learner) -> Rows:
 @contextmanager
 def open_loop(
     loop: Loop, reporter: Reporter, check: Callable[[Data], object] = lambda data: data.images.to_look_at()
-) -> Iterator[Open]:
+) -> Iterator[tuple[Data, QuestionQueue, Learner]]:
     """The loop folder; `check` refuses images that cannot be asked about, before anything is written."""
     _check_places(loop)
     data, start, views = _start(loop, reporter, check)

@@ -21,7 +21,7 @@ from constraintmatch.annotate import tables
 from constraintmatch.questions.answers import NONE, UNSURE, Answer, Question
 
 _Edges = defaultdict[int, dict[int, list[int]]]  # image -> the other image -> answers that say so, oldest first
-_Tree = dict[int, tuple[int, int]]  # image -> (the image before it, steps from the root)
+_Tree = dict[int, int]  # image -> the image before it on the way from the root; the root -> itself
 
 LONGEST = 100  # characters of an annotator's or a cluster's name
 _KEPT = "every saved answer is kept"
@@ -249,16 +249,15 @@ class LinkGraph:
     def add(self, number: int, answer: Answer) -> None:
         """Add the links of an answer."""
         for edges, i, j in self._links(answer):
-            for one, other in ((i, j), (j, i)):
-                edges[one].setdefault(other, []).append(number)
+            edges[i].setdefault(j, []).append(number)
+            edges[j][i] = edges[i][j]
 
     def remove(self, number: int, answer: Answer) -> None:
         """Remove the links of an answer."""
         for edges, i, j in self._links(answer):
-            for one, other in ((i, j), (j, i)):
-                edges[one][other].remove(number)
-                if not edges[one][other]:
-                    del edges[one][other]
+            edges[i][j].remove(number)
+            if not edges[i][j]:
+                del edges[i][j], edges[j][i]
 
     def _links(self, answer: Answer) -> list[tuple[_Edges, int, int]]:
         """What the answer states: same as the chosen image, or different from all shown.
@@ -289,18 +288,16 @@ class LinkGraph:
 
     def _against_must(self, number: int, i: int, j: int) -> list[Contradiction]:
         """The nearest earlier cannot-link between the groups that the must-link i–j joins, if there is one."""
-        if self._must[i][j] != [number]:
-            return []
         here = self._tree(i, without=j)
-        apart = [(a, b) for a in here for b in self._cannot.get(a, ()) if j not in here]
-        if not apart:  # mostly so: the image is new
+        if j in here or self._must[i][j] != [number]:
             return []
-        there = self._tree(j, without=i)
-        crossing = [(here[a][1] + there[b][1], a, b) for a, b in apart if b in there]
-        if not crossing:
+        apart = [(a, b) for a in here for b in self._cannot.get(a, ())]
+        there = self._tree(j, without=i) if apart else {}  # mostly not: the image is new
+        ways = {(a, b): _way(here, a) + _way(there, b)[::-1] for a, b in apart if b in there}
+        if not ways:
             return []
-        _, a, b = min(crossing)
-        return [self._proof(_way(here, a) + _way(there, b)[::-1], self._cannot[a][b][0])]
+        a, b = min(ways, key=lambda ends: (len(ways[ends]), ends))
+        return [self._proof(ways[a, b], self._cannot[a][b][0])]
 
     def n_contradictions(self) -> int:
         """How many pairs of images one answer keeps apart and others hold together."""
@@ -344,13 +341,11 @@ class LinkGraph:
 
     def _tree(self, root: int, *, without: int | None = None) -> _Tree:
         """The group of an image by breadth-first search; `without`: not over the link from the root to that image."""
-        tree: _Tree = {root: (root, 0)}
-        queue = [root]
+        tree, queue = {root: root}, [root]
         for image in queue:
-            steps = tree[image][1] + 1
             for other in self._must.get(image, ()):
                 if other not in tree and not (image == root and other == without):
-                    tree[other] = (image, steps)
+                    tree[other] = image
                     queue.append(other)
         return tree
 
@@ -361,6 +356,6 @@ class LinkGraph:
 def _way(tree: _Tree, end: int) -> list[int]:
     """The images from `end` back to the tree's root."""
     way = [end]
-    while (before := tree[way[-1]][0]) != way[-1]:
-        way.append(before)
+    while way[-1] != tree[way[-1]]:
+        way.append(tree[way[-1]])
     return way

@@ -84,14 +84,14 @@ def export_pairs(store: Store, path: Path | str) -> str:
     source = [row for row, answer in sure if not answer.question.nearer for _ in answer.question.shown]
     pairs = constraints_of(
         answers,
-        len(store.image_names),
+        len(store.images),
         weight=[row.weight for row in source],
         annotator=[row.annotator for row in source],
         time=[row.time for row in source],
     )
     weights = np.array([row.weight for row, answer in sure if answer.question.nearer], np.float32)
     triplets = replace(triplets_of(answers), weight=weights)
-    replace(pairs, triplets=triplets).write(path, names=store.image_names)
+    replace(pairs, triplets=triplets).write(path, names=store.images.names)
     without = _count([(len(here) - len(sure), "unsure"), (len(rows) - len(here), "set aside")])
     found = _count([(len(pairs), "pairs"), (len(triplets), "triplets")]) or "0 pairs"
     return f"{found} from {len(sure):,} answers" + (f" (left out: {without})" if without else "")
@@ -206,12 +206,9 @@ def read_tags(path: Path, names: Sequence[str]) -> tuple[list[Given], int]:
 
 def write_tasks(path: Path, names: Sequence[str], questions: Sequence[Question]) -> None:
     """Questions about two images as tasks for Label Studio, which finds the images below its root for local files."""
-
-    def local(row: int) -> str:
-        return f"/data/local-files/?d={quote(names[row])}"
-
-    pairs = [{"left": local(one.image), "right": local(one.shown[0])} for one in questions]
-    write_json(path, [{"data": pair} for pair in pairs])
+    place = "/data/local-files/?d="
+    pairs = [(place + quote(names[one.image]), place + quote(names[one.shown[0]])) for one in questions]
+    write_json(path, [{"data": {"left": left, "right": right}} for left, right in pairs])
 
 
 def read_label_studio(path: Path, names: Sequence[str], meaning: Meaning) -> tuple[list[Given], int]:

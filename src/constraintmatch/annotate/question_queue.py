@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,6 @@ from constraintmatch.questions.next_question import Choice, Kind, next_questions
 Line = Callable[[], str | None]  # gives a line to show, or nothing
 LOW = 4  # new questions are chosen when fewer wait
 FRESH = 5  # answers after which waiting questions are chosen again: they know less than what was answered
-CELLS, COMPONENTS = 12, 48  # sides of a small copy of an image, and numbers that its pixels become
-BLOCK = 4_096  # images whose pixels become numbers at once
 log = logging.getLogger(__name__)
 
 PREVIOUS = -3  # undo the last answer
@@ -64,21 +62,20 @@ class Chooser:
         return question_about(belief, answers, image, kind="which" if self.kind == "triplet" else self.kind)
 
 
+@dataclass(eq=False)
 class QuestionQueue:
     """Hands questions out and chooses new ones in time. `done` says that nothing is left to ask.
 
-    `belief` gives what the model says now (None: nothing yet) and `model` its name. Both are called again and again, so
-    a training may change what they give.
+    `belief` gives what the model says now and `model` its name. Both are called again and again, so a training may
+    change what they give.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        belief: Callable[[], Belief | None],
-        chooser: Chooser | None = None,
-        model: Line = lambda: None,
-    ) -> None:
-        self.store, self.belief, self.chooser, self.model = store, belief, chooser or Chooser(), model
+    store: Store
+    belief: Callable[[], Belief]
+    chooser: Chooser = field(default_factory=Chooser)
+    model: Line = lambda: None
+
+    def __post_init__(self) -> None:
         self.done = False
         self.asked = threading.Event()  # set when the first question is handed out
         self.problem: str | None = None
@@ -139,7 +136,10 @@ class QuestionQueue:
         with self._claiming:
             held = [asked.question for one in self._held.values() for asked in self.store.unanswered(one)]
             short, self._short = self._short, False
-        if belief is None or not (short or self._is_stale(belief, len(answers), len(held))):
+        answered, believed = self._chosen_at
+        stale = believed is not belief or abs(len(answers) - answered) >= FRESH
+        few = short or (not self.done and self.store.n_waiting() - len(held) < LOW)
+        if not (stale or few):
             return
         chosen = self.chooser.next(belief, answers, 2 * LOW, held)
         if self._stop:
@@ -147,12 +147,6 @@ class QuestionQueue:
         self.store.add_questions(chosen, model=self.model() or "", replace=True)
         self._chosen_at = (len(answers), belief)
         self.done = not chosen and self.store.n_waiting() == 0
-
-    def _is_stale(self, belief: Belief, n_answers: int, n_held: int) -> bool:
-        answered, believed = self._chosen_at
-        if believed is not belief or abs(n_answers - answered) >= FRESH:
-            return True
-        return not self.done and self.store.n_waiting() - n_held < LOW
 
     def _run(self) -> None:
         while True:
@@ -167,33 +161,6 @@ class QuestionQueue:
                     return
                 log.exception("no new questions could be chosen")
                 self.problem = "no new questions could be chosen; the output of the server says why"
-
-
-def pixel_belief(images: ImageSet) -> Belief:
-    """Features without a model: the principal components of small copies of the images, rows of length 1.
-
-    Good enough to find near-duplicates and the dense places; 50,000 images take a few seconds. Embeddings are features
-    already; their mean is subtracted.
-    """
-    if images.embedded:
-        given = images.images.reshape(len(images), -1)
-        features = given - given.mean(0)
-    else:
-        blocks = [_shrink(images.images[at : at + BLOCK]) for at in range(0, len(images), BLOCK)]
-        cells = np.concatenate(blocks)
-        cells -= cells.mean(0)
-        directions = np.linalg.eigh(cells.T @ cells)[1][:, ::-1]
-        features = cells @ directions[:, :COMPONENTS].astype(np.float32)
-    features[:, 0] += 1e-6  # an image that is the mean of all has no direction of its own
-    return Belief(np.asarray(features / np.linalg.norm(features, axis=1, keepdims=True), np.float32))
-
-
-def _shrink(images: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Images (n, h, w, c) as means over at most CELLS × CELLS cells: (n, cells)."""
-    edges = np.linspace(0, images.shape[1], min(CELLS, images.shape[1]) + 1).astype(np.int64)
-    sums = np.add.reduceat(np.add.reduceat(images.astype(np.float32), edges[:-1], axis=1), edges[:-1], axis=2)
-    area = np.diff(edges)[:, None] * np.diff(edges)
-    return np.asarray(sums / (255 * area[..., None]), np.float32).reshape(len(images), -1)
 
 
 # The terminal: images as coloured blocks, one key and Enter for an answer

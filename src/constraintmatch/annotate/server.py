@@ -20,7 +20,7 @@ from urllib.parse import quote, urlsplit
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
 from constraintmatch._internal.errors import InputError
@@ -56,13 +56,11 @@ Row = Annotated[int, Field(ge=0, le=2**31 - 1, description="The row of the image
 Hold = Annotated[int, Field(ge=0, le=50, description="How many questions the page wants to hold."), Whole]
 _CHOICES = f"The place of the chosen image (of a pair: 0, same), {NONE} none (different), {UNSURE} unsure."
 Choice = Annotated[int, Field(ge=UNSURE, lt=MAX_SHOWN, description=_CHOICES), Whole]
-STRICT = ConfigDict(extra="forbid", strict=True)
 
 
-class UndoRequest(BaseModel):
+class UndoRequest(BaseModel, extra="forbid", strict=True):
     """Whose last answer to undo, and how many questions to hold."""
 
-    model_config = STRICT
     annotator: Annotator
     hold: Hold = 0
 
@@ -87,19 +85,17 @@ class AskRequest(ClaimRequest):
     image: Row
 
 
-class SettleRequest(BaseModel):
+class SettleRequest(BaseModel, extra="forbid", strict=True):
     """An answer to withdraw (no choice) or to change."""
 
-    model_config = STRICT
     answer: Number
     choice: Choice | None = None
     annotator: Annotator
 
 
-class NameRequest(BaseModel):
+class NameRequest(BaseModel, extra="forbid", strict=True):
     """The name of a cluster; an empty one takes the name away."""
 
-    model_config = STRICT
     name: Annotated[str, Field(max_length=80)]
 
 

@@ -34,8 +34,9 @@ from constraintmatch.annotate.import_export import (
     read_answers,
     write_tasks,
 )
-from constraintmatch.annotate.question_queue import Chooser, Line, QuestionQueue, pixel_belief
+from constraintmatch.annotate.question_queue import Chooser, Line, QuestionQueue
 from constraintmatch.annotate.store import Store
+from constraintmatch.annotate.thumbnails import pixel_belief
 from constraintmatch.data.datasets import DATASETS
 from constraintmatch.data.decoding import is_photo
 from constraintmatch.data.image_set import ImageSet
@@ -45,8 +46,7 @@ from constraintmatch.questions.answers import Question
 from constraintmatch.questions.belief import Belief
 from constraintmatch.questions.next_question import Choice, Kind
 
-if TYPE_CHECKING:  # fastapi, torch
-    from constraintmatch.annotate.api import Page
+if TYPE_CHECKING:  # torch
     from constraintmatch.annotate.background_training import Learner
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ TASKS = 100  # questions for another tool at a time
 LONGEST_STEP = 10.0  # seconds that the end of a page waits for the encoder
 Rows = list[tuple[str, str]]  # of a table: what was answered, and what to do next
 Close = Callable[[QuestionQueue], Rows]
-GoOn = Callable[["Page"], tuple["Learner | None", Close]]
+GoOn = Callable[[QuestionQueue], tuple["Learner | None", Close]]
 
 
 @dataclass(frozen=True)
@@ -199,14 +199,14 @@ def _open(
     return data, _believer(sitting, data.images, reporter), None
 
 
-def _open_rest(late: "Late", progress: Watched, finish: Finish, page: "Page") -> tuple[None, Close]:
+def _open_rest(late: "Late", progress: Watched, finish: Finish, queue: QuestionQueue) -> tuple[None, Close]:
     """Open all photographs of a large folder; the page goes on with them, or with the first ones if that fails."""
     try:
         data, features = finish(reporter=progress)
-        images, order = begin_with(page.images, data.images)
+        images, order = begin_with(queue.store.images, data.images)
         belief = Belief.of(features[order])
-        page.store.change_images(images)
-        page.images, late.noted, late.progress = images, belief, None
+        queue.store.change_images(images)
+        late.noted, late.progress = belief, None
         progress.say(f"all {len(images):,} images are embedded: questions are about all of them")
     except Exception as error:
         log.debug("the rest was not opened", exc_info=True)
@@ -273,7 +273,7 @@ def serve_known_loop(
 class Late:
     """What is noted of the images, until a thread has found more: a learner, or the other photographs.
 
-    `go_on(page)` runs in the thread, once the first question is handed out, or after `patience` seconds. It gives the
+    `go_on(queue)` runs in the thread, once the first question is handed out, or after `patience` seconds. It gives the
     learner, if there is one, and a function that ends the work. If it embeds photographs, `progress` hears how far it
     is, and an end interrupts it. `order` then has the rows that the images of the page have among those of the learner.
     """
@@ -315,17 +315,17 @@ class Late:
         until = f"questions are about {len(self.noted):,} until then"
         return f"{now.title or 'opening all images'}, {now.done:,} of {now.total:,}; {until}"
 
-    def begin(self, page: "Page") -> None:
+    def begin(self, queue: QuestionQueue) -> None:
         """Start the thread, if there is something to do."""
         if self.go_on is not None:
-            self._thread = threading.Thread(target=self._run, args=(page, self.go_on), name="late", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(queue, self.go_on), name="late", daemon=True)
             self._thread.start()
 
-    def _run(self, page: "Page", go_on: GoOn) -> None:
-        page.queue.asked.wait(self.patience)  # the first question before the network
+    def _run(self, queue: QuestionQueue, go_on: GoOn) -> None:
+        queue.asked.wait(self.patience)  # the first question before the network
         try:
-            self.learner, self.close = go_on(page)
-            page.queue.wake()
+            self.learner, self.close = go_on(queue)
+            queue.wake()
         except KeyboardInterrupt:  # of `end`
             return
         except Exception as error:
@@ -377,10 +377,10 @@ def serve(
     reporter: Reporter,
     data: Data,
     queue: QuestionQueue,
-    activity: Line = lambda: None,
-    begin: Callable[["Page"], object] = lambda _: None,
+    activity: Line,
+    begin: Callable[[QuestionQueue], object] = lambda _: None,
 ) -> None:
-    """Serve the page over these images and questions on the socket until Ctrl-C; `begin` is called with it first."""
+    """Serve the page over these images and questions on the socket until Ctrl-C; `begin` is called first."""
     from constraintmatch.annotate import server
     from constraintmatch.annotate.api import Page, create_app
 
@@ -391,6 +391,6 @@ def serve(
         reporter.say("everybody with this address can see the images and answer; share it with care")
     if door.browse:  # the socket listens already, so the browser waits; some browsers block the call that opens them
         threading.Thread(target=webbrowser.open, args=(place,), daemon=True).start()
-    page = Page(data.images, queue, data.files, str(data.record["name"]), activity)
-    begin(page)
+    page = Page(queue, data.files, str(data.record["name"]), activity)
+    begin(queue)
     server.run_app(create_app(page, rules), sock)

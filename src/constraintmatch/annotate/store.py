@@ -91,7 +91,7 @@ class Store:
     def __init__(
         self, database: Database, identity: ImageIdentity, claim_seconds: float, clock: Callable[[], float]
     ) -> None:
-        self.path, self.image_names = database.path, identity.names
+        self.path, self.images = database.path, identity.images
         self.notice: str | None = None  # what is set aside and why, in one line
         self._database, self._identity = database, identity
         self._claim_seconds, self._clock = claim_seconds, clock
@@ -131,7 +131,7 @@ class Store:
         with self._database.lock:
             known = self._identity
             self._identity = ImageIdentity(images, known.source, known.pictures or "")
-            self.image_names = images.names
+            self.images = images
             self._read()
 
     # Ask

@@ -1,4 +1,4 @@
-"""Small copies of images: tiny ones that show whether an image has changed, pictures and galleries for the page."""
+"""Small copies of images: by which they are known again or compared without a model; pictures for the page."""
 
 import hashlib
 import io
@@ -28,6 +28,8 @@ MAX_PIXELS = 100_000_000  # larger files would block the server; the pixels of t
 Picture = tuple[bytes, str]  # content and media type
 # The number of a cluster, its images, typical ones first, and how sure the model is of each (None without a model)
 Gallery = tuple[int, NDArray[np.int64], NDArray[np.float32] | None]
+_BELIEF_CELLS, _COMPONENTS = 12, 48  # sides of a copy that an image is known by, and numbers that its pixels become
+_BLOCK = 4_096  # images whose pixels become numbers at once
 _CELLS = 4  # a thumbnail is 4 × 4 grey means: one byte each, LOOK_BYTES in all
 _TOLERANCE = 32  # of 255: decoders, sizes and colour conversions differ by less, other images by more
 
@@ -42,7 +44,7 @@ class ImageIdentity:
     """
 
     def __init__(self, images: ImageSet, source: Path | str, pictures: Path | str) -> None:
-        self.names, self._rows, pixels = images.names, images.rows(), (images.shown or images).images
+        self.images, self._rows, pixels = images, images.rows(), (images.shown or images).images
         self.source = _absolute(source)
         self.pictures = _absolute(pictures) if images.embedded else None  # "": no pictures; None: images themselves
         self._look = cache(lambda row: _thumbnail(pixels[row]))  # made when it is needed
@@ -50,9 +52,9 @@ class ImageIdentity:
     def columns(self, question: Question) -> tuple[str, str, bytes, str]:
         """The columns image, shown, look and key of a question; an InputError for rows that do not exist."""
         rows = (question.image, *question.shown)
-        if (last := max(rows)) >= len(self.names):
-            raise InputError(f"image {last} does not exist (the set has {len(self.names):,} images)")
-        image, *shown = (self.names[row] for row in rows)
+        if (last := max(rows)) >= len(self.images):
+            raise InputError(f"image {last} does not exist (the set has {len(self.images):,} images)")
+        image, *shown = (self.images.names[row] for row in rows)
         ordered = sorted((image, *shown)) if question.kind == "pair" else [image, *sorted(shown)]
         key = {"nearer": ordered} if question.nearer else ordered
         look = b"".join(map(self._look, rows))
@@ -130,12 +132,39 @@ def _thumbnail(image: NDArray[Any]) -> bytes:
         return hashlib.blake2b(np.ascontiguousarray(image).tobytes(), digest_size=LOOK_BYTES).digest()
     while len(image) < _CELLS:
         image = image.repeat(2, axis=0).repeat(2, axis=1)
-    side, _, channels = image.shape
-    edges = np.arange(_CELLS) * side // _CELLS
-    counts = np.diff(np.append(edges, side))
-    rows = np.add.reduceat(image, edges, axis=0, dtype=np.uint32)  # rows first: long additions, not short ones
-    sums = np.add.reduceat(rows, edges, axis=1).sum(axis=2)
-    return bytes(np.rint(sums / (np.outer(counts, counts) * channels)).astype(np.uint8).tobytes())
+    sums, counts = _cell_sums(image, _CELLS)
+    return bytes(np.rint(sums.sum(axis=2) / (counts * image.shape[2])).astype(np.uint8).tobytes())
+
+
+def _cell_sums(images: NDArray[np.uint8], cells: int) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """The sums of images (…, side, side, c) over cells × cells parts (…, cells, cells, c), and the pixels in each."""
+    side = images.shape[-2]
+    edges = np.arange(cells) * side // cells
+    lengths = np.diff(np.append(edges, side))
+    rows = np.add.reduceat(images, edges, axis=-3, dtype=np.uint32)  # rows first: long additions, not short ones
+    return np.add.reduceat(rows, edges, axis=-2), np.outer(lengths, lengths)
+
+
+def pixel_belief(images: ImageSet) -> Belief:
+    """Features without a model: the principal components of small copies of the images, rows of length 1.
+
+    Good enough to find near-duplicates and the dense places; 50,000 images take a few seconds. Embeddings are features
+    already; their mean is subtracted.
+    """
+    if images.embedded:
+        given = images.images.reshape(len(images), -1)
+        features = given - given.mean(0)
+    else:
+        copies = list[NDArray[np.float32]]()
+        for at in range(0, len(images), _BLOCK):
+            sums, counts = _cell_sums(images.images[at : at + _BLOCK], min(_BELIEF_CELLS, images.side))
+            copies.append(np.asarray(sums / (255 * counts[..., None]), np.float32).reshape(len(sums), -1))
+        cells = np.concatenate(copies)
+        cells -= cells.mean(0)
+        directions = np.linalg.eigh(cells.T @ cells)[1][:, ::-1]
+        features = cells @ directions[:, :_COMPONENTS].astype(np.float32)
+    features[:, 0] += 1e-6  # an image that is the mean of all has no direction of its own
+    return Belief(np.asarray(features / np.linalg.norm(features, axis=1, keepdims=True), np.float32))
 
 
 # What the page shows
@@ -175,9 +204,9 @@ def _encode(image: Image.Image, kind: str) -> Picture:
     return file.getvalue(), f"image/{kind.lower()}"
 
 
-def galleries(belief: Belief | None, answers: Sequence[Answer], n_images: int) -> list[Gallery]:
+def galleries(belief: Belief, answers: Sequence[Answer], n_images: int) -> list[Gallery]:
     """The clusters of the model that have images; without a model the groups that answers make, largest first."""
-    if belief is None or belief.probabilities is None:
+    if belief.probabilities is None:
         group = implied_groups(answers, n_images)
         parts = [np.flatnonzero(group == number) for number in range(group.max(initial=-1) + 1)]
         parts.sort(key=lambda rows: (-len(rows), rows[0]))
