@@ -88,9 +88,8 @@ class _Scene:
         number = {image: at for at, image in enumerate(self.exemplars.image.tolist())}
         for pair in self.known.unsure:
             for one, other in (pair, pair[::-1]):
-                at = int(np.searchsorted(rows, one))
-                if other in number and at < len(rows) and rows[at] == one:
-                    fit[at, number[other]] = -np.inf
+                if other in number:
+                    fit[rows == one, number[other]] = -np.inf
         return fit
 
 
@@ -134,12 +133,10 @@ def next_questions(
         return warm_up  # it looks at no other images
     order = _random_order(known, seed) if choose == "random" else None
     scene = replace(scene, rows=_candidates(scene, n, order))
-    if order is not None:
+    if choose != "recommended":
         rows = _open_rows(scene)
-        return _questions(scene, rows[np.argsort(order[rows], kind="stable")[:n]])
-    if choose == "uncertain":
-        rows = _open_rows(scene)
-        return _questions(scene, rows[np.argsort(_margin(scene.fit_of(rows)), kind="stable")[:n]])
+        late = _margin(scene.fit_of(rows)) if order is None else order[rows]
+        return _questions(scene, rows[np.argsort(late, kind="stable")[:n]])
     if kind == "triplet":
         return _questions(scene, _hard_dense_spread(scene, _open_rows(scene), np.arange(0), n))
     doubles = _doubles(scene, -(-n // 10))
