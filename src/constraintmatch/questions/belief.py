@@ -16,10 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from constraintmatch._internal.errors import InputError
+from constraintmatch.constraints.graph import Floats, Rows
 from constraintmatch.questions.answers import Known
-
-Rows = NDArray[np.int64]
-Floats = NDArray[np.float32]
 
 ALL_COMPARED = 2**16  # images of a set in which all are compared; the published curves have up to 50,000
 CANDIDATES = 20_000  # images that are compared in a larger set
@@ -80,7 +78,7 @@ class Belief:
         return np.split(np.argsort(clusters, kind="stable"), ends[:-1])
 
     def density_at(self, rows: Rows) -> Floats:
-        """The mean cosine of each of these rows with its 20 nearest neighbours; for all rows of 50,000 it takes seconds.
+        """The mean cosine of each of these rows with its 20 nearest neighbours; for 50,000 it takes seconds.
 
         It is exact up to 10,000 images. In larger sets every image is compared with 10,000 of them at equal steps, and
         with proportionally fewer nearest ones. In a set of more than 65,536 images it is found for no other rows.

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from constraintmatch._internal import rng
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.rng import Purpose
+from constraintmatch.constraints.graph import Floats, Rows
 from constraintmatch.questions.answers import (
     CONFIRMED,
     MAX_SHOWN,
@@ -42,8 +43,6 @@ from constraintmatch.questions.belief import (
 
 Kind = Literal["which", "pair", "triplet"]
 Choice = Literal["recommended", "uncertain", "random"]
-Rows = NDArray[np.int64]
-Floats = NDArray[np.float32]
 
 Pairs = set[tuple[int, int]]  # smaller row first
 

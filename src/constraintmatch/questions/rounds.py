@@ -18,6 +18,7 @@ from constraintmatch._internal import rng
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.rng import Purpose
 from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.constraints.graph import Floats, Rows
 from constraintmatch.constraints.propagation import FOLDS, known_groups, likely_kinds, seeds
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import (
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from constraintmatch.methods.propagate import Frozen
     from constraintmatch.models.cluster_model import ClusterModel
 
-Rows = NDArray[np.int64]
 
 MOSTLY = 0.5  # the start is right about most known images; a kind has most of the probability
 OUTVOTED = 5  # known images for each cluster from which on answers to "which of these?" count as they are
@@ -148,7 +148,7 @@ class Asking:
 
 
 def trusted_constraints(
-    answers: Sequence[Answer], n_images: int, beliefs: NDArray[np.float32] | None, frozen: "Frozen | None" = None
+    answers: Sequence[Answer], n_images: int, beliefs: Floats | None, frozen: "Frozen | None" = None
 ) -> Constraints:
     """What to learn from the answers: what they state or, if they are few, what is likeliest.
 
@@ -171,7 +171,7 @@ def trusted_constraints(
     return said if know_better else _weigh(answers, said, beliefs)
 
 
-def _weigh(answers: Sequence[Answer], said: Constraints, beliefs: NDArray[np.float32]) -> Constraints:
+def _weigh(answers: Sequence[Answer], said: Constraints, beliefs: Floats) -> Constraints:
     """The likeliest kinds of the images by answers and beliefs (n, k); what is `said`, if hardly any seems wrong."""
     left, right, link = links_of(answers)
     pairs, groups = Constraints.from_arrays(left, right, link, n_images=said.n_images), known_groups(said)
@@ -189,7 +189,7 @@ def _weigh(answers: Sequence[Answer], said: Constraints, beliefs: NDArray[np.flo
     return Constraints.from_arrays(rows[left], rows[right], same, n_images=said.n_images)
 
 
-def predict_each_other(answers: Sequence[Answer], beliefs: NDArray[np.float32], frozen: "Frozen") -> bool:
+def predict_each_other(answers: Sequence[Answer], beliefs: Floats, frozen: "Frozen") -> bool:
     """Whether hidden answers are likelier by the others as stated than by the beliefs, and than by both weighed.
 
     A fifth of the images is hidden at a time, with all answers about them (decision 056).
@@ -202,7 +202,7 @@ def predict_each_other(answers: Sequence[Answer], beliefs: NDArray[np.float32], 
     rows, part = choose_rows([ends.ravel()], n, COMPARED), np.random.default_rng(0).integers(0, FOLDS, n)
     some_frozen, start = frozen.take(rows), beliefs[rows]
 
-    def spread(groups: Sequence[Rows]) -> NDArray[np.float32]:
+    def spread(groups: Sequence[Rows]) -> Floats:
         return some_frozen.spread([np.searchsorted(rows, group) for group in groups], start) if groups else start
 
     for number in range(FOLDS):
@@ -223,7 +223,7 @@ def predict_each_other(answers: Sequence[Answer], beliefs: NDArray[np.float32], 
 def closure_pairs(
     answers: Sequence[Answer],
     n_images: int,
-    beliefs: NDArray[np.float32] | None = None,
+    beliefs: Floats | None = None,
     frozen: "Frozen | None" = None,
     *,
     most: int = MOST_PAIRS,
