@@ -142,7 +142,7 @@ def implied_pairs(
     the cannot-links between them.
     """
     n, must, apart = max(len(component), 1), link == 1, link == 0
-    given, edges = pair_keys(left, right, n), pair_keys(*cannot.T, n)
+    given, edges = pair_keys(left, right, n), pair_keys(cannot[:, 0], cannot[:, 1], n)
     edge_of = np.searchsorted(edges, pair_keys(component[left], component[right], n)[apart])
     of_component, of_edge = np.full(n, np.inf, np.float32), np.full(len(edges), np.inf, np.float32)  # the lightest
     np.minimum.at(of_component, component[left[must]], weight[must])
