@@ -41,9 +41,9 @@ class Places:
     def take(self, rows: NDArray[np.int64]) -> "Places":
         return Places(self.numbers[rows], self.word, self.path)
 
-    def say(self, *rows: int, most: int = 12) -> str:
-        """For example `lines 4, 5`."""
-        some = ", ".join(str(self.numbers[row]) for row in rows[:most]) + (", …" if len(rows) > most else "")
+    def say(self, *rows: int) -> str:
+        """For example `lines 4, 5`; twelve at most."""
+        some = ", ".join(str(self.numbers[row]) for row in rows[:12]) + (", …" if len(rows) > 12 else "")
         return f"{self.word}{'s' if len(rows) > 1 and self.word else ''} {some}".strip()
 
     def error(self, row: int, error: InputError) -> InputError:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -173,8 +174,7 @@ def trusted_constraints(
 
 def _weigh(answers: Sequence[Answer], said: Constraints, beliefs: Floats) -> Constraints:
     """The likeliest kinds of the images by answers and beliefs (n, k); what is `said`, if hardly any seems wrong."""
-    left, right, link = links_of(answers)
-    pairs, groups = Constraints.from_arrays(left, right, link, n_images=said.n_images), known_groups(said)
+    pairs, groups = Constraints.from_arrays(*links_of(answers), n_images=said.n_images), known_groups(said)
     many = sum(map(len, groups)) >= OUTVOTED * beliefs.shape[1]
     rows, kinds, wrong = likely_kinds(pairs, beliefs, groups if many else ())
     if wrong < DOUBTFUL:
@@ -197,7 +197,7 @@ def predict_each_other(answers: Sequence[Answer], beliefs: Floats, frozen: "Froz
     from constraintmatch.evaluation.judge import Judge, pool
     from constraintmatch.methods.propagate import choose_rows
 
-    n, found = len(frozen), list["tuple[Verdict, Verdict]"]()
+    n, found = len(frozen), list[list["Verdict"]]()
     ends = np.array([(one.question.image, one.question.shown[0]) for one in answers])
     rows, part = choose_rows([ends.ravel()], n, COMPARED), np.random.default_rng(0).integers(0, FOLDS, n)
     some_frozen, start = frozen.take(rows), beliefs[rows]
@@ -207,16 +207,15 @@ def predict_each_other(answers: Sequence[Answer], beliefs: Floats, frozen: "Froz
 
     for number in range(FOLDS):
         hidden = (part[ends] == number).any(1)
-        some, rest = (
-            [one for one, hide in zip(answers, hidden, strict=True) if hide == which] for which in (True, False)
-        )
+        rest = list(compress(answers, ~hidden))
+        pairs = Constraints.from_arrays(*links_of(compress(answers, hidden)), n_images=n)
         said = stated_constraints(rest, n)
-        groups, (left, right, link) = known_groups(said), links_of(some)
-        if len(groups) > 1 and len(link):
-            judge = Judge(Constraints.from_arrays(left, right, link, n_images=n).merged())
+        groups = known_groups(said)
+        if len(groups) > 1 and len(pairs):
+            judge = Judge(pairs.merged())
             seen = spread(groups), start, spread(known_groups(_weigh(rest, said, beliefs)))
             stated, *others = (judge.losses(one[np.searchsorted(rows, judge.rows)]) for one in seen)
-            found.append((judge.compare(others[0], stated), judge.compare(others[1], stated)))
+            found.append([judge.compare(other, stated) for other in others])
     return bool(found) and all(pool(some).surely(LIKELIER) > 0 for some in zip(*found, strict=True))
 
 
