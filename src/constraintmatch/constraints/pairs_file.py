@@ -102,7 +102,7 @@ def write_pairs(path: Path, pairs: Mapping[str, Any], names: Sequence[str] | Non
     if names is not None and len(names) != pairs["n_images"]:
         raise InputError(f"{len(names):,} names for {pairs['n_images']:,} images", path, "give one name per image")
 
-    def named(rows: NDArray[np.int64]) -> Sequence[Any]:
+    def named(rows: NDArray[np.int64]) -> Any:
         return rows if names is None else [names[row] for row in rows.tolist()]
 
     columns = {name: pairs[name] for name in (*_REQUIRED, *_OPTIONAL) if pairs[name] is not None}

@@ -282,13 +282,13 @@ def _introductions(scene: _Scene, n: int, *, enough: int | None = None) -> list[
     """
     planned, images = _pairs_in(scene.waiting), scene.exemplars.image.tolist()
     made: list[Question] = []
-    for at in range(len(images)):
+    for at, image in enumerate(images):
         if len(made) >= n:
             break
-        if enough is not None:
-            others = [(images[at], other) for other in images if other != images[at]]
-            if sum(pair_of(*two) in planned or scene.known.settles(*two) for two in others) >= enough:
-                continue
+        others = (other for other in images if other != image)
+        done = (pair_of(image, other) in planned or scene.known.settles(image, other) for other in others)
+        if enough is not None and sum(done) >= enough:
+            continue
         if (question := _introduction(scene, at, planned)) is not None:
             made.append(question)
             planned |= _pairs_in([question])
@@ -307,23 +307,19 @@ def _doubles(scene: _Scene, n: int) -> list[Question]:
     component = known.component[scene.exemplars.image]
     groups = np.flatnonzero(known.size[component] > 1)
     n = min(n, len(groups) - scene.belief.probabilities.shape[1])
-    planned = {pair_of(*known.component[list(pair)].tolist()) for pair in _pairs_in(scene.waiting)}
+    planned = {pair_of(*known.component[list(pair)]) for pair in _pairs_in(scene.waiting)}
     for at in groups[np.argsort(known.size[component[groups]], kind="stable")].tolist():
         if len(made) >= n:
             break
         members = np.setdiff1d(np.flatnonzero(known.component == component[at]), known.compared)
         members = members[scene.askable[members]]
-        others = [other for other in _perhaps_same(scene, at, groups) if _two(scene, at, other) not in planned]
+        same = _perhaps_same(scene, at, groups)
+        others = [other for other in same if pair_of(component[at], component[other]) not in planned][: scene.width]
         if len(members) and others:
             image = members[np.argmax(scene.belief.features[members] @ scene.exemplars.centre[at])]
-            made.append(Question(int(image), tuple(scene.exemplars.image[others[: scene.width]].tolist())))
-            planned |= {_two(scene, at, other) for other in others[: scene.width]}
+            made.append(Question(int(image), tuple(scene.exemplars.image[others].tolist())))
+            planned |= {pair_of(component[at], component[other]) for other in others}
     return made
-
-
-def _two(scene: _Scene, at: int, other: int) -> tuple[int, int]:
-    """The components of two exemplars."""
-    return pair_of(*scene.known.component[scene.exemplars.image[[at, other]]].tolist())
 
 
 def _perhaps_same(scene: _Scene, at: int, groups: Rows) -> list[int]:
@@ -331,10 +327,11 @@ def _perhaps_same(scene: _Scene, at: int, groups: Rows) -> list[int]:
 
     They are among the nearest, or an answer calls them the same.
     """
+    component = scene.known.component[scene.exemplars.image]
     near = affinity(scene.belief, scene.exemplars, scene.exemplars.image[[at]])[0]
     found = []
     for rank, other in enumerate(groups[np.argsort(-near[groups], kind="stable")].tolist()):
-        same, different = scene.known.votes.get(_two(scene, at, other), (0, 0))
+        same, different = scene.known.votes.get(pair_of(component[at], component[other]), (0, 0))
         if other != at and different - same < CONFIRMED and (same or rank <= MAX_SHOWN):
             found.append(other)
     return found
