@@ -182,11 +182,11 @@ def _weigh(answers: Sequence[Answer], said: Constraints, beliefs: Floats) -> Con
     sure = kinds.max(1) > MOSTLY
     rows = rows[sure]
     _, first, number = np.unique(kinds.argmax(1)[sure], return_index=True, return_inverse=True)
-    one, other = np.triu_indices(len(first), 1)
     others = np.setdiff1d(np.arange(len(rows)), first)
-    left, right = np.concatenate([first[number[others]], first[one]]), np.concatenate([others, first[other]])
-    same = np.repeat([1.0, 0.0], [len(others), len(one)])
-    return Constraints.from_arrays(rows[left], rows[right], same, n_images=said.n_images)
+    must, cannot = np.stack([first[number[others]], others]), first[np.stack(np.triu_indices(len(first), 1))]
+    left, right = rows[np.concatenate([must, cannot], axis=1)]
+    same = np.repeat([1.0, 0.0], [len(others), cannot.shape[1]])
+    return Constraints.from_arrays(left, right, same, n_images=said.n_images)
 
 
 def predict_each_other(answers: Sequence[Answer], beliefs: Floats, frozen: "Frozen") -> bool:
@@ -249,9 +249,9 @@ def closure_pairs(
     other = rng.below(words, sizes[group] - 1)
     other += other >= one
     edges = cannot[_draw_by_weight(words, between, most - n_must)]  # two groups, then an image of each
-    ends = [members[first[side] + rng.below(words, sizes[side])] for side in edges.T]
-    start = first[group]
-    left, right = np.concatenate([members[start + one], ends[0]]), np.concatenate([members[start + other], ends[1]])
+    must = [members[first[group] + of_group] for of_group in (one, other)]
+    apart = [members[first[side] + rng.below(words, sizes[side])] for side in edges.T]
+    left, right = np.concatenate([must, apart], axis=1)
     link = np.repeat([1.0, 0.0], [n_must, most - n_must])
     return replace(Constraints.from_arrays(left, right, link, n_images=n_images), triplets=triplets)
 
