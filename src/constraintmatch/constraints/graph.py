@@ -98,28 +98,33 @@ def pair_keys(left: Rows, right: Rows, n: int) -> Rows:
     return np.minimum(left, right) * n + np.maximum(left, right)
 
 
-def _symmetric_graph(left: Rows, right: Rows, n: int) -> Any:
-    """The (n, n) sparse adjacency matrix of the pairs, in both directions."""
-    from scipy.sparse import csr_array
-
-    ends = np.concatenate([left, right]), np.concatenate([right, left])
-    return csr_array((np.ones(len(ends[0])), ends), shape=(n, n))
+def neighbours(pairs: Rows) -> dict[int, set[int]]:
+    """For each number in the pairs (m, 2), those that it is paired with."""
+    found: defaultdict[int, set[int]] = defaultdict(set)
+    for one, other in pairs.tolist():
+        found[one].add(other)
+        found[other].add(one)
+    return dict(found)
 
 
 def components(left: Rows, right: Rows, n: int) -> Rows:
     """The connected component of each of n images, numbered in the order of their first image."""
+    from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
 
-    _, component = connected_components(_symmetric_graph(left, right, n), directed=False)
+    graph = csr_array((np.ones(len(left)), (left, right)), shape=(n, n))
+    component = connected_components(graph, directed=False)[1]
     _, first, number = np.unique(component, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[number]
 
 
 def shortest_chains(left: Rows, right: Rows, n: int, ends: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
     """For each two ends the images on a shortest path of the pairs from one to the other, both included."""
+    from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order
 
-    graph = _symmetric_graph(left, right, n)
+    both_ways = np.concatenate([left, right]), np.concatenate([right, left])
+    graph = csr_array((np.ones(2 * len(left)), both_ways), shape=(n, n))
     for start, end in ends:
         _, before = breadth_first_order(graph, start, directed=True, return_predecessors=True)
         path = [end]
@@ -137,18 +142,19 @@ def implied_pairs(
     the cannot-links between them.
     """
     n, must, apart = max(len(component), 1), link == 1, link == 0
-    given, ends = pair_keys(left, right, n), (component[left], component[right])
-    between = pair_keys(*ends, n)[apart]
+    given, edges = pair_keys(left, right, n), pair_keys(cannot[:, 0], cannot[:, 1], n)
+    edge_of = np.searchsorted(edges, pair_keys(component[left], component[right], n)[apart])
+    of_component, of_edge = np.full(n, np.inf, np.float32), np.full(len(edges), np.inf, np.float32)  # the lightest
+    np.minimum.at(of_component, component[left[must]], weight[must])
+    np.minimum.at(of_edge, edge_of, weight[apart])
     found = []
     for kind, every in ((1, _pairs_within(component)), (0, _pairs_between(component, cannot))):
         keys = np.sort(pair_keys(*every, n))
-        new = np.ones(len(keys), bool)
-        new[np.searchsorted(keys, given[link == kind])] = False
-        one, other = np.divmod(keys[new], n)
+        one, other = np.divmod(np.delete(keys, np.searchsorted(keys, given[link == kind])), n)
         first, second = component[one], component[other]
-        lightest = np.minimum(*(_least(ends[0][must], weight[must], end) for end in (first, second)))
+        lightest = np.minimum(of_component[first], of_component[second])
         if kind == 0:
-            lightest = np.minimum(lightest, _least(between, weight[apart], pair_keys(first, second, n)))
+            lightest = np.minimum(lightest, of_edge[np.searchsorted(edges, pair_keys(first, second, n))])
         found.append((one, other, np.full(len(one), kind, np.float32), lightest))
     return tuple(np.concatenate(columns) for columns in zip(*found, strict=True))
 
@@ -199,15 +205,6 @@ def n_pairs(component: Rows, cannot: Rows) -> tuple[int, int]:
     """How many must-links within components and cannot-links between them the closure has."""
     sizes = np.bincount(component)
     return int((sizes * (sizes - 1) // 2).sum()), int(sizes[cannot].prod(axis=1).sum())
-
-
-def _least(keys: Rows, values: Floats, wanted: Rows) -> Floats:
-    """For each wanted key the least of the values under that key, infinity where there is none."""
-    known, number = np.unique(np.append(keys, -1), return_inverse=True)
-    lowest = np.full(len(known), np.inf, np.float32)
-    np.minimum.at(lowest, number[:-1], values)
-    at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-    return np.where(known[at] == wanted, lowest[at], np.float32(np.inf))
 
 
 def _count_up(lengths: Rows) -> Rows:

@@ -41,9 +41,9 @@ class Places:
     def take(self, rows: NDArray[np.int64]) -> "Places":
         return Places(self.numbers[rows], self.word, self.path)
 
-    def say(self, *rows: int, most: int = 12) -> str:
-        """For example `lines 4, 5`."""
-        some = ", ".join(str(self.numbers[row]) for row in rows[:most]) + (", …" if len(rows) > most else "")
+    def say(self, *rows: int) -> str:
+        """For example `lines 4, 5`; twelve at most."""
+        some = ", ".join(str(self.numbers[row]) for row in rows[:12]) + (", …" if len(rows) > 12 else "")
         return f"{self.word}{'s' if len(rows) > 1 and self.word else ''} {some}".strip()
 
     def error(self, row: int, error: InputError) -> InputError:
@@ -105,11 +105,10 @@ def _look_up(texts: Iterable[str], names: Sequence[str] | None) -> tuple[dict[st
     loose = _index(map(_plain_name, names)) if names and missing else {}
     numbers = set()
     for text in missing:
-        row = loose.get(_plain_name(text), _UNKNOWN) if loose else _UNKNOWN
-        if row == _UNKNOWN and (match := _ROW_NUMBER.fullmatch(text.strip())):
-            row = int(match[1])
+        row_of[text] = loose.get(_plain_name(text), _UNKNOWN)
+        if row_of[text] == _UNKNOWN and (row := row_number(text)) is not None:
+            row_of[text] = row
             numbers.add(text)
-        row_of[text] = row
     return row_of, numbers
 
 
@@ -129,12 +128,11 @@ def _refuse_two_meanings(
     sides: Sequence[list[str]], places: Places, row_of: Mapping[str, int], numbers: set[str]
 ) -> None:
     """Where some whole numbers are names of other rows and some are no names, all may be meant as row numbers."""
-    whole = ((text, _ROW_NUMBER.fullmatch(text.strip())) for text in row_of.keys() - numbers)
-    names = [text for text, match in whole if match and row_of[text] != int(match[1])]
+    names = [text for text in row_of.keys() - numbers if row_number(text) not in (None, row_of[text])]
     if not names:
         return
     at, number = next(
-        (at, text) for at, pair in enumerate(zip(*sides, strict=True)) for text in pair if text in numbers
+        (at, text) for at, texts in enumerate(zip(*sides, strict=True)) for text in texts if text in numbers
     )
     clash = f"{number} is no image's name but could be a row number, while {min(names)} is an image's name"
     raise places.error(at, InputError(clash, fix="use names or row numbers throughout"))
@@ -171,17 +169,13 @@ def _near_match(name: str, names: Sequence[str]) -> str | None:
     return close[0] if close else None
 
 
-def is_row_number(text: str) -> bool:
-    """Whether a cell can be a row number: 7, or 7.0 as spreadsheets write it."""
-    return _ROW_NUMBER.fullmatch(text.strip()) is not None
+def row_number(text: str) -> int | None:
+    """The row number that a cell can mean: 7, or 7.0 as spreadsheets write it."""
+    match = _ROW_NUMBER.fullmatch(text.strip())
+    return int(match[1]) if match else None
 
 
 # Links and weights
-
-
-def is_link(text: str) -> bool:
-    """Whether a cell is a link in any accepted spelling or some other number."""
-    return _link_value(text) is not None
 
 
 def read_links(columns: _Columns, places: Places) -> NDArray[np.float32]:
@@ -202,15 +196,23 @@ def read_weights(columns: _Columns, places: Places) -> NDArray[np.float32]:
 def read_sizes(columns: _Columns, places: Places) -> NDArray[np.float32]:
     """The least and the most images (m, 2) of one cluster in each line; up to 1 it is a share of all.
 
-    An empty cell is no limit: 0, or infinity.
+    An empty cell is no limit: 0, or infinity. An InputError if the shares of several clusters leave none for the last,
+    or do not reach all.
     """
     least, most = (_read_column(columns[name], places, _size) for name in ("least", "most"))
-    most = np.where(np.isnan(most), np.float32(np.inf), most)
-    sizes = np.stack([np.nan_to_num(least), most], axis=1)
-    alike = (sizes[:, 0] > 1) == (sizes[:, 1] > 1)  # else a share against a number
-    if (wrong := np.flatnonzero((sizes[:, 0] > sizes[:, 1]) & alike)).size:
-        problem = f"least {sizes[wrong[0], 0]:g} is above most {sizes[wrong[0], 1]:g}"
+    least, most = np.nan_to_num(least), np.where(np.isnan(most), np.float32(np.inf), most)
+    alike = (least > 1) == (most > 1)  # else a share against a number
+    if (wrong := np.flatnonzero((least > most) & alike)).size:
+        problem = f"least {least[wrong[0]]:g} is above most {most[wrong[0]]:g}"
         raise places.error(int(wrong[0]), InputError(problem, fix="swap them"))
+    if not len(least):
+        raise InputError("there are no sizes in it", places.path, "add a line such as 0.05,0.2")
+    sizes = np.stack([least, most], axis=1)
+    at_least, at_most = np.where(sizes <= 1, sizes, [[0, np.inf]]).sum(0)  # numbers are checked with the images
+    if len(sizes) > 1 and (at_least > 1 + 1e-6 or at_most < 1 - 1e-6):
+        side, total = ("least", at_least) if at_least > 1 else ("most", at_most)
+        problem = f"the {side} shares add up to {total:g}, {'more' if at_least > 1 else 'less'} than all images"
+        raise InputError(problem, f"{places.path} {places.say(*range(len(sizes)))}", f"change {side}")
     return sizes
 
 
@@ -226,7 +228,7 @@ def _read_column(column: list[str], places: Places, read: Callable[[str], float]
 
 
 def _link(text: str) -> float:
-    value = _link_value(text)
+    value = link_value(text)
     if not text.strip():
         raise InputError("the link is missing", fix="answer it or delete the line")
     if value is None or not (0 <= value <= 1 or value == -1):
@@ -251,7 +253,8 @@ def _size(text: str) -> float:
     return value
 
 
-def _link_value(text: str) -> float | None:
+def link_value(text: str) -> float | None:
+    """The number or the accepted spelling of a link in a cell; None if it is neither."""
     number = _number(text)
     return _SPELLINGS.get(re.sub(r"[\s_-]", "", text).casefold()) if number is None else number
 

@@ -47,7 +47,7 @@ def read_pairs(
     )
     found: dict[str, Any] = {"left": (), "right": (), "link": (), "n_images": n_images or 0}
     if "least" in cells:
-        return found | {"sizes": _checked_sizes(pair_cells.read_sizes(cells, places), places)}
+        return found | {"sizes": pair_cells.read_sizes(cells, places)}
     if "anchor" in cells:
         triplets = Triplets(np.stack(rows, axis=1), pair_cells.read_weights(cells, places), places)
         return found | {"triplets": _checked_triplets(triplets)}
@@ -56,18 +56,6 @@ def read_pairs(
     found |= {"left": rows[0], "right": rows[1], "link": pair_cells.read_links(cells, places), "places": places}
     found["weight"] = pair_cells.read_weights(cells, places)
     return found | {"annotator": cells.get("annotator"), "time": cells.get("time")}
-
-
-def _checked_sizes(sizes: NDArray[np.float32], places: Places) -> NDArray[np.float32]:
-    """The sizes; an InputError if the shares of several clusters leave none for the last, or do not reach all."""
-    least, most = np.where(sizes <= 1, sizes, [[0, np.inf]]).sum(0)  # numbers of images are checked with the images
-    if not len(sizes):
-        raise InputError("there are no sizes in it", places.path, "add a line such as 0.05,0.2")
-    if len(sizes) > 1 and (least > 1 + 1e-6 or most < 1 - 1e-6):
-        side, total = ("least", least) if least > 1 else ("most", most)
-        problem = f"the {side} shares add up to {total:g}, {'more' if least > 1 else 'less'} than all images"
-        raise InputError(problem, f"{places.path} {places.say(*range(len(sizes)))}", f"change {side}")
-    return sizes
 
 
 def _checked_triplets(triplets: Triplets) -> Triplets:
@@ -102,7 +90,7 @@ def names_in(path: Path | str, *, columns: str | None = None) -> tuple[str, ...]
     """The image names a pairs file mentions, sorted, to read it without images; None when it has row numbers only."""
     cells, _ = _load(Path(path), columns)
     distinct = {text.strip() for text in chain(*(cells[name] for name in _IMAGES if name in cells))} - {""}
-    return None if all(map(pair_cells.is_row_number, distinct)) else tuple(sorted(distinct))
+    return None if all(pair_cells.row_number(text) is not None for text in distinct) else tuple(sorted(distinct))
 
 
 def write_pairs(path: Path, pairs: Mapping[str, Any], names: Sequence[str] | None) -> None:
@@ -113,36 +101,34 @@ def write_pairs(path: Path, pairs: Mapping[str, Any], names: Sequence[str] | Non
     """
     if names is not None and len(names) != pairs["n_images"]:
         raise InputError(f"{len(names):,} names for {pairs['n_images']:,} images", path, "give one name per image")
+
+    def named(rows: NDArray[np.int64]) -> Any:
+        return rows if names is None else [names[row] for row in rows.tolist()]
+
     columns = {name: pairs[name] for name in (*_REQUIRED, *_OPTIONAL) if pairs[name] is not None}
-    if names is not None:
-        columns |= {side: [names[row] for row in columns[side].tolist()] for side in ("left", "right")}
+    columns |= {side: named(pairs[side]) for side in ("left", "right")}
     if (columns["weight"] == 1).all():
         del columns["weight"]
+    files = {"": columns}  # by the ending of their names
+    if len(triplets := pairs["triplets"]):
+        images = zip(_TRIPLET, map(named, triplets.rows.T), strict=True)
+        files["-triplets" if len(pairs["left"]) else ""] = {**dict(images), "weight": triplets.weight}
+    if (sizes := pairs["sizes"]) is not None:
+        cells = np.where(np.isfinite(sizes), sizes, np.float32(np.finfo(np.float32).max))
+        files["-sizes"] = dict(zip(_SIZE, cells.T, strict=True))
     _, write = _format_of(path)
-    files = {"": columns, **_others(pairs, names)}
-    if not len(columns["left"]) and "-triplets" in files:
-        files[""] = files.pop("-triplets")
-    for ending, more in files.items():
-        place = path.with_name(f"{path.stem}{ending}{path.suffix}")
-        write_atomically(place, partial(write, more))
+    for ending, content in files.items():
+        write_atomically(_beside(path, ending), partial(write, content))
 
 
 def files_with(path: Path) -> list[Path]:
     """The files that `write_pairs` makes for this one, as far as they exist."""
-    places = (path.with_name(f"{path.stem}{ending}{path.suffix}") for ending in ("", "-triplets", "-sizes"))
+    places = (_beside(path, ending) for ending in ("", "-triplets", "-sizes"))
     return [place for place in places if place.is_file()]
 
 
-def _others(pairs: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-    """The columns of the files that accompany the pairs, by the ending of their names."""
-    found: dict[str, dict[str, Any]] = {}
-    if len(triplets := pairs["triplets"]):
-        named = [column if names is None else [names[row] for row in column.tolist()] for column in triplets.rows.T]
-        found["-triplets"] = {**dict(zip(_TRIPLET, named, strict=True)), "weight": triplets.weight}
-    if (sizes := pairs["sizes"]) is not None:
-        cells = np.where(np.isfinite(sizes), sizes, np.float32(np.finfo(np.float32).max))
-        found["-sizes"] = dict(zip(_SIZE, cells.T, strict=True))
-    return found
+def _beside(path: Path, ending: str) -> Path:
+    return path.with_name(f"{path.stem}{ending}{path.suffix}")
 
 
 # From a file to columns of text
@@ -198,7 +184,7 @@ def _choose(path: Path, header: Sequence[str], wanted: Mapping[str, str]) -> dic
 
 def _header_fix(header: Sequence[str]) -> str:
     found = ", ".join(name.strip() for name in header) or "none"
-    if any(map(pair_cells.is_link, header[2:3])):
+    if len(header) > 2 and pair_cells.link_value(header[2]) is not None:
         return f"the first line looks like data ({found}); put the header {','.join(_REQUIRED)} above it"
     if len(header) < len(_REQUIRED):
         return f"the columns found are {found}; the file needs {', '.join(_REQUIRED)}"

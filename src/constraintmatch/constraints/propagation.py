@@ -18,9 +18,8 @@ from scipy.special import softmax
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.constraints.graph import Floats, Rows, neighbours
 
-Rows = NDArray[np.int64]
-Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
 APART = 0.5  # a group must be known to differ from at least this share of the other groups
@@ -48,12 +47,10 @@ def known_groups(constraints: Constraints, hints: Constraints | None = None) -> 
     """
     component, cannot = constraints.component_constraints()
     size = np.bincount(component, minlength=1)
-    apart: dict[int, set[int]] = {}
-    ends = [] if hints is None else component[np.stack([hints.left, hints.right], 1)[hints.link < 0.5]].tolist()
-    for one, other in [*cannot.tolist(), *ends]:
-        if one != other:
-            apart.setdefault(one, set()).add(other)
-            apart.setdefault(other, set()).add(one)
+    if hints is not None:
+        ends = component[np.stack([hints.left, hints.right], 1)[hints.link < 0.5]]
+        cannot = np.concatenate([cannot, ends[ends[:, 0] != ends[:, 1]]])
+    apart = neighbours(cannot)
     joined = np.flatnonzero(size > 1)
     order = joined[np.argsort(-size[joined], kind="stable")].tolist()
     taken: set[int] = set()

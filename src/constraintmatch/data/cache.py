@@ -127,14 +127,9 @@ def kept_embeddings(pixels: NDArray[np.uint8], encoder: str) -> NDArray[np.float
 
 def keep_embeddings(pixels: NDArray[np.uint8], encoder: str, embeddings: NDArray[np.float32]) -> None:
     """Keep the embeddings of all images with the cached images of a folder; they are removed together."""
-
-    def write(temporary: Path) -> None:
-        with temporary.open("wb") as file:
-            np.save(file, embeddings)
-
     if (place := _beside(pixels, encoder)) is not None:
         with suppress(OSError, InputError):
-            write_atomically(place, write)
+            write_atomically(place, lambda temporary: np.save(temporary, embeddings))
 
 
 def _beside(pixels: NDArray[np.uint8], encoder: str) -> Path | None:

@@ -55,8 +55,12 @@ def open_decoder(
 
     A file that cannot be decoded joins the skipped ones when its turn comes.
     """
+    side, channels, skipped = request.side, request.channels, list[Skipped]()
     with _quiet():
-        side, channels, skipped = _choose_size(request)
+        if side is None or channels is None:  # else no header is read
+            sizes, of_files, skipped = _headers(request.folder, request.files)
+            side = side or min(_choose_side(sizes), request.max_side or _SIDES[0])
+            channels = channels or of_files
         broken = {skip.name for skip in skipped}
         files = [file for file in request.files if file.name not in broken]
         yield (len(files), side, side, channels), _decode(request, files, side, channels, skipped), skipped
@@ -83,28 +87,17 @@ def _decode(
             request.progress(done, len(files))
 
 
-def _choose_size(request: FolderRequest) -> tuple[int, int, list[Skipped]]:
-    """Side, channels and the files whose headers cannot be read; headers are read only when something is not given."""
-    if request.side is not None and request.channels is not None:
-        return request.side, request.channels, []
-    sizes, channels, skipped = _headers(request.folder, request.files)
-    side = request.side or min(_choose_side(sizes), request.max_side or _SIDES[0])
-    return side, request.channels or channels, skipped
-
-
 def _headers(folder: Path, files: Sequence[ImageFile]) -> tuple[list[tuple[int, int]], int, list[Skipped]]:
     """Width and height of each image, the channels of all, and the files whose headers cannot be read."""
-    results = list(_in_parallel(_header, folder, files))
+
+    def read(content: _Content) -> tuple[tuple[int, int], bool]:
+        with Image.open(content, formats=_FORMATS) as image:
+            return image.size, image.mode in _GREY_MODES
+
+    results = list(_in_parallel(read, folder, files))
     headers = [result for result in results if not isinstance(result, Skipped)]
-    channels = 1 if all(grey for *_, grey in headers) else 3
-    sizes = [(width, height) for width, height, _ in headers]
-    return sizes, channels, [result for result in results if isinstance(result, Skipped)]
-
-
-def _header(content: _Content) -> tuple[int, int, bool]:
-    """Width, height, and whether it is grey."""
-    with Image.open(content, formats=_FORMATS) as image:
-        return image.width, image.height, image.mode in _GREY_MODES
+    channels = 1 if all(grey for _, grey in headers) else 3
+    return [size for size, _ in headers], channels, [result for result in results if isinstance(result, Skipped)]
 
 
 def is_photo(side: int, channels: int) -> bool:
@@ -177,10 +170,9 @@ def _decode_jpegs(
                 fitted = torch.nn.functional.interpolate(square.float(), (side, side), mode="bicubic", antialias=True)
                 square = fitted.round().clamp(0, 255).to(torch.uint8)
             squares.append(square)
-        for row, pixels in zip(
-            raw, torch.cat(squares).permute(0, 2, 3, 1).cpu().numpy() if squares else (), strict=True
-        ):
-            found[row] = pixels
+        if squares:
+            for row, pixels in zip(raw, torch.cat(squares).permute(0, 2, 3, 1).cpu().numpy(), strict=True):
+                found[row] = pixels
     return found
 
 
@@ -243,12 +235,15 @@ def fit_squares(images: NDArray[np.uint8], side: int, channels: int) -> NDArray[
     return fitted
 
 
-def _reason(error: Exception) -> str:
+def _reason(file: ImageFile, error: Exception) -> str:
     """One line that says what is wrong with a file, without its path."""
+    if file.size == 0:
+        return "the file is empty"
     if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
         return f"too large: more than {Image.MAX_IMAGE_PIXELS or 0:,} pixels"
     if isinstance(error, PIL.UnidentifiedImageError):
-        return "not a picture in a known format"
+        from_phone = Path(file.name).suffix.lower() in PHONE
+        return "needs a plugin: pip install pillow-heif" if from_phone else "not a picture in a known format"
     if isinstance(error, MemoryError):
         return "not enough memory to decode it"
     return getattr(error, "strerror", None) or one_line(error)
@@ -270,9 +265,7 @@ def _in_parallel(
             return work(content)
         except Exception as error:  # Pillow's plugins raise nearly anything on broken bytes
             passing = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
-            known = isinstance(error, PIL.UnidentifiedImageError) and Path(file.name).suffix.lower() in PHONE
-            reason = "needs a plugin: pip install pillow-heif" if known else _reason(error)
-            return Skipped(file.name, "the file is empty" if file.size == 0 else reason, passing)
+            return Skipped(file.name, _reason(file, error), passing)
 
     def attempt_all(chunk: Sequence[tuple[ImageFile, _Content]]) -> list[_Result | Skipped]:
         made = [None] * len(chunk) if together is None else together([content for _, content in chunk])

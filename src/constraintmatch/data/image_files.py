@@ -163,7 +163,8 @@ def _list_tar(path: Path) -> list[ImageFile]:
                 continue
             if base.partition(".")[2] == "cls":
                 content.seek(member.offset_data)
-                labels[_key(name)] = _label(content.read(min(member.size, 1_000)))
+                text = content.read(min(member.size, 1_000)).decode("utf-8", "replace").strip()
+                labels[_key(name)] = int(text) if text.isdecimal() else text
             elif posixpath.splitext(base)[1].lower() in SUFFIXES:
                 found.append(ImageFile(name, member.size, modified, at=member.offset_data))
         content.seek(tar.offset)
@@ -176,11 +177,6 @@ def _key(name: str) -> str:
     """What the files of one sample share: their name up to the first dot."""
     folder, base = posixpath.split(name)
     return posixpath.join(folder, base.partition(".")[0])
-
-
-def _label(content: bytes) -> str | int:
-    text = content.decode("utf-8", "replace").strip()
-    return int(text) if text.isdecimal() else text
 
 
 def _read_tar(path: Path, files: Sequence[ImageFile]) -> Iterator[io.BytesIO]:
@@ -250,18 +246,16 @@ def _read_parquet(path: Path, files: Sequence[ImageFile]) -> Iterator[io.BytesIO
     rows = {file.at for file in files}
     with ParquetFile(path) as shard:
         image, nested = _image_column(path, shard.schema_arrow)
-        row = 0
+        first = 0
         for group in range(shard.num_row_groups):
             n = shard.metadata.row_group(group).num_rows
-            if rows.isdisjoint(range(row, row + n)):
-                row += n
-                continue
-            for batch in shard.iter_batches(_PART, [group], columns=[f"{image}.bytes" if nested else image]):
-                column = batch.column(0).field("bytes") if nested else batch.column(0)
-                for value in column:
+            if not rows.isdisjoint(range(first, first + n)):
+                batches = shard.iter_batches(_PART, [group], columns=[f"{image}.bytes" if nested else image])
+                columns = (batch.column(0).field("bytes") if nested else batch.column(0) for batch in batches)
+                for row, value in enumerate(itertools.chain.from_iterable(columns), first):
                     if row in rows:
                         yield io.BytesIO(value.as_py() or b"")
-                    row += 1
+            first += n
 
 
 # Files below a folder

@@ -3,8 +3,7 @@
 NumPy only. Images are row numbers of an ImageSet.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,10 +12,9 @@ from numpy.typing import NDArray
 
 from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
-from constraintmatch.constraints.graph import Triplets
+from constraintmatch.constraints.graph import Rows, Triplets, neighbours
 from constraintmatch.constraints.pair_cells import Places
 
-Rows = NDArray[np.int64]
 Votes = tuple[Constraints, NDArray[np.bool_]]  # see `votes_of`
 
 NONE = -1  # "none of these"; for a pair: different
@@ -187,8 +185,7 @@ def decide(votes: Votes) -> Constraints:
         if not len(one):
             return said
         joins = (_ends(given, component) == one).all(1) & (given.link > 0.5)
-        columns = ((getattr(said, name), getattr(given, name)[joins]) for name in ("left", "right", "link"))
-        both = Constraints.from_arrays(*map(np.concatenate, columns), n_images=given.n_images)
+        both = Constraints.join([said, given.take(joins)])
         component = both.components()
         said = both.take((both.link > 0.5) | (component[both.left] != component[both.right]))
 
@@ -232,7 +229,7 @@ class Known:
 
     component: Rows
     size: Rows
-    apart: Mapping[int, frozenset[int]]
+    apart: Mapping[int, Set[int]]
     asked: tuple[int, ...]  # images of questions with an answer, in order, each once
     exemplars: tuple[int, ...]  # images shown in "which of these?", in order, each once
     resting: frozenset[int]  # images of recent questions with the answer "unsure"
@@ -241,7 +238,7 @@ class Known:
     compared: Rows  # images that votes compare with another component
     chosen: Rows  # (n,) how often each image was chosen in "which of these?"
 
-    def different(self, image: int) -> frozenset[int]:
+    def different(self, image: int) -> Set[int]:
         """The components that differ from the image's."""
         return self.apart.get(int(self.component[image]), frozenset())
 
@@ -258,10 +255,6 @@ def find_known(answers: Sequence[Answer], n_images: int, *, soon: int) -> Known:
     """What the answers say; an "unsure" rests until there are `soon` more answers."""
     votes = votes_of(answers, n_images)
     component, cannot = decide(votes).component_constraints()
-    apart: defaultdict[int, set[int]] = defaultdict(set)
-    for one, other in cannot.tolist():
-        apart[one].add(other)
-        apart[other].add(one)
     pairs, *counts = (column.tolist() for column in count_votes(votes, component))
     ends = np.stack([votes[0].left, votes[0].right])
     across = component[ends[0]] != component[ends[1]]
@@ -272,7 +265,7 @@ def find_known(answers: Sequence[Answer], n_images: int, *, soon: int) -> Known:
     return Known(
         component,
         np.bincount(component).astype(np.int64),
-        {one: frozenset(others) for one, others in apart.items()},
+        neighbours(cannot),
         tuple(dict.fromkeys(question.image for question in said)),
         tuple(dict.fromkeys(image for question in said if question.kind == "which" for image in question.shown)),
         frozenset(question.image for question in doubtful),
@@ -291,6 +284,6 @@ def n_kinds(answers: Sequence[Answer], n_images: int) -> int:
     known = find_known(answers, n_images, soon=0)
     different: list[int] = []
     for component in sorted(known.apart, key=lambda one: (-known.size[one], one)):
-        if known.apart[component].issuperset(different):
+        if known.apart[component] >= set(different):
             different.append(component)
     return max(1, len(different))

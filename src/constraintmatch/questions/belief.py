@@ -16,10 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from constraintmatch._internal.errors import InputError
+from constraintmatch.constraints.graph import Floats, Rows
 from constraintmatch.questions.answers import Known
-
-Rows = NDArray[np.int64]
-Floats = NDArray[np.float32]
 
 ALL_COMPARED = 2**16  # images of a set in which all are compared; the published curves have up to 50,000
 CANDIDATES = 20_000  # images that are compared in a larger set
@@ -58,11 +56,6 @@ class Belief:
     def __len__(self) -> int:
         return len(self.features)
 
-    @property
-    def clusters(self) -> Rows | None:
-        """The likeliest cluster of each image (n,), or None while there is no model."""
-        return None if self.probabilities is None else self.probabilities.argmax(1).astype(np.int64)
-
     @cached_property
     def centrality(self) -> Floats:
         """The cosine (n,) of each image with the mean of its likeliest cluster, in which sure images count more."""
@@ -84,29 +77,23 @@ class Belief:
         ends = np.cumsum(np.bincount(clusters, minlength=self.probabilities.shape[1]))
         return np.split(np.argsort(clusters, kind="stable"), ends[:-1])
 
-    @cached_property
-    def density(self) -> Floats:
-        """The mean cosine (n,) of each image with its 20 nearest neighbours. It takes seconds for 50,000 images.
+    def density_at(self, rows: Rows) -> Floats:
+        """The mean cosine of each of these rows with its 20 nearest neighbours; for 50,000 it takes seconds.
 
         It is exact up to 10,000 images. In larger sets every image is compared with 10,000 of them at equal steps, and
-        with proportionally fewer nearest ones.
+        with proportionally fewer nearest ones. In a set of more than 65,536 images it is found for no other rows.
         """
-        return self._density(np.arange(len(self)))
-
-    def density_at(self, rows: Rows) -> Floats:
-        """The density of some rows. In a set of more than 65,536 images it is found for no others."""
-        if len(self) <= ALL_COMPARED:
-            return np.asarray(self.density[rows])
-        new = np.unique(rows[np.isnan(self._found[rows])])
-        self._found[new] = self._density(new)
-        return np.asarray(self._found[rows])
+        wanted = rows if len(self) > ALL_COMPARED else np.arange(len(self))
+        new = np.unique(wanted[np.isnan(self._densities[wanted])])
+        self._densities[new] = self._find_densities(new)
+        return np.asarray(self._densities[rows])
 
     @cached_property
-    def _found(self) -> Floats:
-        """The densities (n,) that were asked for; others are NaN."""
+    def _densities(self) -> Floats:
+        """The densities (n,) that were found so far; others are NaN."""
         return np.full(len(self), np.nan, np.float32)
 
-    def _density(self, rows: Rows) -> Floats:
+    def _find_densities(self, rows: Rows) -> Floats:
         features, n = self.features, len(self)
         reference = at_equal_steps(n, _SAMPLE)
         nearest = min(max(round(_NEIGHBOURS * len(reference) / max(n, 1)), 1), len(reference) - 1)

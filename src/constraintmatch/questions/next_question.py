@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from constraintmatch._internal import rng
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.rng import Purpose
+from constraintmatch.constraints.graph import Floats, Rows
 from constraintmatch.questions.answers import (
     CONFIRMED,
     MAX_SHOWN,
@@ -42,8 +43,6 @@ from constraintmatch.questions.belief import (
 
 Kind = Literal["which", "pair", "triplet"]
 Choice = Literal["recommended", "uncertain", "random"]
-Rows = NDArray[np.int64]
-Floats = NDArray[np.float32]
 
 Pairs = set[tuple[int, int]]  # smaller row first
 
@@ -88,9 +87,8 @@ class _Scene:
         number = {image: at for at, image in enumerate(self.exemplars.image.tolist())}
         for pair in self.known.unsure:
             for one, other in (pair, pair[::-1]):
-                at = int(np.searchsorted(rows, one))
-                if other in number and at < len(rows) and rows[at] == one:
-                    fit[at, number[other]] = -np.inf
+                if other in number:
+                    fit[rows == one, number[other]] = -np.inf
         return fit
 
 
@@ -134,12 +132,10 @@ def next_questions(
         return warm_up  # it looks at no other images
     order = _random_order(known, seed) if choose == "random" else None
     scene = replace(scene, rows=_candidates(scene, n, order))
-    if order is not None:
+    if choose != "recommended":
         rows = _open_rows(scene)
-        return _questions(scene, rows[np.argsort(order[rows], kind="stable")[:n]])
-    if choose == "uncertain":
-        rows = _open_rows(scene)
-        return _questions(scene, rows[np.argsort(_margin(scene.fit_of(rows)), kind="stable")[:n]])
+        late = _margin(scene.fit_of(rows)) if order is None else order[rows]
+        return _questions(scene, rows[np.argsort(late, kind="stable")[:n]])
     if kind == "triplet":
         return _questions(scene, _hard_dense_spread(scene, _open_rows(scene), np.arange(0), n))
     doubles = _doubles(scene, -(-n // 10))
@@ -286,13 +282,13 @@ def _introductions(scene: _Scene, n: int, *, enough: int | None = None) -> list[
     """
     planned, images = _pairs_in(scene.waiting), scene.exemplars.image.tolist()
     made: list[Question] = []
-    for at in range(len(images)):
+    for at, image in enumerate(images):
         if len(made) >= n:
             break
-        if enough is not None:
-            others = [(images[at], other) for other in images if other != images[at]]
-            if sum(pair_of(*two) in planned or scene.known.settles(*two) for two in others) >= enough:
-                continue
+        others = (other for other in images if other != image)
+        done = (pair_of(image, other) in planned or scene.known.settles(image, other) for other in others)
+        if enough is not None and sum(done) >= enough:
+            continue
         if (question := _introduction(scene, at, planned)) is not None:
             made.append(question)
             planned |= _pairs_in([question])
@@ -311,23 +307,19 @@ def _doubles(scene: _Scene, n: int) -> list[Question]:
     component = known.component[scene.exemplars.image]
     groups = np.flatnonzero(known.size[component] > 1)
     n = min(n, len(groups) - scene.belief.probabilities.shape[1])
-    planned = {pair_of(*known.component[list(pair)].tolist()) for pair in _pairs_in(scene.waiting)}
+    planned = {pair_of(*known.component[list(pair)]) for pair in _pairs_in(scene.waiting)}
     for at in groups[np.argsort(known.size[component[groups]], kind="stable")].tolist():
         if len(made) >= n:
             break
         members = np.setdiff1d(np.flatnonzero(known.component == component[at]), known.compared)
         members = members[scene.askable[members]]
-        others = [other for other in _perhaps_same(scene, at, groups) if _two(scene, at, other) not in planned]
+        same = _perhaps_same(scene, at, groups)
+        others = [other for other in same if pair_of(component[at], component[other]) not in planned][: scene.width]
         if len(members) and others:
             image = members[np.argmax(scene.belief.features[members] @ scene.exemplars.centre[at])]
-            made.append(Question(int(image), tuple(scene.exemplars.image[others[: scene.width]].tolist())))
-            planned |= {_two(scene, at, other) for other in others[: scene.width]}
+            made.append(Question(int(image), tuple(scene.exemplars.image[others].tolist())))
+            planned |= {pair_of(component[at], component[other]) for other in others}
     return made
-
-
-def _two(scene: _Scene, at: int, other: int) -> tuple[int, int]:
-    """The components of two exemplars."""
-    return pair_of(*scene.known.component[scene.exemplars.image[[at, other]]].tolist())
 
 
 def _perhaps_same(scene: _Scene, at: int, groups: Rows) -> list[int]:
@@ -335,10 +327,11 @@ def _perhaps_same(scene: _Scene, at: int, groups: Rows) -> list[int]:
 
     They are among the nearest, or an answer calls them the same.
     """
+    component = scene.known.component[scene.exemplars.image]
     near = affinity(scene.belief, scene.exemplars, scene.exemplars.image[[at]])[0]
     found = []
     for rank, other in enumerate(groups[np.argsort(-near[groups], kind="stable")].tolist()):
-        same, different = scene.known.votes.get(_two(scene, at, other), (0, 0))
+        same, different = scene.known.votes.get(pair_of(component[at], component[other]), (0, 0))
         if other != at and different - same < CONFIRMED and (same or rank <= MAX_SHOWN):
             found.append(other)
     return found

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from constraintmatch._internal import rng
 from constraintmatch._internal.errors import InputError
 from constraintmatch._internal.rng import Purpose
 from constraintmatch.constraints.constraint_set import Constraints
+from constraintmatch.constraints.graph import Floats, Rows
 from constraintmatch.constraints.propagation import FOLDS, known_groups, likely_kinds, seeds
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.questions.answers import (
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from constraintmatch.methods.propagate import Frozen
     from constraintmatch.models.cluster_model import ClusterModel
 
-Rows = NDArray[np.int64]
 
 MOSTLY = 0.5  # the start is right about most known images; a kind has most of the probability
 OUTVOTED = 5  # known images for each cluster from which on answers to "which of these?" count as they are
@@ -148,7 +149,7 @@ class Asking:
 
 
 def trusted_constraints(
-    answers: Sequence[Answer], n_images: int, beliefs: NDArray[np.float32] | None, frozen: "Frozen | None" = None
+    answers: Sequence[Answer], n_images: int, beliefs: Floats | None, frozen: "Frozen | None" = None
 ) -> Constraints:
     """What to learn from the answers: what they state or, if they are few, what is likeliest.
 
@@ -171,10 +172,9 @@ def trusted_constraints(
     return said if know_better else _weigh(answers, said, beliefs)
 
 
-def _weigh(answers: Sequence[Answer], said: Constraints, beliefs: NDArray[np.float32]) -> Constraints:
+def _weigh(answers: Sequence[Answer], said: Constraints, beliefs: Floats) -> Constraints:
     """The likeliest kinds of the images by answers and beliefs (n, k); what is `said`, if hardly any seems wrong."""
-    left, right, link = links_of(answers)
-    pairs, groups = Constraints.from_arrays(left, right, link, n_images=said.n_images), known_groups(said)
+    pairs, groups = Constraints.from_arrays(*links_of(answers), n_images=said.n_images), known_groups(said)
     many = sum(map(len, groups)) >= OUTVOTED * beliefs.shape[1]
     rows, kinds, wrong = likely_kinds(pairs, beliefs, groups if many else ())
     if wrong < DOUBTFUL:
@@ -182,14 +182,14 @@ def _weigh(answers: Sequence[Answer], said: Constraints, beliefs: NDArray[np.flo
     sure = kinds.max(1) > MOSTLY
     rows = rows[sure]
     _, first, number = np.unique(kinds.argmax(1)[sure], return_index=True, return_inverse=True)
-    one, other = np.triu_indices(len(first), 1)
     others = np.setdiff1d(np.arange(len(rows)), first)
-    left, right = np.concatenate([first[number[others]], first[one]]), np.concatenate([others, first[other]])
-    same = np.repeat([1.0, 0.0], [len(others), len(one)])
-    return Constraints.from_arrays(rows[left], rows[right], same, n_images=said.n_images)
+    must, cannot = np.stack([first[number[others]], others]), first[np.stack(np.triu_indices(len(first), 1))]
+    left, right = rows[np.concatenate([must, cannot], axis=1)]
+    same = np.repeat([1.0, 0.0], [len(others), cannot.shape[1]])
+    return Constraints.from_arrays(left, right, same, n_images=said.n_images)
 
 
-def predict_each_other(answers: Sequence[Answer], beliefs: NDArray[np.float32], frozen: "Frozen") -> bool:
+def predict_each_other(answers: Sequence[Answer], beliefs: Floats, frozen: "Frozen") -> bool:
     """Whether hidden answers are likelier by the others as stated than by the beliefs, and than by both weighed.
 
     A fifth of the images is hidden at a time, with all answers about them (decision 056).
@@ -197,33 +197,32 @@ def predict_each_other(answers: Sequence[Answer], beliefs: NDArray[np.float32], 
     from constraintmatch.evaluation.judge import Judge, pool
     from constraintmatch.methods.propagate import choose_rows
 
-    n, found = len(frozen), list["tuple[Verdict, Verdict]"]()
+    n, found = len(frozen), list[list["Verdict"]]()
     ends = np.array([(one.question.image, one.question.shown[0]) for one in answers])
     rows, part = choose_rows([ends.ravel()], n, COMPARED), np.random.default_rng(0).integers(0, FOLDS, n)
     some_frozen, start = frozen.take(rows), beliefs[rows]
 
-    def spread(groups: Sequence[Rows]) -> NDArray[np.float32]:
+    def spread(groups: Sequence[Rows]) -> Floats:
         return some_frozen.spread([np.searchsorted(rows, group) for group in groups], start) if groups else start
 
     for number in range(FOLDS):
         hidden = (part[ends] == number).any(1)
-        some, rest = (
-            [one for one, hide in zip(answers, hidden, strict=True) if hide == which] for which in (True, False)
-        )
+        rest = list(compress(answers, ~hidden))
+        pairs = Constraints.from_arrays(*links_of(compress(answers, hidden)), n_images=n)
         said = stated_constraints(rest, n)
-        groups, (left, right, link) = known_groups(said), links_of(some)
-        if len(groups) > 1 and len(link):
-            judge = Judge(Constraints.from_arrays(left, right, link, n_images=n).merged())
+        groups = known_groups(said)
+        if len(groups) > 1 and len(pairs):
+            judge = Judge(pairs.merged())
             seen = spread(groups), start, spread(known_groups(_weigh(rest, said, beliefs)))
             stated, *others = (judge.losses(one[np.searchsorted(rows, judge.rows)]) for one in seen)
-            found.append((judge.compare(others[0], stated), judge.compare(others[1], stated)))
+            found.append([judge.compare(other, stated) for other in others])
     return bool(found) and all(pool(some).surely(LIKELIER) > 0 for some in zip(*found, strict=True))
 
 
 def closure_pairs(
     answers: Sequence[Answer],
     n_images: int,
-    beliefs: NDArray[np.float32] | None = None,
+    beliefs: Floats | None = None,
     frozen: "Frozen | None" = None,
     *,
     most: int = MOST_PAIRS,
@@ -250,9 +249,9 @@ def closure_pairs(
     other = rng.below(words, sizes[group] - 1)
     other += other >= one
     edges = cannot[_draw_by_weight(words, between, most - n_must)]  # two groups, then an image of each
-    ends = [members[first[side] + rng.below(words, sizes[side])] for side in edges.T]
-    start = first[group]
-    left, right = np.concatenate([members[start + one], ends[0]]), np.concatenate([members[start + other], ends[1]])
+    must = [members[first[group] + of_group] for of_group in (one, other)]
+    apart = [members[first[side] + rng.below(words, sizes[side])] for side in edges.T]
+    left, right = np.concatenate([must, apart], axis=1)
     link = np.repeat([1.0, 0.0], [n_must, most - n_must])
     return replace(Constraints.from_arrays(left, right, link, n_images=n_images), triplets=triplets)
 
