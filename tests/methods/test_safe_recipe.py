@@ -297,6 +297,31 @@ def test_answers_lead_however_many_pairs_they_imply(blobs: ImageSet) -> None:
     assert not train(start(blobs), blobs, RIGHT).log[-1]["why"].startswith("the answers")
 
 
+def test_few_answers_teach_kinds_only_if_hidden_ones_favour_that_in_all(
+    blobs: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gain of a hundredth nat for each pair is chance for ten pairs, and is none for a hundred."""
+    begun, said = start(blobs, wrong=1.0), RIGHT.take(np.arange(20))
+    for count, kept in ((10, "the start"), (100, "the head alone")):
+        monkeypatch.setattr(safe_recipe._SafeTraining, "_judged_kinds", (Verdict(0.01, 0.001), count))
+        monkeypatch.setattr(safe_recipe._SafeTraining, "_kinds", 1, raising=False)
+        assert train(begun, blobs, said, context=Context(stated=said)).log[-1]["kept"] == kept
+
+
+def test_answers_that_separate_too_few_kinds_teach_no_groups(blobs: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains of two kinds in four: the groups that they join would divide all images among those two."""
+    chains = [np.arange(kind, N, K)[:20] for kind in range(2)]
+    same = [np.stack([chain[:-1], chain[1:]]) for chain in chains]
+    left, right = np.concatenate([*same, np.stack(chains)], axis=1)
+    said = Constraints.from_arrays(left, right, (LABELS[left] == LABELS[right]).astype(np.float32), n_images=N)
+    taught: list[int] = []
+    monkeypatch.setattr(safe_recipe, "teach_groups", lambda model, *_, **__: (taught.append(1), model)[1])
+    for stated, times in ((None, True), (said, False)):
+        taught.clear()
+        train(start(blobs, wrong=1.0), blobs, said, context=Context(stated=stated))
+        assert bool(taught) is times
+
+
 # The network repeats a taught head
 
 

@@ -22,7 +22,6 @@ from constraintmatch.evaluation.judge import (
     CAUTION,
     LEAST,
     LEAST_GAIN,
-    UNDECIDED,
     Guard,
     Judge,
     Rates,
@@ -51,6 +50,7 @@ Teacher = Callable[[bool], ClusterModel]  # of all pairs, or without those that 
 
 RECIPES = ("safe", "paper")
 SUREST = 0.85  # highest mean confidence at the first step: the gradients of a surer head ruin the features
+IN_ALL = 0.5  # nats by which all hidden answers together must favour a head
 AVERAGED = 0.1  # the share of the steps, at the end, whose weights are averaged
 TAUGHT = 1.0  # standard errors by which the head alone must be better than the start
 LEADING = -2.0  # the same where the answers lead: they are cross-checked, so refuse only a clearly worse head
@@ -163,14 +163,14 @@ class _SafeTraining:
         found = self.start
         for teach, judge, caution in (
             (self._teach, self._judge_groups, TAUGHT),
-            (self._teach_kinds, lambda: self._judged_kinds, CAUTION if self.stated is None else UNDECIDED),
+            (self._teach_kinds, lambda: self._judged_kinds, CAUTION if self.stated is None else 0.0),
         ):
             verdict, count = judge()
             said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {count:,} held-out pairs"
-            if verdict.surely(caution) > LEAST_GAIN:
+            if self._favour(verdict, count, caution):
                 taught = teach(True)
                 if self.judge.compare(self._losses(found), self._losses(taught)).gain > 0 or found is self.start:
-                    sure = "better" if verdict.surely(CAUTION) > LEAST_GAIN else "not surely worse"
+                    sure = "better" if verdict.surely(CAUTION) > LEAST_GAIN else "not worse"
                     found, self._teacher, self._judged = taught, teach, f"{sure} than the start by {said}"
             elif found is self.start and count:
                 self._judged = said
@@ -190,9 +190,14 @@ class _SafeTraining:
             self._teacher = self._inform
         return self.informed if refused else self._teach(False)
 
+    def _favour(self, verdict: Verdict, count: int, caution: float) -> bool:
+        """Whether so many pairs favour a head; of few answers that means all of them together."""
+        return verdict.surely(caution) > LEAST_GAIN and (self.stated is None or verdict.gain * count > IN_ALL)
+
     def _judge_groups(self) -> tuple[Verdict, int]:
         """How much better than the start a head is that the groups of training pairs teach, and by how many pairs."""
-        if len(known_groups(self.task.constraints)) < 2 or self._are_doubtful():
+        few = self.stated is not None and not self.leads  # answers that separate few kinds place all images in those
+        if few or len(known_groups(self.task.constraints)) < 2 or self._are_doubtful():
             return NO_VERDICT, 0
         return self._compare(self._teach(True)), len(self.judge.pairs)
 
@@ -315,10 +320,9 @@ class _SafeTraining:
         return self._inform(False)
 
     def _inform(self, hiding: bool) -> ClusterModel:
-        """The start, or with answers the same with the kinds that they state, unless hidden ones are against that."""
-        if self.stated is None or self._judged_kinds[0].surely(UNDECIDED) <= LEAST_GAIN:
-            return self.start
-        return self._teach_kinds(hiding)
+        """The start, or with answers the same with the kinds that they state, if hidden ones are rather for that."""
+        known = self.stated is not None and self._favour(*self._judged_kinds, 0.0)
+        return self._teach_kinds(hiding) if known else self.start
 
     def _teach_kinds(self, hiding: bool) -> ClusterModel:
         """The same of what the pairs say of the kinds of prototypes."""
