@@ -21,7 +21,8 @@ WAYS = {
 STARTS = {
     "": ("", "-"),
     "byol": (", from BYOL", "--"),
-    "propos": (", from ProPos", (0, (5, 1))),
+    "propos": (", from ProPos by its first head", (0, (5, 1))),
+    "propos-voted": (", from ProPos", (0, (5, 1))),
     "joined": (", two networks joined", "-."),
 }
 BELOW = 15  # points under the start that a figure shows
@@ -42,7 +43,7 @@ Then it trains the network by ConstraintMatch.
   learns to repeat it on strong views (decision 052).
 - *Long end*: more steps after the last answer, as with `loop --set last_steps=N`.
 - *From BYOL*, *from ProPos*: the start is `weights/byol-*` or `weights/propos-*`; for the other curves of CIFAR it is
-  `weights/scan-*`.
+  `weights/scan-*`. The *first head* of ProPos is that of the best eighth of the linear heads (decision 028).
 - *Two networks joined*: the start and the network of its first stage, SimCLR, as one model (`constraintmatch join`).
 - The dotted line is the paper's ConstraintMatch with 10,000 random pairs, from the authors' start.
 

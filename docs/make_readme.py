@@ -57,12 +57,12 @@ RESULTS: dict[str, str | dict[str, str]] = {  # rows of the README: a cell of th
     "**ConstraintMatch**, 10,000 random pairs": "constraintmatch-10000",
     "10,000 random pairs, default recipe, better start": {
         "cifar10": "safety-cifar10-byol-network",
-        "cifar100-20": "safety-cifar100-20-propos-network-10000",
+        "cifar100-20": "safety-cifar100-20-propos-network",
     },
     "500 chosen questions, head alone, on a CPU": "chosen-which-head",
     "500 chosen questions, default recipe, better start": {
         "cifar10": "questions-cifar10-chosen-which-byol-safe-last2000-error0",
-        "cifar100-20": "questions-cifar100-20-chosen-which-propos-safe-last4500-error0",
+        "cifar100-20": "questions-cifar100-20-chosen-which-propos-voted-safe-last4500-error0",
     },
     "500 chosen questions, BYOL start, long training at the end": "chosen-which-byol-anchored-last10000",
     "supervised, all labels": "supervised",
@@ -187,7 +187,7 @@ ANSWERS = {  # a curve's file, and what it is called
     "chosen-which-byol-anchored-last10000": "chosen, network trained from BYOL, held apart, "
     "10,000 steps at the end (`--set last_steps=10000`)",
     "chosen-which-byol-safe-last2000": "chosen, default recipe, from BYOL",
-    "chosen-which-propos-safe-last4500": "chosen, default recipe, from ProPos",
+    "chosen-which-propos-voted-safe-last4500": "chosen, default recipe, from ProPos",
     "chosen-which-head": "chosen, head alone",
     "chosen-which-head-byol": "chosen, head alone, from BYOL",
     "chosen-which-trained-head-joined": "chosen, head alone (`--frozen`), two networks joined",
