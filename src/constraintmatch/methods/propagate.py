@@ -209,12 +209,17 @@ def answers_lead(pairs: Constraints, n_clusters: int) -> bool:
     Answers to questions come with all that they imply. Pairs at random do not, and teach a head less.
     """
     groups = known_groups(pairs)
-    if len(groups) < max(2, KNOWN * n_clusters):
+    if are_few(groups, n_clusters):
         return False
     known = np.concatenate(groups)
     inside = np.isin(pairs.left, known) & (pairs.link > 0.5)
     implied = sum(len(rows) * (len(rows) - 1) // 2 for rows in groups)
     return bool(inside.sum() >= min(IMPLIED * implied, EACH * len(known)))
+
+
+def are_few(groups: Sequence[NDArray[np.int64]], n_clusters: int) -> bool:
+    """Whether groups separate so few kinds that a head of theirs would divide all images among those."""
+    return len(groups) < max(2, KNOWN * n_clusters)
 
 
 def _margins(shares: NDArray[np.float32]) -> NDArray[np.float64]:

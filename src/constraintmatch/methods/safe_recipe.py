@@ -36,7 +36,7 @@ from constraintmatch.evaluation.metrics import predict
 from constraintmatch.methods.heads import REPEATED, calm_head, part_head
 from constraintmatch.methods.pair_training import PairTask, begin, build_training, check_task
 from constraintmatch.methods.preparation import Context, Trained, ViewChoice, find_neighbours, spread
-from constraintmatch.methods.propagate import Frozen, answers_lead, choose_rows, teach_groups
+from constraintmatch.methods.propagate import Frozen, answers_lead, are_few, choose_rows, teach_groups
 from constraintmatch.methods.prototypes import Prototypes
 from constraintmatch.methods.scan import reliable_labels, repeat_labels, repeats_well
 from constraintmatch.models.cluster_model import ClusterModel, with_head
@@ -196,8 +196,8 @@ class _SafeTraining:
 
     def _judge_groups(self) -> tuple[Verdict, int]:
         """How much better than the start a head is that the groups of training pairs teach, and by how many pairs."""
-        few = self.stated is not None and not self.leads  # answers that separate few kinds place all images in those
-        if few or len(known_groups(self.task.constraints)) < 2 or self._are_doubtful():
+        groups = known_groups(self.task.constraints)
+        if are_few(groups, self.start.config.n_clusters) or self._are_doubtful():
             return NO_VERDICT, 0
         return self._compare(self._teach(True)), len(self.judge.pairs)
 
