@@ -297,13 +297,14 @@ def test_answers_lead_however_many_pairs_they_imply(blobs: ImageSet) -> None:
     assert not train(start(blobs), blobs, RIGHT).log[-1]["why"].startswith("the answers")
 
 
-def test_few_answers_teach_kinds_only_if_hidden_ones_favour_that_in_all(
+def test_answers_teach_kinds_unless_hidden_ones_refuse_them_or_are_too_few_to_say(
     blobs: ImageSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gain of a hundredth nat for each pair is chance for ten pairs, and is none for a hundred."""
+    """A hundredth nat for each pair is nothing for ten pairs; three hundred pairs may be in doubt, not against it."""
     begun, said = start(blobs, wrong=1.0), RIGHT.take(np.arange(20))
-    for count, kept in ((10, "the start"), (100, "the head alone")):
-        monkeypatch.setattr(safe_recipe._SafeTraining, "_judged_kinds", (Verdict(0.01, 0.001), count))
+    cases = ((0.01, 10, "the start"), (0.01, 300, "the head alone"), (-0.01, 300, "the head alone"))
+    for gain, count, kept in (*cases, (-0.03, 300, "the start")):
+        monkeypatch.setattr(safe_recipe._SafeTraining, "_judged_kinds", (Verdict(gain, 0.02), count))
         monkeypatch.setattr(safe_recipe._SafeTraining, "_kinds", 1, raising=False)
         assert train(begun, blobs, said, context=Context(stated=said)).log[-1]["kept"] == kept
 

@@ -22,6 +22,7 @@ from constraintmatch.evaluation.judge import (
     CAUTION,
     LEAST,
     LEAST_GAIN,
+    UNDECIDED,
     Guard,
     Judge,
     Rates,
@@ -50,7 +51,6 @@ Teacher = Callable[[bool], ClusterModel]  # of all pairs, or without those that 
 
 RECIPES = ("safe", "paper")
 SUREST = 0.85  # highest mean confidence at the first step: the gradients of a surer head ruin the features
-IN_ALL = 0.5  # nats by which all hidden answers together must favour a head
 AVERAGED = 0.1  # the share of the steps, at the end, whose weights are averaged
 TAUGHT = 1.0  # standard errors by which the head alone must be better than the start
 LEADING = -2.0  # the same where the answers lead: they are cross-checked, so refuse only a clearly worse head
@@ -163,14 +163,14 @@ class _SafeTraining:
         found = self.start
         for teach, judge, caution in (
             (self._teach, self._judge_groups, TAUGHT),
-            (self._teach_kinds, lambda: self._judged_kinds, CAUTION if self.stated is None else 0.0),
+            (self._teach_kinds, lambda: self._judged_kinds, CAUTION if self.stated is None else UNDECIDED),
         ):
             verdict, count = judge()
             said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {count:,} held-out pairs"
-            if self._favour(verdict, count, caution):
+            if verdict.is_enough(caution, count):
                 taught = teach(True)
                 if self.judge.compare(self._losses(found), self._losses(taught)).gain > 0 or found is self.start:
-                    sure = "better" if verdict.surely(CAUTION) > LEAST_GAIN else "not worse"
+                    sure = "better" if verdict.surely(CAUTION) > LEAST_GAIN else "not surely worse"
                     found, self._teacher, self._judged = taught, teach, f"{sure} than the start by {said}"
             elif found is self.start and count:
                 self._judged = said
@@ -189,10 +189,6 @@ class _SafeTraining:
         if refused:
             self._teacher = self._inform
         return self.informed if refused else self._teach(False)
-
-    def _favour(self, verdict: Verdict, count: int, caution: float) -> bool:
-        """Whether so many pairs favour a head; of few answers that means all of them together."""
-        return verdict.surely(caution) > LEAST_GAIN and (self.stated is None or verdict.gain * count > IN_ALL)
 
     def _judge_groups(self) -> tuple[Verdict, int]:
         """How much better than the start a head is that the groups of training pairs teach, and by how many pairs."""
@@ -320,9 +316,9 @@ class _SafeTraining:
         return self._inform(False)
 
     def _inform(self, hiding: bool) -> ClusterModel:
-        """The start, or with answers the same with the kinds that they state, if hidden ones are rather for that."""
-        known = self.stated is not None and self._favour(*self._judged_kinds, 0.0)
-        return self._teach_kinds(hiding) if known else self.start
+        """The start, or the same with the kinds that answers state, unless hidden ones refuse them or are too few."""
+        verdict, count = self._judged_kinds if self.stated is not None else (NO_VERDICT, 0)
+        return self._teach_kinds(hiding) if verdict.is_enough(UNDECIDED, count) else self.start
 
     def _teach_kinds(self, hiding: bool) -> ClusterModel:
         """The same of what the pairs say of the kinds of prototypes."""
