@@ -17,6 +17,7 @@ from constraintmatch.evaluation.judge import (
     CAUTION,
     FALLEN,
     LEAST,
+    UNDECIDED,
     Judge,
     Rates,
     Verdict,
@@ -263,6 +264,14 @@ def test_a_verdict_is_the_weighted_mean_and_its_error() -> None:
 @pytest.mark.parametrize(("gain", "fallen"), [(-1.0, True), (-0.1, False), (0.3, False)])
 def test_only_a_clear_loss_is_a_fall(gain: float, fallen: bool) -> None:
     assert Verdict(gain, 0.1 * FALLEN).has_fallen == fallen
+
+
+def test_what_is_in_doubt_must_be_worth_something_to_all_pairs_together() -> None:
+    doubted = Verdict(0.0, 0.01)  # may gain a hundredth nat each
+    assert [doubted.is_enough(UNDECIDED, count) for count in (100, 300)] == [False, True]
+    assert not doubted.is_enough(CAUTION, 300)
+    assert Verdict(0.02, 0.01).is_enough(CAUTION, 1)  # what is sure needs no number
+    assert not Verdict(-0.02, 0.01).is_enough(UNDECIDED, 10_000)
 
 
 @pytest.mark.parametrize(
