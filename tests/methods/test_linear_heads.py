@@ -13,15 +13,17 @@ from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import accuracy, nearest_neighbours, predict
 from constraintmatch.methods import METHODS, heads
 from constraintmatch.methods.heads import (
+    NEVER,
     LinearHead,
     _bound,
     agreed_clusters,
     best_linear_head,
+    correct_head,
     head_losses,
     regression_head,
     steady_head,
 )
-from constraintmatch.models.cluster_model import build_model
+from constraintmatch.models.cluster_model import build_model, with_head
 from constraintmatch.training.loop import TrainSettings
 from constraintmatch.training.losses import scan_loss
 
@@ -221,3 +223,15 @@ def test_images_that_count_little_hardly_change_a_head() -> None:
     same = (regression_head(features, given, 3, sure) for sure in (None, np.full(90, 0.3)))
     one, other = (weight.numpy() for weight, _ in same)
     np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_a_corrected_head_has_a_share_of_a_difference_and_its_empty_clusters_stay_empty() -> None:
+    rng, model = np.random.default_rng(0), build_model(n_clusters=0, side=1, channels=4)
+    heads = [torch.from_numpy(rng.normal(size=(3, 4))).float() for _ in range(3)]
+    biases = [torch.from_numpy(rng.normal(size=3)).float() for _ in range(3)]
+    biases[2][1] = NEVER
+    found = correct_head(*(with_head(model, *one) for one in zip(heads, biases, strict=True)), 0.25).state_dict()
+    expected = heads[0] + (heads[1] - heads[2]) / 4
+    torch.testing.assert_close(found["head.weight"][[0, 2]], expected[[0, 2]])
+    torch.testing.assert_close(found["head.weight"][1], heads[0][1])
+    assert found["head.bias"][1] == biases[0][1]

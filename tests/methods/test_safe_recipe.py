@@ -421,7 +421,8 @@ def test_the_network_begins_with_the_head_of_all_answers_and_does_not_see_held_o
     hidden = np.setdiff1d(safe.judge.rows, Judge(safe.task.constraints).rows)
     assert len(hidden) > 5
     assert not np.isin(given["labels"][0], hidden).any()
-    seen, everything = Frozen.of(fresh, pictures), teach_groups(fresh, Frozen.of(fresh, pictures), known_groups(pairs))
+    seen = Frozen.of(fresh, pictures)
+    everything = teach_groups(fresh, Frozen.of(fresh, pictures), known_groups(pairs), informed=fresh)
     assert np.array_equal(seen.probabilities(safe.begun), seen.probabilities(everything))
     assert safe.network_losses.mean() > safe._losses(safe.begun).mean()  # judged against a head that does not know them
 

@@ -210,6 +210,17 @@ def part_head(
     return weight, bias
 
 
+def correct_head(model: ClusterModel, right: ClusterModel, wrong: ClusterModel, share: float) -> ClusterModel:
+    """The model with this share of the way from the wrong head to the right one added to its own head.
+
+    A cluster that one of the three leaves empty stays as it is.
+    """
+    heads = [[one.state_dict()[f"head.{part}"] for one in (model, right, wrong)] for part in ("weight", "bias")]
+    used = torch.stack(heads[1]).amin(0) > NEVER / 2
+    weight, bias = (own + share * (good - bad) for own, good, bad in heads)
+    return with_head(model, torch.where(used[:, None], weight, heads[0][0]), torch.where(used, bias, heads[1][0]))
+
+
 def embed_images(
     model: ClusterModel,
     images: ImageSet,

@@ -19,7 +19,7 @@ from constraintmatch.constraints.propagation import (
 )
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.metrics import Predictions, embed, nearest_neighbours
-from constraintmatch.methods.heads import REPEATED, part_head
+from constraintmatch.methods.heads import REPEATED, correct_head, part_head
 from constraintmatch.methods.preparation import (
     Context,
     Trained,
@@ -38,9 +38,11 @@ SHORT = 0.95  # a reach for a first look
 JUDGED = 10_000  # both reaches are tried up to this many images; with more it takes minutes
 PARTS, FEW = 5, 2  # parts of the images by how sure the model is, and images of each for which the model is believed
 SURELY = 0.015  # the share of all images that must be gained: questions are about hard ones, and few say little
+CHANCE = 2.5  # known images that the gain must be worth: of few, one or two more are found by chance
 KNOWN = 0.5  # the answers lead if they separate at least this share of the kinds
 IMPLIED = 0.5  # pairs are answers to questions if they have at least this share of the must-links that groups imply
 EACH = 2  # or this many must-links for each known image: a draw of a large closure has them, pairs at random have not
+CONTROLLED = 0.25  # of what spreading changes where the groups say nothing new: more costs what they do say
 SURER = 1.0  # times the root of the images in question, by which more must be found by firm groups than by clusters
 LEAST_NEAR = 5  # neighbours of an image in a small set
 
@@ -138,22 +140,20 @@ def teach_groups(
     n_neighbours: int = 20,
     reach: float = 0.99,
     most_images: int = 50_000,
-    rival: ClusterModel | None = None,
+    informed: ClusterModel | None = None,
 ) -> ClusterModel:
     """The model with a head that repeats what two groups or more say about the images, spread along neighbours.
 
-    A known image counts as much as others on average, and each of them by how clearly its neighbours place it: between
-    two kinds, what was spread is a guess. A cluster without answers and without images stays empty. If a `rival`
-    places images nearly as well as known ones, hidden in turn, place each other (`_gain`), and most images are not
-    known, this head is half of the result, the model and the rival are the other half (decision 062).
+    With an `informed` model it is careful, unless most images are known. If the model places images nearly as well as
+    known ones, hidden in turn, place each other (`_gain`), the head is half of the result, the model and the informed
+    one are the other half (decision 062). What spreading itself changes is known from groups that say what the model
+    says; a quarter of it is taken back (decision 064).
     """
     rows, k = choose_rows(groups, len(frozen), most_images), model.config.n_clusters
     part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
     probabilities = part.probabilities(model)
     graph, nearer = part.graph(_count_neighbours(len(rows), k, n_neighbours)), 1 - NEARER * (1 - reach)
-    begun, hide = [seeds(inside, probabilities)], rival is not None or len(rows) <= JUDGED
-    if rival is not None and rival is not model:
-        begun.append(seeds(inside, part.probabilities(rival)))
+    begun, hide = [seeds(inside, probabilities)], informed is not None or len(rows) <= JUDGED
     if hide and not begun[0][np.concatenate(inside)].any(1).all():  # a group without a cluster: mistaken, or rare
         numbers = _firmest_and_largest(graph, inside, k, nearer if nearer >= 0 else reach)
         begun += [seeds(inside, probabilities, some) for some in numbers]
@@ -162,23 +162,37 @@ def teach_groups(
     tried = [find_hidden(graph, *way) for way in ways] if hide else [np.empty(0, bool)]
     doubt = [SURER * np.sqrt(len(np.setxor1d(way[1], ways[0][1]))) for way in ways]
     best = int(np.argmax([hits.sum() - less for hits, less in zip(tried, doubt, strict=True)]))
-    (first, known, reach), hits = ways[best], tried[best]
-    shares, clusters = spread_labels(graph, first, reach=reach), first[known].argmax(1)
+    (first, known, best_reach), hits = ways[best], tried[best]
+    shares, clusters = spread_labels(graph, first, reach=best_reach), first[known].argmax(1)
     most = 2 * len(known) > len(rows)  # then the answers are right; with few, neighbours correct a wrong group
-    trusted = most or rival is None or _gain(part.probabilities(rival), shares, known, hits, clusters) >= SURELY
     if most:
         shares[known] = first[known]
+    taught = _repeat(model, part.features, shares, known)
+    if informed is None or most:
+        return taught
+    gained = _gain(probabilities, shares, known, hits, clusters) >= max(SURELY, CHANCE / len(known))
+    seen, every = probabilities.argmax(1), np.concatenate(inside)
+    as_seen = sorted((every[seen[every] == cluster] for cluster in np.unique(seen[every])), key=len, reverse=True)
+    control = teach_groups(model, part, as_seen, n_neighbours=n_neighbours, reach=reach, most_images=len(rows))
+    return correct_head(taught if gained else mean_head([taught, taught, informed, model]), model, control, CONTROLLED)
+
+
+def _repeat(
+    model: ClusterModel, features: NDArray[np.float32], shares: NDArray[np.float32], known: NDArray[np.int64]
+) -> ClusterModel:
+    """The model with a head that repeats the largest of the shares (n, k); the model itself if all have the same.
+
+    A known image counts as much as others on average, and each of them by how clearly its neighbours place it: between
+    two kinds, what was spread is a guess. A cluster without answers and without images stays empty.
+    """
     reached = np.flatnonzero(shares.max(1) > 0)
     chosen = np.union1d(known, reached[spread(len(reached), REPEATED)])
     sure, given = _margins(shares[chosen]), np.isin(chosen, known)
     if not given.all():
         sure /= max(float(sure[~given].mean()), 1e-9)
     sure[given] = 1.0
-    head = part_head(part.features[chosen], shares[chosen].argmax(1), k, sure)
-    if head is None:  # groups that all went to one cluster
-        return model
-    taught = with_head(model, *head)
-    return taught if trusted or rival is None else mean_head([taught, taught, model, rival])
+    head = part_head(features[chosen], shares[chosen].argmax(1), shares.shape[1], sure)
+    return model if head is None else with_head(model, *head)
 
 
 def _count_neighbours(n: int, k: int, most: int = 20) -> int:

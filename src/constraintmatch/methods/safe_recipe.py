@@ -307,8 +307,8 @@ class _SafeTraining:
         groups = known_groups(self.task.constraints if hiding else self.pairs)
         if len(groups) < 2:  # those that are not held out may separate fewer kinds than all
             return self.start
-        model, rival = self._inform(True) if hiding else self.informed, self.start if self.leads else None
-        return teach_groups(model, self._frozen, groups, rival=rival).to(self.device)
+        informed = None if not self.leads else self._inform(True) if hiding else self.informed
+        return teach_groups(self.start, self._frozen, groups, informed=informed).to(self.device)
 
     @cached_property
     def informed(self) -> ClusterModel:
