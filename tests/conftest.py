@@ -49,9 +49,9 @@ def no_waiting() -> Iterator[None]:
             patch.setattr(torch.cuda, "manual_seed_all", lambda _: None)
             patch.setattr(torch.xpu, "manual_seed_all", lambda _: None)
         patch.setattr("os.fsync", lambda _: None)
-        patch.setattr(prototypes, "STEPS", 25)
-        patch.setattr(prototypes, "BENT_RATE", 0.15)
-        patch.setattr(prototypes, "RATE", 0.6)
+        patch.setattr(prototypes, "STEPS", 12)
+        patch.setattr(prototypes, "BENT_RATE", 0.25)
+        patch.setattr(prototypes, "RATE", 0.7)
         patch.setattr(prototypes, "DIVISIONS", 2)
         patch.setattr(prototypes, "ROUNDS", 2)
         digits = functools.cache(functools.partial(DATASETS["digits"].load, None))
@@ -117,14 +117,24 @@ def few_digits() -> Iterator[None]:
 
 @contextmanager
 def fewer_heads() -> Iterator[None]:
-    """Starts that try 4 linear heads for 20 steps, not 40 for 300, for tests of what is around a start."""
-    from constraintmatch.methods import METHODS
+    """Starts that try 4 linear heads for 20 steps, not 40 for 300, for tests of what is around a start.
+
+    Pairs teach one division of prototypes, in one round of 8 steps, and images are hidden twice to judge it.
+    """
+    from constraintmatch.methods import METHODS, prototypes, safe_recipe
     from constraintmatch.methods.heads import best_linear_head
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(METHODS["linear_scan"].__kwdefaults__, "n_tries", 4)
         patch.setitem(METHODS["scan"].__kwdefaults__, "n_tries", 4)
         patch.setitem(best_linear_head.__kwdefaults__, "steps", 20)
+        patch.setattr(prototypes, "STEPS", 8)
+        patch.setattr(prototypes, "RATE", 1.2)
+        patch.setattr(prototypes, "BENT_RATE", 0.4)
+        patch.setattr(prototypes, "DIVISIONS", 1)
+        patch.setattr(prototypes, "ROUNDS", 1)
+        patch.setattr(safe_recipe, "PARTS", 2)
+        patch.setattr(safe_recipe, "SOME_PARTS", 1)
         yield
 
 

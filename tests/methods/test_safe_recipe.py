@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from constraintmatch.constraints.propagation import known_groups
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.evaluation.judge import Judge, Verdict, hide_images
 from constraintmatch.evaluation.metrics import predict, scores
-from constraintmatch.methods import METHODS, Context, Trained, ViewChoice, safe_recipe
+from constraintmatch.methods import METHODS, Context, Trained, ViewChoice, prototypes, safe_recipe
 from constraintmatch.methods.heads import calm_head
 from constraintmatch.methods.pair_training import PairTask
 from constraintmatch.methods.propagate import Frozen, teach_groups
@@ -32,6 +33,14 @@ SCAN = sys.modules["constraintmatch.methods.scan"]  # the package has a function
 SETTINGS = TrainSettings(steps=30, lr=0.05, device="cpu", log_every=30, evaluate_every=10)
 SHORT = replace(SETTINGS, steps=12, evaluate_every=6)
 RIGHT = Constraints.sample(LABELS, 300, seed=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_division() -> Iterator[None]:
+    """The images are divided into prototypes once: what several divisions say is tested with the prototypes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prototypes, "DIVISIONS", 1)
+        yield
 
 
 @pytest.fixture(scope="module")
