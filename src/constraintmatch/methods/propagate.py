@@ -38,7 +38,7 @@ SHORT = 0.95  # a reach for a first look
 JUDGED = 10_000  # both reaches are tried up to this many images; with more it takes minutes
 PARTS, FEW = 5, 2  # parts of the images by how sure the model is, and images of each for which the model is believed
 SURELY = 0.015  # the share of all images that must be gained: questions are about hard ones, and few say little
-CHANCE = 2.5  # known images that the gain must be worth: of few, one or two more are found by chance
+CHANCE = 4.5  # known images that the gain must be worth: of few, one or two more are found by chance
 KNOWN = 0.5  # the answers lead if they separate at least this share of the kinds
 IMPLIED = 0.5  # pairs are answers to questions if they have at least this share of the must-links that groups imply
 EACH = 2  # or this many must-links for each known image: a draw of a large closure has them, pairs at random have not
@@ -153,10 +153,13 @@ def teach_groups(
     part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
     probabilities = part.probabilities(model)
     graph, nearer = part.graph(_count_neighbours(len(rows), k, n_neighbours)), 1 - NEARER * (1 - reach)
-    begun, hide = [seeds(inside, probabilities)], informed is not None or len(rows) <= JUDGED
+    clearer = probabilities if informed is None else part.probabilities(informed)
+    begun, hide = [seeds(inside, clearer)], informed is not None or len(rows) <= JUDGED
+    if informed is not None and informed is not model:
+        begun.append(seeds(inside, probabilities))
     if hide and not begun[0][np.concatenate(inside)].any(1).all():  # a group without a cluster: mistaken, or rare
         numbers = _firmest_and_largest(graph, inside, k, nearer if nearer >= 0 else reach)
-        begun += [seeds(inside, probabilities, some) for some in numbers]
+        begun += [seeds(inside, clearer, some) for some in numbers]
     reaches = (nearer, reach) if len(rows) <= JUDGED and nearer >= 0 else (reach,)
     ways = [(first, _placed(first, inside), one) for first in begun for one in reaches]
     tried = [find_hidden(graph, *way) for way in ways] if hide else [np.empty(0, bool)]
