@@ -76,7 +76,7 @@ def merged() -> Merged:
 def mistaken(merged: Merged) -> Prototypes:
     """Those for a start that has one prototype in a wrong cluster."""
     prototypes, labels = merged
-    number = prototypes.divisions[0].argmax(1).numpy()
+    number = prototypes.shares[0].argmax(1).numpy()
     beliefs = np.eye(4, dtype=np.float32)[np.where(number == number[labels == 3][0], 0, labels)]
     return replace(prototypes, beliefs=torch.from_numpy(beliefs))
 

@@ -4,7 +4,7 @@ A linear head has thousands of numbers, and a few hundred pairs lead it anywhere
 hundred prototypes, and pairs only have to say which kind each of them is. Some of the pairs may be wrong.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -59,17 +59,17 @@ class _Links:
         return cls(*map(torch.from_numpy, parts))
 
     def same(self, found: Tensor) -> Tensor:
-        """The probability (p,) that the images of each pair are of one kind, from the share of each kind (u, k)."""
-        return (found[self.left] * found[self.right]).sum(1)
+        """The probability (…, p) that both images of a pair are of one kind, from the share of each kind (…, u, k)."""
+        return (found.index_select(-2, self.left) * found.index_select(-2, self.right)).sum(-1)
 
     def loss(self, found: Tensor, rates: Rates) -> Tensor:
-        """−log of the likelihood of all links."""
+        """−log of the likelihood of all links, summed over all beliefs (…, u, k)."""
         same = self.same(found)
         says_same = (same * (1 - rates.missed) + (1 - same) * rates.invented).clamp(1e-6, 1 - 1e-6)
         of_pairs = self.link * says_same.log() + (1 - self.link) * (1 - says_same).log()
-        anchor, near, far = found[self.triplets].unbind(1)
-        of_triplets = (0.5 + (0.5 - TRIPLETS_WRONG) * (anchor * (near - far)).sum(1)).log()
-        return -(self.weight @ of_pairs) - self.triplet_weight @ of_triplets
+        anchor, near, far = (found.index_select(-2, rows) for rows in self.triplets.unbind(1))
+        of_triplets = (0.5 + (0.5 - TRIPLETS_WRONG) * (anchor * (near - far)).sum(-1)).log()
+        return -(of_pairs @ self.weight).sum() - (of_triplets @ self.triplet_weight).sum()
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Prototypes:
     rows: NDArray[np.int64]
     beliefs: Tensor  # (n, k)
     points: Tensor  # (n, d), of length 1
-    divisions: Sequence[Tensor]  # the share of each of m prototypes in an image (n, m)
+    shares: Tensor  # (v, n, m) of m prototypes in an image, for each division
 
     @classmethod
     def of(
@@ -93,7 +93,7 @@ class Prototypes:
         for number in range(DIVISIONS):
             clusters = spherical_k_means(points, m, seed=derive_seed(seed, "division", number), tries=1)
             divisions.append((points @ _centres(points, clusters, m).mT / WIDTH).softmax(-1))
-        return cls(rows, torch.from_numpy(beliefs), points, divisions)
+        return cls(rows, torch.from_numpy(beliefs), points, torch.stack(divisions))
 
     def learn(self, pairs: Constraints) -> list[NDArray[np.float32]]:
         """Beliefs (n, k) about the images: before the pairs, after each round, and what the last one bends them to.
@@ -103,14 +103,13 @@ class Prototypes:
         before. The mean of several divisions, half bent to the links, begins the next round: a mistake of one of them
         goes no further. More rounds learn more from many pairs, and more mistakes from wrong ones.
         """
-        links, mean = _Links.of(pairs, self.rows), self.beliefs
-        rates = _find_rates(self.divisions[0], _known(self.divisions[0], mean), links)
+        links = _Links.of(pairs, self.rows)
+        rates = _find_rates(self.shares[:1], _known(self.shares[:1], self.beliefs), links)
         held = HELD / (1 - rates.missed - rates.invented) ** 2  # what noisy links say falls with this square
-        mean = self._average([_known(shares, mean) for shares in self.divisions])
+        mean = (self.shares @ _known(self.shares, self.beliefs)).mean(0)
         first, found = mean.argmax(1), [(self.beliefs + mean) / 2]
         for _ in range(ROUNDS):
-            kinds = [_learn(shares, _known(shares, mean), links, rates, held) for shares in self.divisions]
-            mean = self._average(kinds)
+            mean = (self.shares @ _learn(self.shares, _known(self.shares, mean), links, rates, held)).mean(0)
             as_before = (mean.argmax(1) == first)[:, None]  # prototypes are coarser than a good start
             mean = torch.where(as_before, (self.beliefs + mean) / 2, mean)
             bent = _bend(self.points, mean, links, rates)
@@ -118,19 +117,18 @@ class Prototypes:
             found.append(mean)
         return [one.numpy() for one in (*found, bent)]
 
-    def _average(self, kinds: Sequence[Tensor]) -> Tensor:
-        """Beliefs (n, k) about the images from the kinds of the prototypes of each division (m, k)."""
-        return torch.stack([shares @ each for shares, each in zip(self.divisions, kinds, strict=True)]).mean(0)
-
 
 def _known(shares: Tensor, beliefs: Tensor) -> Tensor:
-    """The mean beliefs (m, k) of the images of each prototype."""
-    return F.normalize(shares.mT @ beliefs + 1e-6, p=1, dim=1)
+    """The mean beliefs (v, m, k) of the images of each prototype."""
+    return F.normalize(shares.mT @ beliefs + 1e-6, p=1, dim=-1)
 
 
 def _learn(shares: Tensor, known: Tensor, links: _Links, rates: Rates, held: float) -> Tensor:
-    """The kinds (m, k) of prototypes that make the links likeliest; `held` images say what is known of each (m, k)."""
-    some = shares[links.at]
+    """The kinds (v, m, k) of prototypes that make the links likeliest; `held` images say what is known of each.
+
+    Divisions learn side by side, each as it would alone.
+    """
+    some = shares.index_select(1, links.at)
 
     def loss(logits: Tensor) -> Tensor:
         return links.loss(some @ logits.softmax(-1), rates) - held * (known * logits.log_softmax(-1)).sum()
@@ -168,12 +166,12 @@ def _minimise(loss: Callable[[Tensor], Tensor], begin: Tensor, rate: float) -> T
 
 def _find_rates(shares: Tensor, known: Tensor, links: _Links) -> Rates:
     """How often the links are wrong, as far as kinds tell that hardly follow them."""
-    rates, some = Rates(0.1, 0.01), shares[links.at]
-    calm = max(CALM, float(links.weight.sum()) / shares.shape[1])
+    rates, some = Rates(0.1, 0.01), shares.index_select(1, links.at)
+    calm = max(CALM, float(links.weight.sum()) / shares.shape[-1])
     link, weight = links.link.numpy().astype(float), links.weight.numpy().astype(float)
     for _ in range(2):
         same = links.same(some @ _learn(shares, known, links, rates, calm))
-        rates = estimate_rates(same.numpy().astype(float)[None], link, weight)[0]
+        rates = estimate_rates(same.numpy().astype(float), link, weight)[0]
     return rates
 
 
