@@ -266,11 +266,11 @@ def test_only_a_clear_loss_is_a_fall(gain: float, fallen: bool) -> None:
     assert Verdict(gain, 0.1 * FALLEN).has_fallen == fallen
 
 
-def test_what_is_in_doubt_must_be_worth_something_to_all_pairs_together() -> None:
+def test_a_gain_must_be_worth_something_to_all_pairs_together() -> None:
     doubted = Verdict(0.0, 0.01)  # may gain a hundredth nat each
-    assert [doubted.is_enough(UNDECIDED, count) for count in (100, 300)] == [False, True]
+    assert [doubted.is_enough(UNDECIDED, count) for count in (100, 400)] == [False, True]
     assert not doubted.is_enough(CAUTION, 300)
-    assert Verdict(0.02, 0.01).is_enough(CAUTION, 1)  # what is sure needs no number
+    assert [Verdict(0.02, 0.01).is_enough(CAUTION, count) for count in (150, 250)] == [False, True]
     assert not Verdict(-0.02, 0.01).is_enough(UNDECIDED, 10_000)
 
 

@@ -213,13 +213,14 @@ class _SafeTraining:
             judge = Judge(hidden)
             if not len(judge.rows):
                 break
-            at, count = np.searchsorted(self._prototypes.rows, judge.rows), count + len(hidden)
+            at = np.searchsorted(self._prototypes.rows, judge.rows)
+            count += len(hidden) + len(hidden.triplets)
             before, *after = [judge.losses(beliefs[at]) for beliefs in self._learn_kinds(training)]
             found.append([judge.compare(before, one) for one in after])
             pooled = [pool(some) for some in zip(*found, strict=True)]
             best = max(pooled, key=lambda one: one.surely(CAUTION)) if self.stated is None else pooled[-2]
             self._kinds = 1 + pooled.index(best)
-            if part + 1 >= SOME_PARTS and best.surely(TAUGHT) > LEAST_GAIN:
+            if part + 1 >= SOME_PARTS and best.is_enough(TAUGHT, count):
                 break
         return best, count
 
