@@ -102,29 +102,6 @@ def test_prototypes_learn_from_pairs_of_which_a_fifth_is_wrong(merged: Merged) -
     assert right(prototypes.learn(pairs)[-1], labels) > right(prototypes.beliefs.numpy(), labels) + 0.02
 
 
-def test_wrong_answers_that_join_two_kinds_do_not_remove_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    points, labels = cones(600, 4)
-    beliefs = np.full((600, 4), 0.1, np.float32)
-    beliefs[np.arange(600), labels] = 0.7
-    pairs, wrong = Constraints.sample(labels, 200, seed=0), np.random.default_rng(0).integers(0, 150, (2, 80)) * 4
-    ends = np.concatenate([pairs.left, wrong[0]]), np.concatenate([pairs.right, wrong[1] + 1])
-    given = Constraints.from_arrays(*ends, np.concatenate([pairs.link, np.ones(80)]), n_images=600)
-
-    def smallest() -> int:
-        return int(np.bincount(known(points.numpy(), beliefs).learn(given)[-2].argmax(1), minlength=4).min())
-
-    assert smallest() > 75
-    monkeypatch.setattr(module, "_hold_sizes", lambda found, _: found)
-    assert smallest() < 15
-
-
-def test_held_sizes_are_half_as_far_in_logarithms_and_fill_a_kind_without_images() -> None:
-    found = torch.tensor([[0.9, 0.1, 0.0], [0.7, 0.0, 0.3]])
-    held = module._hold_sizes(found, torch.tensor([0.2, 0.8, 0.0]))
-    by_hand = [[0.9 * 0.5, 0.1 * 2, 0.0], [0.7 * 0.5, 0.0, 0.3 * 0.5]]  # 0.5² = 0.2 / 0.8; 2 and 0.5 are the most
-    np.testing.assert_allclose(held, [np.array(row) / sum(row) for row in by_hand], rtol=1e-5)
-
-
 def test_pairs_that_the_start_explains_change_nothing(merged: Merged) -> None:
     prototypes, labels = merged
     before, *rounds = prototypes.learn(Constraints.sample(np.minimum(labels, 2), 300, seed=0))

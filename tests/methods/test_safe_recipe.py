@@ -309,10 +309,10 @@ def test_answers_lead_however_many_pairs_they_imply(blobs: ImageSet) -> None:
 def test_answers_teach_kinds_unless_hidden_ones_refuse_them_or_are_too_few_to_say(
     blobs: ImageSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hundredth nat for each pair is nothing for ten pairs; three hundred pairs may be in doubt, not against it."""
+    """A hundredth nat for each pair is nothing for ten pairs; four hundred pairs may be in doubt, not against it."""
     begun, said = start(blobs, wrong=1.0), RIGHT.take(np.arange(20))
-    cases = ((0.01, 10, "the start"), (0.01, 300, "the head alone"), (-0.01, 300, "the head alone"))
-    for gain, count, kept in (*cases, (-0.03, 300, "the start")):
+    cases = ((0.01, 10, "the start"), (0.01, 400, "the head alone"), (-0.01, 400, "the head alone"))
+    for gain, count, kept in (*cases, (-0.03, 400, "the start")):
         monkeypatch.setattr(safe_recipe._SafeTraining, "_judged_kinds", (Verdict(gain, 0.02), count))
         monkeypatch.setattr(safe_recipe._SafeTraining, "_kinds", 1, raising=False)
         assert train(begun, blobs, said, context=Context(stated=said)).log[-1]["kept"] == kept

@@ -43,6 +43,7 @@ KNOWN = 0.5  # the answers lead if they separate at least this share of the kind
 IMPLIED = 0.5  # pairs are answers to questions if they have at least this share of the must-links that groups imply
 EACH = 2  # or this many must-links for each known image: a draw of a large closure has them, pairs at random have not
 CONTROLLED = 0.25  # of what spreading changes where the groups say nothing new: more costs what they do say
+LOST = 0.1  # a model that gives a kind less than this share of what the groups give it has lost it
 SURER = 1.0  # times the root of the images in question, by which more must be found by firm groups than by clusters
 LEAST_NEAR = 5  # neighbours of an image in a small set
 
@@ -146,8 +147,8 @@ def teach_groups(
 
     With an `informed` model it is careful, unless most images are known. If the model places images nearly as well as
     known ones, hidden in turn, place each other (`_gain`), the head is half of the result, the model and the informed
-    one are the other half (decision 062). What spreading itself changes is known from groups that say what the model
-    says; a quarter of it is taken back (decision 064).
+    one are the other half (decision 062), unless the informed one has lost a kind (decision 065). What spreading itself
+    changes is known from groups that say what the model says; a quarter of it is taken back (decision 064).
     """
     rows, k = choose_rows(groups, len(frozen), most_images), model.config.n_clusters
     part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]
@@ -177,7 +178,9 @@ def teach_groups(
     seen, every = probabilities.argmax(1), np.concatenate(inside)
     as_seen = sorted((every[seen[every] == cluster] for cluster in np.unique(seen[every])), key=len, reverse=True)
     control = teach_groups(model, part, as_seen, n_neighbours=n_neighbours, reach=reach, most_images=len(rows))
-    return correct_head(taught if gained else mean_head([taught, taught, informed, model]), model, control, CONTROLLED)
+    by_groups, by_informed = (np.bincount(one.argmax(1), minlength=k) for one in (part.probabilities(taught), clearer))
+    other = model if (by_informed < LOST * by_groups).any() else informed
+    return correct_head(taught if gained else mean_head([taught, taught, other, model]), model, control, CONTROLLED)
 
 
 def _repeat(

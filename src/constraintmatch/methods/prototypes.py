@@ -101,32 +101,21 @@ class Prototypes:
         The kinds of the prototypes begin with what the model believes of them. They become those that make the links
         likeliest, which miss "same" and invent it at rates that are estimated, and that stay near what was known
         before. The mean of several divisions, half bent to the links, begins the next round: a mistake of one of them
-        goes no further. More rounds learn more from many pairs, and more mistakes from wrong ones. Each begins with
-        what the one before found, so a kind that becomes smaller would go on so until it is gone: sizes are held.
+        goes no further. More rounds learn more from many pairs, and more mistakes from wrong ones.
         """
         links = _Links.of(pairs, self.rows)
         rates = _find_rates(self.shares[:1], _known(self.shares[:1], self.beliefs), links)
         held = HELD / (1 - rates.missed - rates.invented) ** 2  # what noisy links say falls with this square
         mean = (self.shares @ _known(self.shares, self.beliefs)).mean(0)
         first, found = mean.argmax(1), [(self.beliefs + mean) / 2]
-        sizes = found[0].mean(0)
         for _ in range(ROUNDS):
             mean = (self.shares @ _learn(self.shares, _known(self.shares, mean), links, rates, held)).mean(0)
             as_before = (mean.argmax(1) == first)[:, None]  # prototypes are coarser than a good start
             mean = torch.where(as_before, (self.beliefs + mean) / 2, mean)
-            bent = _hold_sizes(_bend(self.points, mean, links, rates), sizes)
-            mean = _hold_sizes((mean + bent) / 2, sizes)
+            bent = _bend(self.points, mean, links, rates)
+            mean = (mean + bent) / 2
             found.append(mean)
         return [one.numpy() for one in (*found, bent)]
-
-
-def _hold_sizes(beliefs: Tensor, sizes: Tensor) -> Tensor:
-    """The beliefs (n, k) with a kind that has fewer images than these shares of all (k,) half as far from them.
-
-    "Half" is in logarithms. A kind may shrink to its equal share, and grow: pairs may divide a cluster.
-    """
-    shrunk = sizes.clamp(max=1 / len(sizes)) / beliefs.mean(0).clamp(min=1e-6)
-    return F.normalize(beliefs * shrunk.clamp(1, 4), p=1, dim=1)
 
 
 def _known(shares: Tensor, beliefs: Tensor) -> Tensor:

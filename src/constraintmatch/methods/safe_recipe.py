@@ -220,7 +220,7 @@ class _SafeTraining:
             pooled = [pool(some) for some in zip(*found, strict=True)]
             best = max(pooled, key=lambda one: one.surely(CAUTION)) if self.stated is None else pooled[-2]
             self._kinds = 1 + pooled.index(best)
-            if part + 1 >= SOME_PARTS and best.is_enough(TAUGHT, count):
+            if part + 1 >= SOME_PARTS and best.surely(TAUGHT) > LEAST_GAIN and best.is_enough(CAUTION, count):
                 break
         return best, count
 
