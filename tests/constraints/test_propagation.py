@@ -234,6 +234,19 @@ def test_groups_that_say_what_the_model_says_move_it_by_a_quarter_of_what_they_t
     torch.testing.assert_close(kept, (alone + 3 * own) / 4 if knows else alone)  # half, less a quarter of the control
 
 
+@pytest.mark.parametrize(("bias", "counts"), [(0.0, True), (-100.0, False)])
+def test_an_informed_model_that_has_lost_a_kind_does_not_count(bias: float, counts: bool) -> None:
+    features, labels = blobs(300)
+    images = ImageSet.from_arrays(features)
+    weight, none = 0.2 * torch.eye(3, 6), torch.zeros(3)
+    model = with_head(build_model(n_clusters=0, side=1, channels=6), weight, none)
+    informed = with_head(model, 2 * weight, torch.tensor([0.0, 0.0, bias]))
+    frozen, groups = Frozen.of(model, images), [np.flatnonzero(labels == kind)[:6] for kind in range(3)]
+    found, without = (teach_groups(model, frozen, groups, informed=one) for one in (informed, model))
+    one, other = (model.state_dict() for model in (found, without))
+    assert all(torch.equal(one[part], other[part]) for part in one) == (not counts)
+
+
 def test_if_most_images_are_known_they_keep_their_kind_whatever_their_neighbours_say() -> None:
     """Features that say little, as wide as those of an encoder: a head can repeat any answer."""
     rng, labels = np.random.default_rng(0), np.arange(60) % 3
