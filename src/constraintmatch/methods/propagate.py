@@ -146,9 +146,9 @@ def teach_groups(
     """The model with a head that repeats what two groups or more say about the images, spread along neighbours.
 
     With an `informed` model it is careful, unless most images are known. If the model places images nearly as well as
-    known ones, hidden in turn, place each other (`_gain`), the head is half of the result, the model and the informed
-    one are the other half (decision 062), unless the informed one has lost a kind (decision 065). What spreading itself
-    changes is known from groups that say what the model says; a quarter of it is taken back (decision 064).
+    known ones, hidden in turn, place each other (`_gain`), the head is half of the result; the other half are the model
+    and the informed one, if that has kept each kind (decisions 062, 065). What spreading itself changes is known from
+    groups that say what the model says; a quarter of it is taken back (decision 064).
     """
     rows, k = choose_rows(groups, len(frozen), most_images), model.config.n_clusters
     part, inside = frozen.take(rows), [np.searchsorted(rows, group) for group in groups]

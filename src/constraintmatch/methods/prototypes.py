@@ -89,10 +89,8 @@ class Prototypes:
         points = torch.from_numpy(features)
         points = F.normalize(points - points.mean(0), dim=-1)
         m = max(2, min(max(PROTOTYPES, EACH * beliefs.shape[1]), len(points) // SMALLEST))
-        divisions = []
-        for number in range(DIVISIONS):
-            clusters = spherical_k_means(points, m, seed=derive_seed(seed, "division", number), tries=1)
-            divisions.append((points @ _centres(points, clusters, m).mT / WIDTH).softmax(-1))
+        found = (spherical_k_means(points, m, seed=derive_seed(seed, "division", n), tries=1) for n in range(DIVISIONS))
+        divisions = [(points @ _centres(points, clusters, m).mT / WIDTH).softmax(-1) for clusters in found]
         return cls(rows, torch.from_numpy(beliefs), points, torch.stack(divisions))
 
     def learn(self, pairs: Constraints) -> list[NDArray[np.float32]]:

@@ -213,8 +213,7 @@ class _SafeTraining:
             judge = Judge(hidden)
             if not len(judge.rows):
                 break
-            at = np.searchsorted(self._prototypes.rows, judge.rows)
-            count += len(hidden) + len(hidden.triplets)
+            at, count = np.searchsorted(self._prototypes.rows, judge.rows), count + len(hidden) + len(hidden.triplets)
             before, *after = [judge.losses(beliefs[at]) for beliefs in self._learn_kinds(training)]
             found.append([judge.compare(before, one) for one in after])
             pooled = [pool(some) for some in zip(*found, strict=True)]
