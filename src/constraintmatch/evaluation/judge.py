@@ -31,7 +31,7 @@ TRIPLETS_WRONG = 0.05  # the share of the triplets that is expected to be wrong
 CAUTION = 0.5  # standard errors by which a trained network must be better: of equals the less trained one is kept
 UNDECIDED = -1.0  # standard errors by which held-out pairs may be against what other reasons favour
 LEAST_GAIN = 0.001  # nats: less is no reason to change anything
-IN_ALL = 2.0, 3.0  # nats that all pairs together must show for a head: where it may be in doubt, and where not
+IN_DOUBT, IN_ALL = 2.0, 3.0  # nats that all pairs together must show for a head: where doubt may favour it, or not
 FALLEN = 2.0  # standard errors by which a model must be worse for a training to go back
 MOST_WRONG = 0.4  # of either kind: answers of which half are wrong say nothing
 USUAL = 0.02, 50.0  # the rate of wrong answers that is expected before any is seen, and how many answers that weighs
@@ -59,7 +59,7 @@ class Verdict(NamedTuple):
     def is_enough(self, caution: float, count: int) -> bool:
         """Whether the other model is surely better, as far as this number of pairs can show a gain at all."""
         least = self.surely(caution)
-        return least > LEAST_GAIN and least * count > IN_ALL[caution >= 0]
+        return least > LEAST_GAIN and least * count > (IN_ALL if caution >= 0 else IN_DOUBT)
 
     @property
     def has_fallen(self) -> bool:

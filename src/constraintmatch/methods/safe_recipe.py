@@ -160,13 +160,13 @@ class _SafeTraining:
     @cached_property
     def first(self) -> ClusterModel:
         """The start, or the start with the better of the heads that the training pairs teach."""
-        found = self.start
+        found, what = self.start, "pairs and triplets" if len(self.pairs.triplets) else "pairs"
         for teach, judge, caution in (
             (self._teach, self._judge_groups, TAUGHT),
             (self._teach_kinds, lambda: self._judged_kinds, CAUTION if self.stated is None else UNDECIDED),
         ):
             verdict, count = judge()
-            said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {count:,} held-out pairs"
+            said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {count:,} held-out {what}"
             if verdict.is_enough(caution, count):
                 taught = teach(True)
                 if self.judge.compare(self._losses(found), self._losses(taught)).gain > 0 or found is self.start:
