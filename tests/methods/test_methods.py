@@ -43,6 +43,32 @@ def run(name: str, images: ImageSet, **arguments: object) -> Trained:
     return METHODS[name](model(), images, **{**given, **batch, "settings": QUICK, **arguments})
 
 
+STAGES: dict[str, dict[str, object]] = {
+    "simclr": {},
+    "byol": {"hidden": 16, "projection": 8},
+    "cc": {"n_clusters": 3},
+    "scan": {"n_clusters": 3, "n_neighbours": 5, "n_tries": 0},
+    "self_label": {"min_confidence": 0.34},
+    "neighbour_label": {"n_neighbours": 5},
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_views_are_compiled_where_the_network_is(stripes: ImageSet, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether to compile depends on the steps; in a stage of epochs the settings do not have them."""
+    asked: list[int] = []
+    resolve = TrainSettings.resolve
+
+    def noting(self: TrainSettings, device: torch.device) -> TrainSettings:
+        asked.append(self.steps)
+        return resolve(self, device)
+
+    monkeypatch.setattr(TrainSettings, "resolve", noting)
+    run(name, stripes, epochs=3, images_per_step=25, **STAGES[name])
+    assert len(asked) == 2  # for the views, and for the network
+    assert set(asked) == {3 * (len(stripes) // 25)}
+
+
 @pytest.mark.parametrize("name", PAIR_METHODS)
 def test_pair_methods_log_their_terms(stripes: ImageSet, name: str) -> None:
     more = {} if name == "constrained" else {"images_per_step": 20}

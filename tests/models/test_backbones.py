@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from constraintmatch.models.backbones import BatchNorm, apart, can_keep_apart, passes
-from constraintmatch.models.cluster_model import build_model
+from constraintmatch.models.cluster_model import build_model, wrap_encoder
 
 SIZES = [(4, 6), (4, 4), (2, 6, 5), (5,), (6, 2)]
 
@@ -132,3 +132,18 @@ def test_both_kinds_of_pass_are_compiled_once() -> None:
         for left, right in zip(found, expected, strict=True):
             torch.testing.assert_close(left, right)
     assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_the_norms_of_a_pretrained_network_keep_their_statistics_while_it_learns(pretrained: bool) -> None:
+    """Those of a few views in their place cost three points before the first weight has changed."""
+    body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten())
+    network = wrap_encoder(body, "module:Small", 8) if pretrained else build_model(n_clusters=0, side=8, channels=3)
+    images = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    before = {name: value.clone() for name, value in network.named_buffers() if "running" in name}
+    network.train().features(images)[:, 0].sum().backward()
+    after = dict(network.named_buffers())
+    assert {torch.equal(after[name], value) for name, value in before.items()} == {pretrained}
+    assert all(value.grad is not None and value.grad.abs().sum() > 0 for value in network.parameters())
+    assert body[2].training  # everything else learns as usual
+    assert not any(part.training for part in network.eval().modules())

@@ -321,6 +321,14 @@ def test_the_silence_of_the_compiler_is_announced(monkeypatch: pytest.MonkeyPatc
     assert said == ["the first step is compiled, which is silent and takes a minute or two; later ones are fast"]
 
 
+@pytest.mark.parametrize(("steps", "compiled"), [(500, False), (4_999, False), (5_000, True), (20_000, True)])
+def test_a_short_training_on_a_gpu_is_not_compiled(steps: int, compiled: bool) -> None:
+    found = TrainSettings(steps=steps).resolve(torch.device("cuda"))
+    assert (found.compile, found.cuda_graph) == (compiled, compiled)
+    asked = TrainSettings(steps=steps, compile=not compiled).resolve(torch.device("cuda"))
+    assert (asked.compile, asked.cuda_graph) == (not compiled, not compiled)
+
+
 def test_a_training_stops_when_it_is_asked_to_and_goes_on_from_there(tmp_path: Path) -> None:
     asked: list[int] = []
 

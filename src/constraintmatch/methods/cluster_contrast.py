@@ -275,7 +275,7 @@ def learn(
     With a `noise` the module also gets this many of Gumbel's numbers for each view.
     """
     images, context = plan.images, plan.context
-    bench = prepare(trained, images, plan.settings)
+    bench = prepare(trained, images, plan.settings, epochs=(plan.epochs, plan.images_per_step))
     rows, settings = bench.draw_epochs(plan.settings, plan.epochs, plan.images_per_step)
     view, draw, n = plan.views.contrastive(images), torch.Generator(bench.device), rows.batch
 

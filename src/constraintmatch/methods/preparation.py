@@ -149,10 +149,22 @@ class Bench:
         return cast(Function, torch.compile(function, dynamic=False)) if self.compile else function
 
 
-def prepare(model: ClusterModel, images: ImageSet, settings: TrainSettings, *, need_clusters: bool = True) -> Bench:
-    """The bench for a training; an InputError if the model does not take the images."""
+def prepare(
+    model: ClusterModel,
+    images: ImageSet,
+    settings: TrainSettings,
+    *,
+    need_clusters: bool = True,
+    epochs: tuple[int, int] | None = None,
+) -> Bench:
+    """The bench for a training; an InputError if the model does not take the images.
+
+    `epochs` are passes over the images, and the images of a step, where the steps follow from them.
+    """
     check_images(model, images, need_clusters=need_clusters)
     device = choose_device(settings.device)
+    if epochs is not None:
+        settings = replace(settings, steps=epochs[0] * max(1, len(images) // epochs[1]))
     compiles = bool(settings.resolve(device).compile)
     maker = view_maker(derive_seed(settings.seed, "views"), device, compile=compiles)
     return Bench(device, ImageStore(images, device), maker, settings.seed, compiles)

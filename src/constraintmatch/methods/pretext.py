@@ -80,7 +80,7 @@ def simclr(
         raise InputError(f"simclr compares images with each other and needs at least 4; there are {len(images)}")
     check_least("simclr", epochs=(epochs, 1), images_per_step=(images_per_step, 2))
     check_positive(temperature=temperature)
-    bench = prepare(model, images, settings, need_clusters=False)
+    bench = prepare(model, images, settings, need_clusters=False, epochs=(epochs, images_per_step))
     rows = bench.draw_rows(images_per_step)
     settings = replace(settings, steps=epochs * rows.steps_per_epoch, lr=settings.lr * rows.batch / 512)
     trained = with_projection(model, PROJECTION, seed=derive_seed(settings.seed, "projection"))
@@ -273,7 +273,7 @@ def bootstrap(
     if settings.optimizer != "sgd" and how.predictor_rate != 1:
         problem = f"predictor_rate is {how.predictor_rate} and needs the optimizer sgd"
         raise InputError(problem, fix=f"set it to 1 for {settings.optimizer}")
-    bench = prepare(model, images, settings, need_clusters=False)
+    bench = prepare(model, images, settings, need_clusters=False, epochs=(how.epochs, how.images_per_step))
     rows = bench.draw_rows(how.images_per_step)
     settings = replace(settings, steps=how.epochs * rows.steps_per_epoch, lr=settings.lr * rows.batch / 512)
     trained = with_projection(model, 0)

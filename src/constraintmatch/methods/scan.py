@@ -117,7 +117,8 @@ def scan(
     check_clusters(n_clusters, images)
     check_least("scan", epochs=(epochs, 1), images_per_step=(images_per_step, 1), n_neighbours=(n_neighbours, 1))
     check_least("scan", n_tries=(n_tries, 0))
-    bench, seed = prepare(model, images, settings, need_clusters=False), derive_seed(settings.seed, "head")
+    seed = derive_seed(settings.seed, "head")
+    bench = prepare(model, images, settings, need_clusters=False, epochs=(epochs, images_per_step))
     features, view = embed(model, images, device=bench.device), views.scan_strong(images)
     found = nearest_neighbours(features, n_neighbours, device=bench.device, say=context.reporter.say)
     near = torch.from_numpy(found).to(bench.device)
@@ -171,7 +172,8 @@ def self_label(
     """
     check_shares(averaged=averaged, tolerance=tolerance)
     check_least("self_label", epochs=(epochs, 1), images_per_step=(images_per_step, 1))
-    bench, view = prepare(model, images, settings), views.scan_strong(images)
+    view = views.scan_strong(images)
+    bench = prepare(model, images, settings, epochs=(epochs, images_per_step))
     sure = predict(model, images.take(spread(len(images), 5_000)), device=bench.device).confidence > min_confidence
     if not sure.any():
         why = f"self_label: no image is surer than {min_confidence}; the model is unchanged"
@@ -219,7 +221,8 @@ def neighbour_label(
     check_shares(reliable=reliable, averaged=averaged, tolerance=tolerance)
     check_least("neighbour_label", epochs=(epochs, 1), images_per_step=(images_per_step, 1))
     check_least("neighbour_label", n_neighbours=(n_neighbours, 1), rest_weight=(rest_weight, 0))
-    bench, view = prepare(model, images, settings), views.scan_strong(images)
+    view = views.scan_strong(images)
+    bench = prepare(model, images, settings, epochs=(epochs, images_per_step))
     seen = predict(model, images, features=True, device=bench.device)
     assert seen.features is not None
     near = find_neighbours(seen.features, n_neighbours, model.config.n_clusters, bench.device)

@@ -116,11 +116,22 @@ class Joined(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A pretrained network whose features are brought to length 1: k-means then finds kinds (decision 049)."""
+    """A pretrained network whose features are brought to length 1: k-means then finds kinds (decision 049).
+
+    Its norms keep their statistics while it learns: those of a few views in their place cost points (decision 066).
+    """
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.body = body
+
+    def train(self, mode: bool = True) -> "Encoder":
+        """The encoder in this mode; its norms stay as they are in use."""
+        super().train(mode)
+        for part in self.modules():
+            if isinstance(part, _BatchNorm):
+                part.eval()
+        return self
 
     def forward(self, images: Tensor) -> Tensor:
         return F.normalize(self.body(images).flatten(1), dim=1)

@@ -33,6 +33,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda _: 1.0,
 }
 
+COMPILED = 5_000  # steps from which on a minute of the compiler is earned back (decision 067)
 CALMER = 0.3  # the share of the rate with which a training goes on after it has fallen
 
 _HOW = ("device", "log_every", "checkpoint_every", "tensorboard", "compile", "cuda_graph", "channels_last")
@@ -54,7 +55,7 @@ class TrainSettings:
     device: str | None = None  # cuda, mps or cpu; None: the first of these that is there
     bf16: bool | None = None  # autocast to bfloat16; None: on CUDA
     channels_last: bool | None = None  # None: except on MPS
-    compile: bool | None = None  # torch.compile; None: on CUDA
+    compile: bool | None = None  # torch.compile; None: on CUDA if there are many steps
     cuda_graph: bool | None = None  # replay the step as one CUDA graph; None: on CUDA when compiled
     log_every: int = 100
     evaluate_every: int | None = None  # None: at the end only
@@ -95,7 +96,7 @@ class TrainSettings:
         """The same settings with every None that the device decides filled in; several ranks compile nothing."""
         cuda, alone = device.type == "cuda", ranks.world() == 1
         bf16 = cuda if self.bf16 is None else self.bf16
-        compiled = alone and (cuda if self.compile is None else self.compile)
+        compiled = alone and (cuda and self.steps >= COMPILED if self.compile is None else self.compile)
         last = device.type != "mps" if self.channels_last is None else self.channels_last  # a third faster on a CPU too
         graph = cuda and alone and (compiled if self.cuda_graph is None else self.cuda_graph)
         return replace(self, device=str(device), bf16=bf16, channels_last=last, compile=compiled, cuda_graph=graph)
