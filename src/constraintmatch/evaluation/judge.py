@@ -200,11 +200,6 @@ class Judge:
         return len(np.unique(self.units[: len(self.pairs)][self.pairs.link < 0.5]))
 
     @property
-    def size(self) -> int:
-        """Pairs and triplets."""
-        return len(self.pairs) + len(self.triplets)
-
-    @property
     def count(self) -> str:
         """What it judges by, in words."""
         return f"{len(self.pairs):,} held-out pairs" + (f" and {n:,} triplets" if (n := len(self.triplets)) else "")

@@ -144,7 +144,7 @@ class _SafeTraining:
         verdict = self.judge.compare(self.network_losses, after)
         said = f"{verdict.gain:.3f} ± {verdict.error:.3f} nats, on {self.judge.count}"
         beginning = verdict if begun is self.start else self._compare(self.network)
-        better = all(one.is_enough(CAUTION, self.judge.size) for one in (verdict, beginning))
+        better = min(verdict.surely(CAUTION), beginning.surely(CAUTION)) > LEAST_GAIN
         step = int(next((entry["kept_step"] for entry in log if entry["kind"] == "kept"), log[-1]["step"]))
         if better or (begun is not self.start and self.is_taught and repeats_well(verdict, log, step)):
             why = f"better than {name} by {said}" if better else f"it repeats {name} on strong views ({said})"
@@ -195,7 +195,7 @@ class _SafeTraining:
         groups = known_groups(self.task.constraints)
         if are_few(groups, self.start.config.n_clusters) or self._are_doubtful():
             return NO_VERDICT, 0
-        return self._compare(self._teach(True)), self.judge.size
+        return self._compare(self._teach(True)), len(self.judge.pairs)
 
     @cached_property
     def _judged_kinds(self) -> tuple[Verdict, int]:
