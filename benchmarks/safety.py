@@ -1,6 +1,7 @@
 """Is a training ever worse than what it began with? Pairs at random, right or wrong, by the safe or the paper's recipe.
 
     python benchmarks/safety.py photos/train photos/test --start starts/photos --name stl10 --out results
+    python benchmarks/safety.py photos/train photos/test --start pretrained --name stl10-encoder --wrong none all:0.1
     python benchmarks/safety.py train.npz test.npz --start scan --name cifar10-features --wrong all:0.1 both:0.1
 
 Every cell is what `constraintmatch train` does with the same pairs: test accuracy, what was kept, seconds. A cell that
@@ -23,9 +24,11 @@ from constraintmatch.data.datasets import DATASETS, load_dataset
 from constraintmatch.data.image_set import ImageSet, load_images
 from constraintmatch.evaluation.metrics import predict, scores
 from constraintmatch.methods import ViewChoice
+from constraintmatch.models.backbones import ENCODER, made_for_side
 from constraintmatch.models.cluster_model import ClusterModel, build_model, load_model
 from constraintmatch.pipeline import train as running
 from constraintmatch.pipeline.config import make_config, training_size
+from constraintmatch.pipeline.embedding import DEFAULT, PRETRAINED
 from constraintmatch.questions.answers import Question
 from constraintmatch.questions.rounds import LabelOracle
 from constraintmatch.training.loop import choose_device
@@ -133,24 +136,32 @@ def accuracy(model: ClusterModel, images: ImageSet) -> float:
 def opened(source: str, part: str, asked: argparse.Namespace) -> ImageSet:
     if source in DATASETS:
         return load_dataset(source, part, asked.data_dir)
-    side = None if asked.start == "scan" else load_model(asked.start).config.side
-    return load_images(source, side=side)
+    if asked.start == PRETRAINED:
+        return load_images(source, side=made_for_side(DEFAULT), channels=3)
+    return load_images(source, side=None if asked.start == "scan" else load_model(asked.start).config.side)
 
 
 def started(asked: argparse.Namespace, train: ImageSet) -> ClusterModel:
-    """The model of a folder, or for embeddings linear heads."""
-    if asked.start != "scan":
+    """The model of a folder, or linear heads: on embeddings, or on a pretrained encoder."""
+    if asked.start not in ("scan", PRETRAINED):
         return load_model(asked.start, device=choose_device())
-    mean, std = train.moments()
-    fresh = build_model(n_clusters=0, side=1, channels=train.channels, mean=mean, std=std)
-    return running.pretrain(fresh, train, asked.clusters, stages=["linear_scan"], settings={"device": "cpu", "seed": 0})
+    settings: dict[str, Any] = {"seed": 0}
+    if asked.start == PRETRAINED:
+        fresh = build_model(n_clusters=0, side=train.side, backbone=ENCODER + DEFAULT, pretrained=True)
+    else:
+        mean, std = train.moments()
+        fresh = build_model(n_clusters=0, side=1, channels=train.channels, mean=mean, std=std)
+        settings["device"] = "cpu"
+    return running.pretrain(fresh, train, asked.clusters, stages=["linear_scan"], settings=settings)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("train", help="a folder, a file of embeddings or a data set")
     parser.add_argument("test")
-    parser.add_argument("--start", required=True, help="a model folder, or scan: linear heads on embeddings")
+    parser.add_argument(
+        "--start", required=True, help="a model folder, pretrained, or scan: linear heads on embeddings"
+    )
     parser.add_argument("--name", required=True)
     parser.add_argument("--clusters", type=int, default=10)
     parser.add_argument("--data-dir", type=Path)

@@ -11,7 +11,7 @@ from constraintmatch._internal.errors import InputError
 from constraintmatch.constraints.constraint_set import Constraints
 from constraintmatch.data.image_set import ImageSet
 from constraintmatch.methods.pair_training import PairTask, check_error_rate, choose_selection
-from constraintmatch.methods.preparation import Context, Trained, ViewChoice, check_shares, evaluate_now, prepare
+from constraintmatch.methods.preparation import Context, Trained, ViewChoice, check_range, evaluate_now, prepare
 from constraintmatch.methods.safe_recipe import train_pairs
 from constraintmatch.models.cluster_model import ClusterModel
 from constraintmatch.training.loop import TrainSettings, fit
@@ -115,7 +115,7 @@ def constraintmatch(
     check_error_rate("error_rate" if pseudo_error_rate is None else "pseudo_error_rate", expected)
     if links not in ("soft", "hard"):
         raise InputError(f"unknown links {links!r}; known are soft, hard")
-    check_shares(hard_threshold=hard_threshold)
+    check_range("in [0, 1]", hard_threshold=hard_threshold)
 
     def pseudo_links(guess: Tensor, others: Tensor | None = None) -> Tensor:
         soft = soft_links(guess, others)

@@ -24,8 +24,7 @@ from constraintmatch.methods.preparation import (
     Context,
     ViewChoice,
     check_images,
-    check_not_negative,
-    check_shares,
+    check_range,
     evaluate_now,
     prepare,
     spread,
@@ -81,7 +80,7 @@ def choose_selection(by: str, max_entropy: float, min_confidence: float) -> Call
     """I^sel, the guesses that take part: entropy below τ = `max_entropy`, or confidence from `min_confidence` on."""
     if by not in ("entropy", "confidence"):
         raise InputError(f"unknown selection {by!r}; known are entropy, confidence")
-    check_shares(max_entropy=max_entropy, min_confidence=min_confidence)
+    check_range("in [0, 1]", max_entropy=max_entropy, min_confidence=min_confidence)
     if by == "entropy":
         return lambda guess: losses.informative(guess, max_entropy)
     return lambda guess: losses.confident(guess, min_confidence)
@@ -90,7 +89,7 @@ def choose_selection(by: str, max_entropy: float, min_confidence: float) -> Call
 def check_task(task: PairTask, model: ClusterModel, images: ImageSet) -> None:
     """An InputError if the task has a bad value, or does not fit the model and the images."""
     constraints = task.constraints
-    check_not_negative(head_steps=task.head_steps)
+    check_range("0 or more", head_steps=task.head_steps)
     weights = constraints.weight, constraints.triplets.weight
     if not any(map(len, weights)):
         raise InputError(f"{task.title} needs constraints and there are none; sample or answer some pairs first")
@@ -98,10 +97,10 @@ def check_task(task: PairTask, model: ClusterModel, images: ImageSet) -> None:
         raise InputError(f"{task.title}: every constraint has the weight 0; give some of them a weight above 0")
     if constraints.n_images != len(images):
         raise InputError(f"the constraints are over {constraints.n_images:,} images, the set has {len(images):,}")
-    check_not_negative(pseudo_weight=task.pseudo_weight)
+    check_range("0 or more", pseudo_weight=task.pseudo_weight)
     if not 0 <= task.warm_up <= 1:
         raise InputError(f"warm_up is {task.warm_up}; it is a share of the steps, in [0, 1]")
-    check_shares(flip_fraction=task.flip_fraction)
+    check_range("in [0, 1]", flip_fraction=task.flip_fraction)
     if task.flip_between not in ("largest", "any"):
         raise InputError(f"unknown flip_between {task.flip_between!r}; known are largest, any")
     check_error_rate("error_rate", task.error_rate)

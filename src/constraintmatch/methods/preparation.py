@@ -34,6 +34,11 @@ from constraintmatch.training.run_folder import RunFolder
 from constraintmatch.training.views import View
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+RANGES: dict[str, Callable[[float], bool]] = {
+    "in [0, 1]": lambda value: 0 <= value <= 1,
+    "0 or more": lambda value: 0 <= value < math.inf,
+    "a positive number": lambda value: 0 < value < math.inf,
+}
 
 
 @dataclass(frozen=True)
@@ -184,25 +189,11 @@ def check_clusters(n_clusters: int, images: ImageSet) -> None:
         raise InputError(f"{n_clusters} clusters for {len(images)} images; ask for at most one cluster per image")
 
 
-def check_shares(**shares: float) -> None:
-    """An InputError if a share is not in [0, 1]."""
-    for name, value in shares.items():
-        if not 0 <= value <= 1:
-            raise InputError(f"{name} is {value}; it must be in [0, 1]")
-
-
-def check_positive(**values: float) -> None:
-    """An InputError if a number is not positive, or not finite."""
+def check_range(words: str, **values: float) -> None:
+    """An InputError if a number is not what the words, of `RANGES`, say."""
     for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise InputError(f"{name} is {value}; it must be a positive number")
-
-
-def check_not_negative(**values: float) -> None:
-    """An InputError if a number is negative, or not finite."""
-    for name, value in values.items():
-        if not 0 <= value < math.inf:
-            raise InputError(f"{name} is {value}; it must be 0 or more")
+        if not RANGES[words](value):
+            raise InputError(f"{name} is {value}; it must be {words}")
 
 
 def check_least(title: str, **least: tuple[float, float]) -> None:

@@ -25,9 +25,7 @@ from constraintmatch.methods.preparation import (
     ViewChoice,
     check_clusters,
     check_least,
-    check_not_negative,
-    check_positive,
-    check_shares,
+    check_range,
     prepare,
 )
 from constraintmatch.methods.prototypes import spherical_k_means
@@ -79,7 +77,7 @@ def simclr(
     if len(images) < 4:
         raise InputError(f"simclr compares images with each other and needs at least 4; there are {len(images)}")
     check_least("simclr", epochs=(epochs, 1), images_per_step=(images_per_step, 2))
-    check_positive(temperature=temperature)
+    check_range("a positive number", temperature=temperature)
     bench = prepare(model, images, settings, need_clusters=False, epochs=(epochs, images_per_step))
     rows = bench.draw_rows(images_per_step)
     settings = replace(settings, steps=epochs * rows.steps_per_epoch, lr=settings.lr * rows.batch / 512)
@@ -248,9 +246,9 @@ def propos(
     (see `prototype_loss`). The clusters are those of spherical k-means on the target's features, every few epochs.
     """
     check_clusters(n_clusters, images)
-    check_shares(warm_up=warm_up)
-    check_not_negative(prototype_weight=prototype_weight, noise=noise)
-    check_positive(temperature=temperature)
+    check_range("in [0, 1]", warm_up=warm_up)
+    check_range("0 or more", prototype_weight=prototype_weight, noise=noise)
+    check_range("a positive number", temperature=temperature)
     as_byol = (epochs, images_per_step, hidden, projection, target_momentum, predictor_rate)
     how = Follow(*as_byol, n_clusters, prototype_weight, temperature, noise, warm_up)
     return bootstrap("propos", model, images, how, settings, views, context)
@@ -268,8 +266,8 @@ def bootstrap(
     """BYOL, with what ProPos adds if there are clusters."""
     check_batches(title, images, how.epochs, how.images_per_step)
     check_least(title, hidden=(how.hidden, 1), projection=(how.projection, 2))  # of one number only the sign is left
-    check_shares(target_momentum=how.target_momentum)
-    check_positive(predictor_rate=how.predictor_rate)
+    check_range("in [0, 1]", target_momentum=how.target_momentum)
+    check_range("a positive number", predictor_rate=how.predictor_rate)
     if settings.optimizer != "sgd" and how.predictor_rate != 1:
         problem = f"predictor_rate is {how.predictor_rate} and needs the optimizer sgd"
         raise InputError(problem, fix=f"set it to 1 for {settings.optimizer}")

@@ -30,7 +30,7 @@ from constraintmatch.methods.preparation import (
     ViewChoice,
     check_clusters,
     check_least,
-    check_shares,
+    check_range,
     evaluate_now,
     find_neighbours,
     keep_model,
@@ -113,7 +113,7 @@ def scan(
     head begins with what the best of `n_tries` linear ones on these features agree on (0: at random); a model that has
     this many clusters already keeps its own head. The steps follow from `epochs`.
     """
-    check_shares(tolerance=tolerance)
+    check_range("in [0, 1]", tolerance=tolerance)
     check_clusters(n_clusters, images)
     check_least("scan", epochs=(epochs, 1), images_per_step=(images_per_step, 1), n_neighbours=(n_neighbours, 1))
     check_least("scan", n_tries=(n_tries, 0))
@@ -170,7 +170,7 @@ def self_label(
     by at most this `tolerance` (1: always the last). If no image is that sure, the model stays unchanged: without a
     loss, Adam would only decay its weights.
     """
-    check_shares(averaged=averaged, tolerance=tolerance)
+    check_range("in [0, 1]", averaged=averaged, tolerance=tolerance)
     check_least("self_label", epochs=(epochs, 1), images_per_step=(images_per_step, 1))
     view = views.scan_strong(images)
     bench = prepare(model, images, settings, epochs=(epochs, images_per_step))
@@ -218,7 +218,7 @@ def neighbour_label(
     `rest_weight`. Fixed labels cannot drift: self-labelling by confidence alone empties the clusters that are sure of
     few images, because the head never saw a strong view (decision 041). `averaged` and `tolerance`: see `self_label`.
     """
-    check_shares(reliable=reliable, averaged=averaged, tolerance=tolerance)
+    check_range("in [0, 1]", reliable=reliable, averaged=averaged, tolerance=tolerance)
     check_least("neighbour_label", epochs=(epochs, 1), images_per_step=(images_per_step, 1))
     check_least("neighbour_label", n_neighbours=(n_neighbours, 1), rest_weight=(rest_weight, 0))
     view = views.scan_strong(images)
