@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from constraintmatch.data.image_set import ImageSet
+from constraintmatch.evaluation.metrics import embed
 from constraintmatch.models.backbones import BatchNorm, apart, can_keep_apart, passes
 from constraintmatch.models.cluster_model import build_model, wrap_encoder
 
@@ -146,4 +148,7 @@ def test_the_norms_of_a_pretrained_network_keep_their_statistics_while_it_learns
     assert {torch.equal(after[name], value) for name, value in before.items()} == {pretrained}
     assert all(value.grad is not None and value.grad.abs().sum() > 0 for value in network.parameters())
     assert body[2].training  # everything else learns as usual
+    embed(network, ImageSet.from_arrays(images.permute(0, 2, 3, 1).numpy()))  # as an evaluation between two steps
+    norms = [part for part in network.modules() if isinstance(part, nn.BatchNorm2d)]
+    assert {norm.training for norm in norms} == {not pretrained}
     assert not any(part.training for part in network.eval().modules())
